@@ -11,8 +11,9 @@ from statistics import fmean
 import pytest
 
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import learner, weights
+from sgl_kvevict.distill import learner
 from sgl_kvevict.lifecycle import eviction, pressure
+from sgl_kvevict.policies import scorers
 from sgl_kvevict.policies.budgets import AllLayersBudget
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,10 +102,10 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
     config = KVEvictConfig()
     current = {
         "RIDGE": learner.RIDGE,
-        "SCORE_FLOOR": learner.SCORE_FLOOR,
+        "SCORE_FLOOR": scorers.SCORE_FLOOR,
         "SAMPLED_TOKENS": learner.SAMPLED_TOKENS,
         "MIN_RECALL": learner.MIN_RECALL,
-        "PREDICTED_WEIGHT": weights.PREDICTED_WEIGHT,
+        "PREDICTED_WEIGHT": scorers.PREDICTED_WEIGHT,
         "ANSWERS": pressure.ANSWERS,
         "LOSS_OF_MOVING": eviction.LOSS_OF_MOVING,
         "floor_share": AllLayersBudget().floor_share,

@@ -1,7 +1,7 @@
 """Compare what passes, learned scores and both together keep, by the answers of the full cache.
 
-Run: python benchmarks/quality/joint.py; adds to docs/results/quality/joint.csv. Qwen's rows there:
---model qwen-0.5b --seed 9 --contexts 4 --tasks table factbook reading squad
+Run: python benchmarks/quality/joint.py; adds to docs/results/quality/joint.csv. Qwens' rows there:
+--model qwen-0.5b --seed 12 --contexts 4; --model qwen-1.5b --seed 12 --contexts 3 --tasks table factbook squad
 
 Outside the server. The full cache answers a question greedily; then the same tokens are predicted from what each choice
 keeps of the context. The divergence of these predictions shows smaller differences than right and wrong answers do.
@@ -33,7 +33,6 @@ from sgl_kvevict.distill import (
     ModelIdentity,
     ScoreWeights,
     find_weights,
-    joint_scores,
     load_weights,
     weights_folders,
     window_features,
@@ -42,10 +41,23 @@ from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.model import DEMO, resolve_model
 from sgl_kvevict.policies import LayerView, Signal, build_policy
+from sgl_kvevict.policies.methods.distilled import relative_norms
+from sgl_kvevict.policies.scorers import log_attention
 
 RESULTS = ROOT / "docs" / "results" / "quality" / "joint.csv"
-CHOICES = {"passes": None, "learned": None, "halves": 1.0, "thirds": 2.0, "quarters": 3.0}
-"""What is kept, and for the joint ones the weight of predicted entries."""
+CHOICES = {
+    "passes": (0.0, False),
+    "learned": (1.0, False),
+    "third": (1 / 3, False),
+    "half": (1 / 2, False),
+    "two thirds": (2 / 3, False),
+    "passes, norms": (0.0, True),
+    "learned, norms": (1.0, True),
+    "third, norms": (1 / 3, True),
+    "half, norms": (1 / 2, True),
+    "two thirds, norms": (2 / 3, True),
+}
+"""What is kept: the share of the prediction, and whether attention is multiplied by the norm of values."""
 ANSWER_TOKENS = 14
 NUM_SINKS = 4
 
@@ -130,8 +142,12 @@ class Comparison:
         windows = [window_features(show(prefix, layer)) for layer in range(self.model.num_layers)]
         window = torch.stack([part for part in windows if part is not None])
         learned = self.weights.score(tokens_of(prefix), self.model.rotary, window)
-        joint = {name: joint_scores(prefix.scores, learned, weight) for name, weight in CHOICES.items() if weight}
-        return {"passes": prefix.scores, "learned": learned, **joint}
+        norms = torch.stack([relative_norms(values[: learned.shape[-1]]) for values in prefix.v])
+        measured = log_attention(prefix.scores)
+        return {
+            name: torch.lerp(measured, learned, share) + with_norms * norms
+            for name, (share, with_norms) in CHOICES.items()
+        }
 
     def _kept(self, scores: Tensor) -> Tensor:
         """[num_layers, num_kv_heads, num_tokens], bool: what the default policy keeps by these scores, and the tail."""
@@ -171,14 +187,14 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    """Measure, and add rows."""
-    rows = list(rows_of(parse_arguments()))
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+    """Measure, and add rows after each task."""
+    for row in rows_of(parse_arguments()):
+        is_new = not RESULTS.exists()
+        with RESULTS.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(row), lineterminator="\n")
+            if is_new:
+                writer.writeheader()
+            writer.writerow(row)
 
 
 if __name__ == "__main__":

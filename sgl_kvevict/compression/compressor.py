@@ -16,12 +16,13 @@ from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.sliding_windows import select_beside_windows
 from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, joint_scores, with_learned_scores
+from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.parts import Decision, PolicyState
 from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.scorers import joint_attention
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.policies.worth import measured_worth
+from sgl_kvevict.policies.worth import measured_worth, scores_of
 from sgl_kvevict.prefix import Segment, SegmentPacker
 
 Observation = PromptObservation | ReaderObservation | CacheObservation
@@ -151,11 +152,11 @@ class Compressor:
         return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
 
     def rank_by_attention(self, segment: Segment) -> None:
-        """Set the worth of a segment's entries by measured reader attention, or joint scores if scores are learned."""
+        """Set the worth of a segment's entries by reader attention, and its prediction if scores are learned."""
         assert segment.worth is not None and segment.entry_attention is not None
         scores = segment.entry_attention.squares.sqrt()
         if self.has_learned:
-            scores = joint_scores(scores, segment.worth.float())
+            scores = joint_attention(scores, scores_of(segment.worth))
         segment.worth = measured_worth(segment.worth, scores)
         segment.is_measured, segment.entry_attention = True, None
 

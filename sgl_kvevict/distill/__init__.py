@@ -9,7 +9,7 @@ from sgl_kvevict.distill.files import (
     weights_folders,
 )
 from sgl_kvevict.distill.learner import Lesson, LessonResult, ScoreLearner
-from sgl_kvevict.distill.weights import ScoreWeights, joint_scores, with_learned_scores
+from sgl_kvevict.distill.weights import ScoreWeights, with_learned_scores
 
 __all__ = [
     "CachedRange",
@@ -19,7 +19,6 @@ __all__ = [
     "ScoreLearner",
     "ScoreWeights",
     "find_weights",
-    "joint_scores",
     "load_weights",
     "save_weights",
     "weights_folders",

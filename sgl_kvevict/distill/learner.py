@@ -19,11 +19,10 @@ from sgl_kvevict.distill.features import (
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.policies.scorers import log_attention
 
 RIDGE = 0.003
 """Ridge penalty on standardised features, per token."""
-SCORE_FLOOR = 0.005
-"""Added to reader attention before its logarithm, so that tokens with almost none get the same target."""
 SAMPLED_TOKENS = 1024
 """Maximum number of tokens per prefix: bounds the time and weight of long prefixes."""
 NUM_SINKS = 4
@@ -212,7 +211,7 @@ class Lesson:
         if window is None:  # the policy uses the cache alone; constant zeros get no weight
             window = features.new_zeros(features.shape[0], tokens.token_slots.numel(), NUM_WINDOW)
         sampled = window[:, sample.start - tokens.start :: sample.stride]
-        return torch.cat([features, sampled], dim=-1), (self._sampled_scores(layer) + SCORE_FLOOR).log()
+        return torch.cat([features, sampled], dim=-1), log_attention(self._sampled_scores(layer))
 
     def _sampled_scores(self, layers: int | list[int]) -> Tensor:
         return self._scores[layers][..., self._sample.start - self._tokens.start :: self._sample.stride]

@@ -25,8 +25,6 @@ from sgl_kvevict.policies.signals import Signal
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Elements of keys (or values) per block: fits a core's caches; occupies a GPU."""
-PREDICTED_WEIGHT = 2.0
-"""Measured entries kept for each predicted one (:func:`joint_scores`)."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,7 @@ class ScoreWeights:
 
 
 def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, rotary: Rotary) -> Show:
-    """Score a range in all layers at once, and add :attr:`Signal.LEARNED_SCORES` to each layer's view.
-
-    Layers whose reader attention was measured get :func:`joint_scores`. More answers survive than by either alone
-    (docs/quality.md): predictions err about this text, and passes read only its own sentences.
-    """
+    """Score a range in all layers at once, and add :attr:`Signal.LEARNED_SCORES` to each layer's view."""
     shown = [show(layer) for layer in range(tokens.num_layers)]
     windows = [window_features(layer) for layer in shown]
     seen = next((part for part in windows if part is not None), None)
@@ -81,27 +75,7 @@ def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, 
     if seen is not None:  # layers with a sliding window are not observed; their weights are 0 and scores unused
         window = torch.stack([torch.zeros_like(seen) if part is None else part for part in windows])
     learned = weights.score(tokens, rotary, window)
-    read = [layer for layer, view in enumerate(shown) if Signal.READER_ATTENTION in view.signals]
-    if read:
-        measured = torch.stack([shown[layer].need_per_token(Signal.READER_ATTENTION) for layer in read])
-        chosen = to_device(torch.tensor(read), learned.device)
-        learned.index_copy_(0, chosen, joint_scores(measured, learned[chosen]))
     return lambda layer: shown[layer].with_signals({Signal.LEARNED_SCORES: learned[layer]})
-
-
-def joint_scores(measured: Tensor, predicted: Tensor, weight: float = PREDICTED_WEIGHT) -> Tensor:
-    """Scores whose highest elements are, ``weight`` to one, the highest measured and the highest predicted ones.
-
-    An element counts by its better rank, as minus the share of elements that rank no lower; that of a predicted rank is
-    taken ``weight`` times. ``measured``, ``predicted`` and the result are float32, of one shape; of equal elements the
-    first one ranks higher.
-    """
-    shares = torch.arange(1, measured.numel() + 1, device=measured.device) / measured.numel()
-    ranked = []
-    for scores, factor in ((measured, 1.0), (predicted, weight)):
-        order = scores.flatten().argsort(descending=True, stable=True)
-        ranked.append(torch.empty_like(shares).scatter_(0, order, -factor * shares))
-    return torch.maximum(*ranked).view_as(measured)
 
 
 def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Tensor | None = None) -> Tensor:

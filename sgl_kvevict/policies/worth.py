@@ -40,6 +40,11 @@ def measured_worth(worth: Tensor, scores: Tensor) -> Tensor:
     return torch.where(worth == most, worth, _as_worth(scores.clamp(-_MAX, _MAX)))
 
 
+def scores_of(worth: Tensor) -> Tensor:
+    """The scores, float32, that entries have by their ``worth`` ([num_entries], int16)."""
+    return torch.where(worth < 0, worth ^ 0x7FFF, worth).view(torch.float16).float()
+
+
 def _as_worth(values: Tensor) -> Tensor:
     bits = (values.half() + 0.0).view(torch.int16)  # + 0.0: -0.0 becomes 0.0
     return torch.where(bits < 0, bits ^ 0x7FFF, bits)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sgl_kvevict.distill import CachedRange, ScoreWeights, window_features, with_learned_scores
+from sgl_kvevict.distill import CachedRange, ScoreWeights, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
-from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, joint_scores, score_range
+from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, score_range
 from sgl_kvevict.geometry import KVScales
 from sgl_kvevict.policies import LayerView, QueryWindow, Rotary, Signal
 
@@ -177,43 +177,3 @@ def test_a_sample_is_spread_over_the_range_and_leaves_the_sinks_out() -> None:
     assert torch.equal(sample.token_slots, part.token_slots[sample.positions - 2])
     whole = part.sample(first=0, most=100)
     assert torch.equal(whole.token_slots, part.token_slots) and whole.positions.tolist() == list(range(2, 52))
-
-
-def ranks(scores: Tensor) -> list[int]:
-    """Place of each element, the highest first; of equal ones the first comes first."""
-    flat = scores.flatten().tolist()
-    order = sorted(range(len(flat)), key=lambda i: (-flat[i], i))
-    return [order.index(i) for i in range(len(flat))]
-
-
-def test_joint_scores_keep_two_thirds_by_measurement_and_one_by_prediction() -> None:
-    measured, learned = normal(1, 3, 2, 50).exp(), normal(2, 3, 2, 50) * 30 - 100
-    measured[0, 0, :20] = 0  # never read
-    joint = joint_scores(measured, learned)
-    best = [min(m + 1, 2 * (p + 1)) for m, p in zip(ranks(measured), ranks(learned), strict=True)]
-    assert joint.flatten().tolist() == pytest.approx([-place / 300 for place in best])
-    kept = set(joint.flatten().topk(60).indices.tolist())
-    assert set(measured.flatten().topk(40).indices.tolist()) <= kept
-    assert set(learned.flatten().topk(20).indices.tolist()) <= kept
-    assert ranks(joint_scores(measured, measured)) == ranks(measured)
-
-
-def test_layers_that_passes_have_read_get_joint_scores() -> None:
-    """Others, which have a sliding window, are not ranked with them."""
-    part, turned = tokens(torch.float32), rotary(8, True)
-    size = num_cache_features(DIM)
-    weights = ScoreWeights(normal(3, LAYERS, HEADS, size), torch.zeros(LAYERS, HEADS, size + NUM_WINDOW), 1)
-    weights.cache[1] = 0
-    attention = normal(4, LAYERS, HEADS, 50).exp()
-
-    def show(layer: int) -> LayerView:
-        signals = {} if layer == 1 else {Signal.READER_ATTENTION: attention[layer]}
-        return LayerView(
-            layer, part.start, part.k_arena[layer], part.v_arena[layer], part.token_slots, 1.0, signals=signals
-        )
-
-    joint = with_learned_scores(show, weights, part, turned)
-    got = torch.stack([joint(layer).need_per_token(Signal.LEARNED_SCORES) for layer in range(LAYERS)])
-    learned = score_range(weights.cache, part, turned)
-    torch.testing.assert_close(got[1], learned[1])
-    torch.testing.assert_close(got[[0, 2]], joint_scores(attention[[0, 2]], learned[[0, 2]]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.policies.worth import worth_of
+from sgl_kvevict.policies.worth import scores_of, worth_of
 
 
 def worth(values, kept, *, comparable=True, num_first=0, num_last=0):
@@ -47,3 +47,9 @@ def test_what_is_kept_without_competing_is_worth_most():
 def test_layers_that_share_a_choice_share_its_worth():
     found = worth(VALUES[:1], ALL)
     assert found[:4] == found[4:]
+
+
+def test_scores_come_back_from_worth():
+    scores = [[[-9.0, -0.25, 0.0, 0.5]], [[65504.0, 1.0, -65504.0, 2.0]]]
+    found = torch.tensor(worth(scores, [[[True] * 4]] * 2), dtype=torch.int16)
+    assert scores_of(found).tolist() == [score for (head,) in scores for score in head]

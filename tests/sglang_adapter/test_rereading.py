@@ -7,8 +7,9 @@ import pytest
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import joint_scores
+from sgl_kvevict.policies.scorers import joint_attention
 from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.policies.worth import scores_of
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
@@ -73,8 +74,8 @@ def test_what_passes_paid_and_what_was_predicted_decide_what_a_light_prefix_keep
     assert scheduler.run_pass()
     light = segment_of(harness)
     light.entry_attention.squares[:] = light.positions  # as if the last tokens were paid most
-    num_kept, predicted = 18 * harness.geometry.num_runs, light.worth.float()
-    scores = joint_scores(light.positions.float().sqrt(), predicted).half()
+    num_kept, predicted = 18 * harness.geometry.num_runs, scores_of(light.worth)
+    scores = joint_attention(light.positions.float().sqrt(), predicted).half()
     scheduler.run_pass()
     scheduler.run_pass()
     kept = segment_of(harness).positions.sort().values

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.scorers import joint_attention, log_attention
 from sgl_kvevict.policies.signals import Readers, Signal
 
 WINDOW_SIZE = 8
 """Queries. 32 predict no better, and cost as much as all other features together."""
+NORM_FLOOR = 1e-6
+"""Least distance whose logarithm is taken."""
 
 
 @dataclass(frozen=True)
 class DistilledScorer(Scorer):
-    """Learned scores; else reader attention; else echo attention (slots are short and nothing is learned yet).
+    """Reader attention, measured or predicted or both, times how far the token's value is from the head's mean value.
 
-    Where passes have read the range, learned scores are joined with what they measured
-    (:func:`sgl_kvevict.distill.joint_scores`).
+    Softmax weights add up to 1, so what is evicted is missed by this distance: a value near the mean is replaced by the
+    others. Distances are shares of the layer's mean. Where passes have read the range and scores are learned, attention
+    is :func:`sgl_kvevict.policies.scorers.joint_attention`; where neither is there, because slots are short before
+    anything is learned, the score is echo attention.
     With ``use_window`` the attention of the prompt's last ``WINDOW_SIZE`` queries is a feature of learned scores
     (:class:`sgl_kvevict.distill.ScoreWeights`).
+
+    Source: VATP (arXiv 2406.12335), Sec. 3, multiplies attention by the norm of the value.
+    Differs: its distance from the mean, relative to the layer, because scores are compared over layers, and values grow
+        with the residual stream.
     """
 
     use_window: bool
@@ -42,10 +53,26 @@ class DistilledScorer(Scorer):
         return frozenset({*scores, Signal.KEYS, Signal.VALUES, *window})
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer by the first of the three signals that is present; ValueError if none is."""
-        order = (Signal.LEARNED_SCORES, Signal.READER_ATTENTION, Signal.ECHO_ATTENTION)
-        present = next((signal for signal in order if signal in view.signals), Signal.READER_ATTENTION)
-        return TokenScores(view.need_per_token(present))
+        """Score one layer; ValueError if none of the three signals is present."""
+        measured = view.find(Signal.READER_ATTENTION, Tensor)
+        if Signal.LEARNED_SCORES in view.signals:
+            predicted = view.need_per_token(Signal.LEARNED_SCORES)
+            attention = predicted if measured is None else joint_attention(measured, predicted)
+        elif measured is None:
+            return TokenScores(view.need_per_token(Signal.ECHO_ATTENTION))
+        else:
+            attention = log_attention(view.need_per_token(Signal.READER_ATTENTION))
+        return TokenScores(attention + relative_norms(view.values))
+
+
+def relative_norms(values: Tensor) -> Tensor:
+    """[num_kv_heads, num_tokens], float32: logarithms of distances to the head's mean value, as shares of their mean.
+
+    ``values`` is [num_tokens, num_kv_heads, head_dim] of one layer, of any float dtype.
+    """
+    rows = values.float()
+    norms: Tensor = torch.linalg.vector_norm(rows - rows.mean(0), dim=-1).clamp_min_(NORM_FLOOR)
+    return (norms / norms.mean()).log_().T
 
 
 class Distilled(OneBudgetOptions):
