@@ -79,7 +79,7 @@ class Distilled(OneBudgetOptions):
     """``distilled``."""
 
     name = "distilled"
-    summary = "scores learned from passes like those of reconstruction, with what passes over the prefix itself measure"
+    summary = "attention that passes measure or that was learned from them, times the value's distance from the mean"
     source = "this project, after KVzap (arXiv 2601.07891)"
     use_when = "always: no pass is needed once something is learned"
 
