@@ -70,8 +70,8 @@ def relative_norms(values: Tensor) -> Tensor:
 
     ``values`` is [num_tokens, num_kv_heads, head_dim] of one layer, of any float dtype.
     """
-    rows = values.float()
-    norms: Tensor = torch.linalg.vector_norm(rows - rows.mean(0), dim=-1).clamp_min_(NORM_FLOOR)
+    rows = values.to(torch.float32, copy=True)
+    norms: Tensor = torch.linalg.vector_norm(rows.sub_(rows.mean(0)), dim=-1).clamp_min_(NORM_FLOOR)
     return (norms / norms.mean()).log_().T
 
 
