@@ -16,7 +16,7 @@ from sgl_kvevict.policies.signals import Signal
 SCORE_FLOOR = 0.005
 """Added to reader attention before its logarithm, so that tokens with almost none get the same score."""
 
-PREDICTED_WEIGHT = 2 / 3
+PREDICTED_WEIGHT = 0.5
 """Share of the prediction in :func:`joint_attention`."""
 
 

@@ -43,7 +43,7 @@ def test_scores_are_attention_times_the_distance_of_values(dtype: torch.dtype) -
     logs = {
         "measured": (measured + 0.005).log(),
         "predicted": predicted,
-        "both": (measured + 0.005).log() / 3 + predicted * 2 / 3,
+        "both": ((measured + 0.005).log() + predicted) / 2,
     }
     signals = {
         "measured": {"reader_attention": measured},
@@ -73,5 +73,5 @@ def test_without_passes_and_learned_scores_echo_attention_is_the_score() -> None
 
 def test_joint_attention_is_the_mean_of_logarithms() -> None:
     measured, predicted = torch.tensor([0.0, 0.995, 0.495]), torch.tensor([0.0, -3.0, -6.0])
-    expected = [(-5.298317 + 0) / 3, (0 - 6) / 3, (-0.693147 - 12) / 3]
+    expected = [(-5.298317 + 0) / 2, (0 - 3) / 2, (-0.693147 - 6) / 2]
     assert joint_attention(measured, predicted).tolist() == pytest.approx(expected)
