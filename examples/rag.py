@@ -23,7 +23,7 @@ QUESTIONS = (
     "Where does the drinking water come from?",
     "Who is the captain of the Grey Heron?",
     "Where is the meeting point in case of fire?",
-    "Where are the journals of former years kept?",
+    "In what are the journals of former years kept?",
 )
 
 

@@ -7,6 +7,7 @@ import json
 import random
 import time
 import urllib.error
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -61,9 +62,17 @@ def ask(server, input_ids, max_new_tokens=4, custom_params=None, **fields):
 
 def warm(server, seed: int) -> str:
     """Start a job; return the name of its outcome."""
-    ticket = f"ticket-of-a-test-{seed}"
-    ask(server, document(seed), 0, {"kvevict": {"warm": True, "ticket": ticket}})
-    return ticket_digest(ticket)
+    return warm_all(server, [seed])[0]
+
+
+def warm_all(server, seeds: Iterable[int]) -> list[str]:
+    """Start jobs by one request; return the names of their outcomes."""
+    tickets = [f"ticket-of-a-test-{seed}" for seed in seeds]
+    sampling = [
+        {"max_new_tokens": 0, "custom_params": {"kvevict": {"warm": True, "ticket": ticket}}} for ticket in tickets
+    ]
+    server.post("/generate", {"input_ids": [document(seed) for seed in seeds], "sampling_params": sampling})
+    return [ticket_digest(ticket) for ticket in tickets]
 
 
 def outcome(server, name: str) -> str:
@@ -77,8 +86,7 @@ def flush(server) -> None:
 
 def many_jobs(server) -> list[str]:
     """More passes than a test takes: whatever it does next, it does while passes run."""
-    with ThreadPoolExecutor(12) as pool:  # all at once: few passes have begun when the last one comes
-        names = list(pool.map(lambda seed: warm(server, seed), range(100, 112)))
+    names = warm_all(server, range(100, 112))  # all at once: few passes have begun when the last one comes
     assert plugin_state(server)["scoring_jobs"] > 4
     return names
 
