@@ -127,16 +127,6 @@ class KVEvictConfig(BaseModel):
         description="`distilled`: a prefix stays uncompressed until passes have scored it or slots are short; "
         "false: learned scores compress it when its prompt is complete",
     )
-    fit: bool = Field(
-        default=False,
-        description="passes give kept entries values and biases that answer for evicted ones (`distilled`, "
-        "`reconstruction`); 4 bytes more for each K and V row of the pool (docs/policies.md)",
-    )
-    fit_scope: Literal["causal", "range"] = Field(
-        default="causal",
-        description="a fitted value holds nothing of tokens behind its own block of 64 (causal), or something of all "
-        "tokens compressed with it (range)",
-    )
     budget_includes_tail: bool = Field(
         default=False,
         description="the uncompressed tail is part of `budget`, as in papers (set by `@paper`); `light_budget` and "

@@ -34,8 +34,6 @@ class Place(Enum):
     """Recording queries of a prompt, a vote or a pass: the observation is discarded."""
     COMPRESSION = "compression"
     """Selecting entries by a policy: the range stays uncompressed."""
-    FIT = "fit"
-    """Fitting values and biases: the segment keeps its selected entries unchanged."""
     STORE = "store"
     """Saving, finding or loading a prefix: it is not stored, or is computed."""
     HOST = "host"
@@ -50,7 +48,7 @@ class Place(Enum):
     """Showing the cache in ``GET /server_info``: the failed part is missing."""
 
 
-PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION, Place.FIT, Place.HOST})
+PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION, Place.HOST})
 """Places that compute with one rank's own heads, or memory, so that an error may occur on one rank only."""
 
 

@@ -106,7 +106,7 @@ def _least(work: roofline.Work, peaks: roofline.Peaks) -> str:
 
 
 def extend_loops() -> Iterator[roofline.ExtendLoop]:
-    """The loops of the plain ``ragged_extend`` of compiled.md: no biases, windows, trees, fp8 rows or latents."""
+    """The loops of the plain ``ragged_extend`` of compiled.md: no windows, trees, fp8 rows or latents."""
     from gpu_bench.roofline import ExtendLoop
 
     table = [line for line in (FOLDER / "compiled.md").read_text().splitlines() if line.startswith("| ")]

@@ -52,23 +52,18 @@ def check_positions(positions: object, head_slots: torch.Tensor) -> None:
 def check_arenas(
     k_arena: torch.Tensor,
     v_arena: torch.Tensor,
-    biases: torch.Tensor | None,
     shape: Sequence[int | None],
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
     """Require arenas that attention can read. Called once per attention object, not per layer and step.
 
-    ``v_arena`` is like ``k_arena``, or the first columns of its rows (latent attention).
-
-    ``biases`` is [num_layers, num_token_slots, num_kv_heads], float32, or None; other arguments as for
+    ``v_arena`` is like ``k_arena``, or the first columns of its rows (latent attention). Other arguments as for
     :func:`check_tensor`.
     """
     check_tensor("k_arena", k_arena, shape, dtype, device)
     if not is_latent(k_arena, v_arena):
         check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
-    if biases is not None:
-        check_tensor("biases", biases, tuple(k_arena.shape[:3]), torch.float32, k_arena.device)
 
 
 def is_latent(k_arena: torch.Tensor, v_arena: torch.Tensor) -> bool:

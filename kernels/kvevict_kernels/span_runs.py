@@ -24,7 +24,6 @@ class SpanRuns:
     starts: Tensor  # [num_layers, num_kv_heads], int32, first entry of each run
     lens: Tensor  # [num_layers, num_kv_heads], int32, entries of each run; may be 0
     num_tokens: int  # logical tokens that were compressed into the span
-    is_fitted: bool = False  # biases are added to the scores of its entries; biases of other spans' head slots are 0
     # [segment_entries], int32, logical position of each entry's token, ascending within a run. None: unknown, and only
     # layers without a window may read the span.
     positions: Tensor | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention, CapturableAttention
-from sgl_kvevict.attention.refusals import NO_BIASES, NO_LATENTS, cpu_reasons, flashinfer_reasons, triton_reasons
+from sgl_kvevict.attention.refusals import NO_LATENTS, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -72,7 +72,6 @@ def build_attention(
     k_arena: Tensor,
     v_arena: Tensor,
     q_dtype: torch.dtype | None = None,
-    biases: Tensor | None = None,
     on_all_ranks: Callable[[bool], bool] = bool,
     *,
     verifies: bool = False,
@@ -85,13 +84,12 @@ def build_attention(
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``, or the first ``geometry.latent_dim`` columns of its rows.
         q_dtype: of the queries, where the arena holds float8.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, of entries of fitted spans; None: none is fitted.
         on_all_ranks: whether a condition holds on all tensor-parallel ranks; default: there is one rank.
         verifies: some batches are trees of draft tokens (:attr:`AttentionBatch.visible`).
 
     Raises:
-        UnsupportedSetupError: see :func:`resolve_attention`; the implementation cannot read biases; or 'flashinfer' is
-            configured and cannot compile its kernels.
+        UnsupportedSetupError: see :func:`resolve_attention`; or 'flashinfer' is configured, and the model keeps latents
+            or its kernels cannot be compiled.
     """
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":
@@ -99,14 +97,14 @@ def build_attention(
     if chosen == "numba":
         from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 
-        return NumbaAttention(geometry, k_arena, v_arena, biases)
+        return NumbaAttention(geometry, k_arena, v_arena)
     if chosen == "torch":
-        return TorchAttention(geometry, k_arena, v_arena, biases)
-    triton = partial(_build_triton, geometry, k_arena, v_arena, q_dtype, biases, on_all_ranks, verifies)
+        return TorchAttention(geometry, k_arena, v_arena)
+    triton = partial(_build_triton, geometry, k_arena, v_arena, q_dtype, on_all_ranks, verifies)
     if chosen == "triton":
         return triton()
-    if biases is not None or geometry.is_latent:
-        raise UnsupportedSetupError([NO_LATENTS if biases is None else NO_BIASES])
+    if geometry.is_latent:
+        raise UnsupportedSetupError([NO_LATENTS])
     return _build_flashinfer(geometry, k_arena, v_arena, triton, verifies=verifies)
 
 
@@ -129,7 +127,6 @@ def _build_triton(
     k_arena: Tensor,
     v_arena: Tensor,
     q_dtype: torch.dtype | None,
-    biases: Tensor | None,
     on_all_ranks: Callable[[bool], bool],
     verifies: bool,
 ) -> CapturableAttention:
@@ -138,7 +135,7 @@ def _build_triton(
 
     on_gpu = k_arena.is_cuda
     plain_prefill = find_plain_prefill(geometry, k_arena, v_arena, on_all_ranks) if on_gpu else None
-    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases, verifies=verifies)
+    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, verifies=verifies)
     if on_gpu:
         attention.warm_up()
     return attention

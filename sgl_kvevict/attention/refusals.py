@@ -12,8 +12,6 @@ MAX_LATENT_DIM = 576
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 DTYPES_16 = (torch.bfloat16, torch.float16)
 DTYPES_CPU = (*DTYPES_16, torch.float32)
-NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted prefixes (fit is true); 'triton' can"
-
 NO_LATENTS = (
     "attention is 'flashinfer', and the model keeps latents (MLA): the kernels that we call would read keys and values "
     "as rows of one width, which a latent's are not; 'triton' reads them"
@@ -59,14 +57,6 @@ def flashinfer_reasons(dtype: torch.dtype, head_dim: int) -> list[str]:
         reasons.append(f"attention 'flashinfer' needs a head_dim of 64, 128 or 256; the model's is {head_dim}")
     if dtype not in DTYPES_16:
         reasons.append(f"attention 'flashinfer' needs bfloat16 or float16 KV; {_pool_dtype(dtype)}")
-    return reasons
-
-
-def bias_reasons(name: str, dtype: torch.dtype) -> list[str]:
-    """Return one sentence per reason why prefixes cannot be fitted."""
-    reasons = [NO_BIASES] if name == "flashinfer" else []
-    if dtype == FP8:
-        reasons.append(f"fit is true, and the loss of fitted values in float8 was never measured; {_pool_dtype(dtype)}")
     return reasons
 
 

@@ -1,8 +1,7 @@
-"""Compression of a range: observe, score, select, merge, pack, fit."""
+"""Compression of a range: observe, score, select, merge, pack."""
 
 from sgl_kvevict.compression.collectors import needs_rotary
 from sgl_kvevict.compression.compressor import Chosen, Compression, Compressor, Observation, state_of
-from sgl_kvevict.compression.fits import PendingFit
 from sgl_kvevict.compression.generated import Generated, GeneratedCompressor, GeneratedStep
 from sgl_kvevict.compression.prompt_observation import CacheObservation, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
@@ -18,7 +17,6 @@ __all__ = [
     "GeneratedCompressor",
     "GeneratedStep",
     "Observation",
-    "PendingFit",
     "PromptObservation",
     "ReaderChunk",
     "ReaderObservation",

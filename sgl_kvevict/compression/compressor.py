@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.compression.fits import AttentionProducts, PendingFit
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.sliding_windows import select_beside_windows
@@ -29,15 +28,6 @@ Observation = PromptObservation | ReaderObservation | CacheObservation
 """Signals of a range that is to be compressed."""
 
 
-@dataclass
-class FitStats:
-    """Counters since the server started: fits, fits given up (no memory, an error, or dropped), host time of fits."""
-
-    fits: int = 0
-    fits_given_up: int = 0
-    fit_seconds: float = 0.0
-
-
 @dataclass(frozen=True)
 class Compression:
     """Result of one compression.
@@ -53,7 +43,6 @@ class Compression:
     freed: Tensor
     merged_entries: int
     seconds: float
-    fit: PendingFit | None = None
     replaced: Segment | None = None
 
     @property
@@ -79,7 +68,6 @@ class Chosen:
     splittable: bool
     is_measured: bool
     seconds: float
-    fit: PendingFit | None
 
 
 def state_of(parent: Segment | None) -> Callable[[], object]:
@@ -106,7 +94,6 @@ class Compressor:
     slot_positions: Tensor | None = None
     stream: ChoiceStream | None = None
     is_short: bool = False
-    stats: FitStats = field(default_factory=FitStats)
 
     def __post_init__(self) -> None:
         policy, geometry = self.policy, self.packer.geometry
@@ -143,13 +130,7 @@ class Compressor:
         self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()
     ) -> ReaderObservation:
         """An empty observation of ``[start, end)`` and of the entries of ``segments``."""
-        fitter, packer, config = self.policy.fitter, self.packer, self.config
-        products = None
-        is_long = end - config.tail_tokens - start >= config.min_prefix_tokens
-        if fitter is not None and is_long and not reach and (isinstance(config.budget, int) or config.budget < 1):
-            block = fitter.block_len(end - start)
-            products = AttentionProducts(packer.geometry, start, end - start, block, packer.v_arena.element_size())
-        return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
+        return ReaderObservation(self.packer.geometry, start, end, reach, segments, self.packer.k_arena)
 
     def rank_by_attention(self, segment: Segment) -> None:
         """Set the worth of a segment's entries by reader attention, and its prediction if scores are learned."""
@@ -245,7 +226,7 @@ class Compressor:
         segment.is_measured = chosen.is_measured
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
         seconds = chosen.seconds + time.perf_counter() - begin
-        return Compression(segment, freed, merged, seconds, chosen.fit)
+        return Compression(segment, freed, merged, seconds)
 
     def _choose(
         self, token_slots: Tensor, start: int, observation: Observation, state: object, share: float | None
@@ -261,7 +242,6 @@ class Compressor:
         learner = self.learner if num_slots < num_tokens and not asks else None
         if learner is not None and learner.weights is not None:
             show = with_learned_scores(show, learner.weights, self._cached(token_slots, start), learner.rotary)
-        fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
         protected = min(max(config.sink_tokens - start, 0), num_slots)
         assert state is None or isinstance(state, PolicyState)
         total, with_worth = num_slots * geometry.num_runs, len(config.shares) > 1
@@ -280,22 +260,9 @@ class Compressor:
         else:
             decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
         splittable = self.policy.splittable and not is_cut
-        return Chosen(start, decision, splittable, is_measured, time.perf_counter() - begin, fit)
-
-    def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
-        """The fit of a range, made before it is compressed; None without a fitter or passes."""
-        fitter = self.policy.fitter
-        if fitter is None or not isinstance(observation, ReaderObservation):
-            return None
-        products = observation.products
-        if products is None or products.start != start:
-            return None
-        return PendingFit(fitter, products, self.packer.token_values(token_slots), start)
+        return Chosen(start, decision, splittable, is_measured, time.perf_counter() - begin)
 
     def state(self) -> dict[str, Any]:
-        """Policy, budget, and counters of fits and of learning, as plain values."""
+        """Policy, budget, and counters of learning, as plain values."""
         state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget}
-        if self.policy.fitter is not None:
-            stats = self.stats
-            state |= {"fits": stats.fits, "fits_given_up": stats.fits_given_up, "fit_seconds": stats.fit_seconds}
         return state if self.learner is None else state | {"learned_scores": self.learner.state()}

@@ -12,7 +12,6 @@ from torch.nn.functional import avg_pool1d
 
 from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.stored_rows import gather_rows
-from sgl_kvevict.compression.fits import AttentionProducts
 from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
@@ -32,7 +31,6 @@ class ReaderObservation:
             near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
         segments: segments before the range to observe; their keys are in ``k_arena``.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim]; None without segments.
-        products: input of a fit of the range; None: no fit.
 
     Attributes:
         entry_attention: sums of the observed segments' entries.
@@ -49,10 +47,8 @@ class ReaderObservation:
         reach: int = 0,
         segments: Sequence[Segment] = (),
         k_arena: Tensor | None = None,
-        products: AttentionProducts | None = None,
     ) -> None:
         self.k_arena = k_arena
-        self.products = products
         self.entry_attention: list[EntryAttention] = []
         self.prompt: PromptObservation | None = None
         self.geometry = geometry
@@ -71,8 +67,7 @@ class ReaderObservation:
     @property
     def num_bytes(self) -> int:
         """Memory once a chunk is recorded; equal on all tensor-parallel ranks."""
-        products = 0 if self.products is None else self.products.num_bytes
-        return 4 * self.geometry.num_runs * (self.end - self.start + self._num_slots) + products
+        return 4 * self.geometry.num_runs * (self.end - self.start + self._num_slots)
 
     def hand_over(self, segment: Segment) -> None:
         """Move the sums of the range's first tokens to the entries of the segment that now stores them.
@@ -91,7 +86,6 @@ class ReaderObservation:
             self._squares = self._squares[..., num_tokens:].clone()
         self._observe_entries(segment, squares)
         self.start = segment.end
-        self.products = None  # a fit needs the evicted values
 
     def observes(self, segment: Segment) -> bool:
         """Whether the entries of a segment are observed."""
@@ -221,9 +215,6 @@ class ReaderChunk:
             reduction="squares",
         )
         self.observation.add(layer, squares, sm_scale)
-        products = self.observation.products
-        if products is not None:
-            products.add(layer, queries, lse, k_buffer, self.token_slots, sm_scale)
 
 
 def _add_entry_attention(

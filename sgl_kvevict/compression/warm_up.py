@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sgl_kvevict.compression.compressor import Compressor, FitStats
+from sgl_kvevict.compression.compressor import Compressor
 from sgl_kvevict.compression.generated import GeneratedCompressor
 from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
@@ -20,7 +20,7 @@ WARM_UP_TOKENS = 192
 def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     """Observe, compress, split, repack, read, generate and squeeze a synthetic prompt in a separate small arena.
 
-    SGLang's warm-up prompts are too short to be compressed. The compressor's arena and counters stay unchanged.
+    SGLang's warm-up prompts are too short to be compressed. The compressor's arena stays unchanged.
     """
     real = compressor.packer
     num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
@@ -29,18 +29,13 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
-    packer = SegmentPacker(geometry, k, v, torch.zeros(shape[:3], device=device) if real.has_biases else None)
-    twin = replace(compressor, packer=packer, slot_positions=None, stream=None, is_short=False, stats=FitStats())
+    packer = SegmentPacker(geometry, k, v)
+    twin = replace(compressor, packer=packer, slot_positions=None, stream=None, is_short=False)
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
     observation = _observe(twin, queries.to(q_dtype), slots)
-    compression = twin.compress(slots, 0, observation)
-    segment, fit = compression.segment, compression.fit
+    segment = twin.compress(slots, 0, observation).segment
     span = Span(segment, 0, num_tokens, is_owner=True)
-    while fit is not None and not fit.is_done:
-        fit.step(segment)
-    if fit is not None:
-        fit.apply(packer, segment, [])
     if segment.splittable:
         upper, lower = span.split(num_tokens // 2)
         for part in (upper, lower):

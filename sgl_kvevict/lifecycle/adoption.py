@@ -63,8 +63,6 @@ class Adoption(Part):
         geometry = self._packer.geometry
         if tuple(record.keep_lens.shape) != (geometry.num_layers, geometry.num_kv_heads):
             raise StoreError(f"a segment of {tuple(record.keep_lens.shape)} runs")
-        if record.biases is not None and not self._packer.has_biases:
-            raise StoreError("a fitted segment, and nothing is fitted here")
         if geometry.slots_for(record.num_entries) > record.end - record.start:
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
         tokens = self._key(record.tokens.tolist(), rest)
@@ -156,7 +154,7 @@ class Adoption(Part):
             splittable=record.splittable,
             worth=record.worth,
         )
-        self._packer.place(segment, record.k, record.v, record.biases)
+        self._packer.place(segment, record.k, record.v)
         if self._packer.drafts is not None and (shadow := _shadow_of(record)) is not None:
             segment.shadow = self._packer.drafts.place(shadow, segment.token_slots)
         segment.is_measured = record.is_read

@@ -16,7 +16,6 @@ from sgl_kvevict.events.types import Cleared, Dropped, Repacked, Split
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.adoption import Adoption
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, StatefulRecency
-from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.generation import Generations
 from sgl_kvevict.lifecycle.host import HostTier
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
@@ -56,7 +55,7 @@ class PrefixManager:
 
     Attributes:
         ranges: None without a compressor, like ``pressure`` and ``access``.
-        scoring: None unless the policy learns from readers, like ``votes`` and ``fits``.
+        scoring: None unless the policy learns from readers, like ``votes``.
         generations: None unless ``decode_block`` is set.
         host: None without memory on the host.
         loading: None if nothing is loaded from the store; ``saving``: None without a store.
@@ -90,7 +89,6 @@ class PrefixManager:
         self.pressure: Pressure | None = None
         self.scoring: PrefixScoring | None = None
         self.votes: Votes | None = None
-        self.fits: Fits | None = None
         self.generations: Generations | None = None
         self.access = None if compressor is None else access
         self.host: HostTier | None = None
@@ -117,9 +115,8 @@ class PrefixManager:
             self.generations = Generations(shared, ranges, suffixes, config.decode_block)
         if policy.readers is not None:
             jobs = ScoringJobs(self.table)
-            fits = self.fits = Fits(shared, ranges)
-            votes = self.votes = Votes(shared, ranges, jobs, fits)
-            self.scoring = PrefixScoring(shared, policy.readers, ranges, pressure, jobs, votes, fits)
+            votes = self.votes = Votes(shared, ranges, jobs)
+            self.scoring = PrefixScoring(shared, policy.readers, ranges, pressure, jobs, votes)
 
     @property
     def listener(self) -> CacheListener:
@@ -132,7 +129,7 @@ class PrefixManager:
 
     @property
     def observation_bytes(self) -> int:
-        """Memory, outside the pool, of observations, fits and kept prompts."""
+        """Memory, outside the pool, of observations and kept prompts."""
         num_bytes = self.table.pending.num_bytes + self.table.prompts.num_bytes
         return num_bytes + sum(part.num_bytes for part in (self.votes, self.generations) if part is not None)
 
@@ -279,8 +276,6 @@ class PrefixManager:
         if self.scoring is not None:
             self.scoring.dropped(node)
         drop = self.table.drop(node, self._tree.largest)
-        if drop.fit is not None and self.compressor is not None:
-            self.compressor.stats.fits_given_up += 1
         num_slots = len(node.key) if drop.slots is None else drop.slots.numel()
         released = num_slots if drop.owner is None else 0
         self.listener.tell(Dropped(node.id, len(node.key), released, drop.span is not None))
@@ -300,7 +295,7 @@ class PrefixManager:
         """Forget everything but spans: the tree is empty, or the weights have changed."""
         for _, record in self.readers.items():
             record.observation = None
-        for part in (self.scoring, self.fits, self.generations, self.host):
+        for part in (self.scoring, self.generations, self.host):
             if part is not None:
                 part.clear()
         self.table.forget()

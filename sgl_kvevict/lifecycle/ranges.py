@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise, zip_longest
 
 from torch import Tensor
 
-from sgl_kvevict.compression import CacheObservation, Chosen, Compression, Observation, ReaderObservation, state_of
+from sgl_kvevict.compression import CacheObservation, Chosen, Compression, Observation, state_of
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.types import Refused
 from sgl_kvevict.guard import Place, accounting
@@ -19,7 +19,6 @@ from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.pending import Choice, Pending, RangeEvent, RangeFact, RangeStep, next_step
 from sgl_kvevict.lifecycle.saving import Saving
-from sgl_kvevict.lifecycle.table import SegmentFit
 from sgl_kvevict.prefix import Segment
 
 TURNS_OF_CHOICE = 2
@@ -107,7 +106,7 @@ class Ranges(Part):
     def join(self, path: Sequence[Node]) -> None:
         """Write the last segments of a path as one, so that their entries compete for its slots.
 
-        Not those that passes read or have measured, fitted ones, those with a part elsewhere, and nothing before them;
+        Not those that passes read or have measured, those with a part elsewhere, and nothing before them;
         nor while a reader is not movable.
         """
         segments: list[Segment] = []
@@ -209,11 +208,7 @@ class Ranges(Part):
             self._tree.clear_row(reader, self._spans.waterline(path_to(last)))
 
     def _wait(self, node: Node, pending: Pending) -> None:
-        observation = pending.observation
-        if isinstance(observation, ReaderObservation) and observation.products is not None:
-            observation.products = None  # their memory would be held as long as a request reads exactly
-            self._compressor.stats.fits_given_up += 1
-        self._table.pending.put(node, pending, observation.num_bytes)
+        self._table.pending.put(node, pending, pending.observation.num_bytes)
         while self._table.pending.num_bytes > self._config.observation_bytes:
             oldest = self._table.pending.oldest()
             assert oldest is not None
@@ -294,9 +289,7 @@ class Ranges(Part):
                 return Attempted(Verdict.FAILED, won)
             self.install(group, done.segment, done.freed, readers)
             self._table.listener.compressed(group, done)
-            if done.fit is not None:
-                self._table.fits.put(group[-1], SegmentFit(done.fit, done.segment.num_slots))
-            elif pending.share in (None, self._config.budget):
+            if pending.share in (None, self._config.budget):
                 self.at_budget(group[-1])
             won += done.freed.numel()
         return Attempted(Verdict.COMPRESSED, won)
@@ -360,7 +353,7 @@ def _state_after(result: Callable[[], Chosen]) -> object:
 def _is_joinable(segment: Segment) -> bool:
     return (
         segment.worth is not None
-        and not (segment.is_measured or segment.is_fitted or segment.is_generated)
+        and not (segment.is_measured or segment.is_generated)
         and segment.entry_attention is None
         and segment.num_live_entries == segment.num_entries
     )

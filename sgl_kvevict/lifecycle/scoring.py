@@ -9,7 +9,6 @@ from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.events.types import Refused, ScoringPass
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, Stage, decide
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, has_images, key_of, length_of, path_to, tokens_of
@@ -35,8 +34,8 @@ class PrefixScoring(Part):
     A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
     passes nothing is locked, so a prefix may be dropped, and its job with it.
     :data:`~sgl_kvevict.lifecycle.job.RULES` decide what an event does to a job; after an error a job ends as "failed".
-    Fits of compressed segments come before further passes, and count as passes. Prefixes with images get none: SGLang
-    would have to compute the images again where a part of the prefix was dropped meanwhile.
+    Prefixes with images get none: SGLang would have to compute the images again where a part of the prefix was dropped
+    meanwhile.
 
     Attributes:
         jobs: prefixes that wait for passes, the one under way included.
@@ -51,13 +50,11 @@ class PrefixScoring(Part):
         pressure: Pressure,
         jobs: ScoringJobs,
         votes: Votes,
-        fits: Fits,
     ) -> None:
         super().__init__(shared)
         self.jobs = jobs
         self.readers = kind
         self._votes = votes
-        self._fits = fits
         self._ranges = ranges
         self._pressure = pressure
         self._pass: Reader | None = None
@@ -131,11 +128,6 @@ class PrefixScoring(Part):
     # ---- passes -----------------------------------------------------------------------------------------------
 
     @property
-    def num_waiting(self) -> int:
-        """Prefixes that wait for passes, or for their fit."""
-        return len(self.jobs) + len(self._fits)
-
-    @property
     def running(self) -> Reader | None:
         """The pass that waits or runs."""
         return self._pass
@@ -145,11 +137,11 @@ class PrefixScoring(Part):
         return self._job.observation if reader is self._pass and self._job is not None else None
 
     def between_steps(self, passes: PassPort) -> LessonResult | None:
-        """Start the next pass, fit or layer of a lesson if it is time; return the result of a completed lesson."""
+        """Start the next pass or layer of a lesson if it is time; return the result of a completed lesson."""
         if self._pass is not None:
             self._check_pass(self._pass, passes)
             return None
-        if not self.num_waiting or passes.is_paused:
+        if not len(self.jobs) or passes.is_paused:
             return None
         num_tokens = self._pacing.step(
             passes.num_users,
@@ -158,9 +150,6 @@ class PrefixScoring(Part):
             quiet_turns=passes.quiet_turns,
         )
         if num_tokens == 0:
-            return None
-        if self._fits.step():
-            self._pacing.started(num_tokens)
             return None
         job = self.jobs.next(self._teaches)
         assert job is not None

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.compression import PendingFit, PromptObservation, ReaderObservation
+from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import accounting
@@ -74,14 +74,6 @@ def require(state: State, change: Change) -> None:
         raise InvariantError(f"the change {change.name} of a node whose state is {state.value!r}")
 
 
-@dataclass(frozen=True)
-class SegmentFit:
-    """The fit of a segment, in the record of its last node; ``num_slots``: slots of the segment when published."""
-
-    fit: PendingFit
-    num_slots: int
-
-
 @dataclass(eq=False, slots=True)
 class PrefixRecord:
     """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
@@ -95,7 +87,6 @@ class PrefixRecord:
         pending: a range that ends here, and waits for exact readers or for the choice of its entries.
         vote: attention of requests that extend the prefix.
         job: its scoring passes, waiting or under way.
-        fit: the fit of the segment that ends here.
     """
 
     span: Span | None = None
@@ -106,7 +97,6 @@ class PrefixRecord:
     pending: Pending | None = None
     vote: ReaderObservation | None = None
     job: ScoringJob | None = None
-    fit: SegmentFit | None = None
 
 
 def state_of(span: Span | None, config: KVEvictConfig | None) -> State:
@@ -129,13 +119,11 @@ class DropResult:
     Attributes:
         slots: [num_slots], int64, token slots to release; None: the node's ordinary ones.
         owner: node whose segment was repacked, if one was.
-        fit: a fit given up with its segment; None if there was none, or a node above goes on with it.
     """
 
     span: Span | None = None
     slots: Tensor | None = None
     owner: Node | None = None
-    fit: SegmentFit | None = None
 
 
 class Queue(Generic[T]):
@@ -311,12 +299,11 @@ class PrefixTable:
         self.pending: Queue[Pending] = Queue(self._records, "pending")
         self.votes: Queue[ReaderObservation] = Queue(self._records, "vote")
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
-        self.fits: Queue[SegmentFit] = Queue(self._records, "fit")
         self.stale: Queue[bool] = Queue(self._records, "is_stale")
 
     @property
     def _queues(self) -> tuple[Queue[Any], ...]:
-        return self.prompts, self.pending, self.votes, self.jobs, self.fits, self.stale
+        return self.prompts, self.pending, self.votes, self.jobs, self.stale
 
     def count_match(self, node: Node) -> int:
         """Count one more prompt that found the prefix; return the new count."""
@@ -390,7 +377,7 @@ class PrefixTable:
     def split(self, upper: Node, lower: Node) -> Span | None:
         """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node. Return the span of ``lower``.
 
-        Prompts that matched the node also matched its upper half. Jobs, votes, pending ranges and fits belong to the
+        Prompts that matched the node also matched its upper half. Jobs, votes and pending ranges belong to the
         lower half, which ends where the node ended.
         """
         below = self._records.get(lower)
@@ -422,28 +409,24 @@ class PrefixTable:
         if record is None:
             return DropResult()
         require(self.state(node), Change.DROP)
-        fit, span = record.fit, record.span
+        span = record.span
         for queue in self._queues:
             queue.take(node)
         self.keep_size(node)
         del self._records[node]
         if span is None:
             return DropResult()
-        above = node.parent
-        if fit is not None and above is not None and self.spans.nodes_of(above, span.segment):
-            self.fits.put(above, fit)
-            fit = None
         slots = span.drop()
         if slots is not None:
-            return DropResult(span, slots, fit=fit)
+            return DropResult(span, slots)
         if not span.segment.splittable:
             span.segment.tokens_per_slot = float("-inf")
             span.segment.worth = None  # squeezed, it would be a segment of the tokens that are left, and found
-            return DropResult(span, span.segment.token_slots[:0], fit=fit)
-        assert above is not None
-        nodes = self.spans.nodes_of(above, span.segment)
+            return DropResult(span, span.segment.token_slots[:0])
+        assert node.parent is not None
+        nodes = self.spans.nodes_of(node.parent, span.segment)
         repacked = self._packer.repack([self.spans[each] for each in nodes], largest)
-        return DropResult(span, repacked, nodes[0], fit)
+        return DropResult(span, repacked, nodes[0])
 
     def clear(self) -> None:
         """Remove all records: the tree was flushed."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.events.types import Refused
-from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
 from sgl_kvevict.lifecycle.part import Part, Shared
@@ -21,21 +20,19 @@ ANSWER_REACH = 15
 class Votes(Part):
     """One observation per prefix, filled by the prefills of its readers, without extra forwards.
 
-    Votes, observations of passes and fits share one limit of memory; the oldest votes make room. A prefix without room
-    for its fit is compressed without one.
+    Votes and observations of passes share one limit of memory; the oldest votes make room.
     """
 
-    def __init__(self, shared: Shared, ranges: Ranges, jobs: ScoringJobs, fits: Fits) -> None:
+    def __init__(self, shared: Shared, ranges: Ranges, jobs: ScoringJobs) -> None:
         super().__init__(shared)
         self._votes = self._table.votes
         self._ranges = ranges
         self._jobs = jobs
-        self._fits = fits
 
     @property
     def num_bytes(self) -> int:
-        """Memory of votes, observations of passes, and fits."""
-        return self._jobs.num_bytes + self._fits.num_bytes + sum(vote.num_bytes for vote in self._votes.values())
+        """Memory of votes and observations of passes."""
+        return self._jobs.num_bytes + sum(vote.num_bytes for vote in self._votes.values())
 
     def new_observation(
         self, bounds: tuple[int, int], reach: int, segments: Sequence[Segment] = ()
@@ -49,10 +46,6 @@ class Votes(Part):
             self._votes.take(node)
             excess -= vote.num_bytes
             self._table.listener.tell(Refused("no-memory", vote.end - vote.start))
-        if excess > 0 and observation.products is not None:
-            excess -= observation.products.num_bytes
-            observation.products = None
-            self._compressor.stats.fits_given_up += 1
         if excess <= 0:
             return observation
         observation.close()

@@ -1,4 +1,4 @@
-"""Policies choose the entries of a prefix to keep: signals, scorer, budget, selector, and optional merger or fitter."""
+"""Policies choose the entries of a prefix to keep: signals, scorer, budget, selector, and optional merger."""
 
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.policies.by_name import build_policy, configured_policy, list_policies
@@ -7,8 +7,6 @@ from sgl_kvevict.policies.options import NamedPolicy
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
-    Fitted,
-    Fitter,
     Merger,
     PolicyState,
     RangeScores,
@@ -23,8 +21,6 @@ from sgl_kvevict.policies.signals import QueryMoments, QueryWindow, Readers, Sig
 __all__ = [
     "BudgetAllocator",
     "Decision",
-    "Fitted",
-    "Fitter",
     "LayerView",
     "Merger",
     "NamedPolicy",

@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies.attention_matcher import AttentionMatcher
 from sgl_kvevict.policies.generated import generated_reasons
 from sgl_kvevict.policies.methods import METHODS
 from sgl_kvevict.policies.options import NamedPolicy, PaperSettings
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 
 PAPER_SUFFIX = "@paper"
 """After a policy's name: options and server sizes of its paper."""
@@ -72,11 +70,11 @@ def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
 
 
 def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | None]:
-    """Build a configuration's policy, with a fitter if ``fit`` is set; None for "none".
+    """Build a configuration's policy; None for "none".
 
     The returned configuration has the options and fields of ``@paper`` filled in; given ones win, so a second call
-    changes nothing. ConfigError as for :func:`build_policy`, or if budget, tail, ``fit``, ``prefill_budget`` or
-    ``decode_block`` do not fit the policy.
+    changes nothing. ConfigError as for :func:`build_policy`, or if budget, tail, ``prefill_budget`` or
+    ``decode_block`` do not suit the policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)
@@ -92,11 +90,6 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
             f"tail_tokens: got {config.tail_tokens} for policy {config.policy!r}; allowed: 1 to {limit} "
             f"({policy.why_max_tail})"
         )
-    if config.fit and (policy is None or policy.readers is not Readers.REPETITION or policy.merger is not None):
-        problems.append(
-            f"fit: got true for policy {config.policy!r}; allowed: false, or a policy that scoring passes measure and "
-            "that merges nothing (distilled, reconstruction)"
-        )
     if config.prefill_budget is not None and (policy is None or Signal.LEARNED_SCORES not in policy.needs):
         problems.append(
             f"prefill_budget: got {config.prefill_budget} for policy {config.policy!r}, which keeps what later tokens "
@@ -106,8 +99,6 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
         problems += [f"decode_block: got {config.decode_block}, but {reason}" for reason in generated_reasons(policy)]
     if problems:
         raise ConfigError("\n".join(problems))
-    if policy is not None and config.fit:
-        policy = replace(policy, fitter=AttentionMatcher(is_causal=config.fit_scope == "causal"))
     return config, policy
 
 

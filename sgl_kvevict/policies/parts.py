@@ -1,4 +1,4 @@
-"""Parts of a policy (scorer, budget, selector, merger, fitter) and the data that passes between them."""
+"""Parts of a policy (scorer, budget, selector, merger) and the data that passes between them."""
 
 from __future__ import annotations
 
@@ -120,21 +120,6 @@ class Decision:
     worth: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Fitted:
-    """Fitted entries of one layer.
-
-    Attributes:
-        values: [num_kv_heads, num_tokens, head_dim], float32.
-        biases: [num_kv_heads, num_tokens], float32, natural logarithms, added to attention logits.
-        is_fitted: [num_kv_heads, num_tokens], bool; other entries stay unchanged.
-    """
-
-    values: Tensor
-    biases: Tensor
-    is_fitted: Tensor
-
-
 class Scorer(ABC):
     """Importance of each token to each head of a layer. Frozen, pure.
 
@@ -219,27 +204,3 @@ class Merger(ABC):
         self, views: Sequence[LayerView], kept: Tensor, state: PolicyState | None
     ) -> tuple[MergePlan, PolicyState]:
         """Plan the merge of one view per layer; ``kept`` is [num_layers, num_kv_heads, num_tokens], bool."""
-
-
-class Fitter(ABC):
-    """Fits values and biases of kept entries, so that they stand in for evicted ones. Frozen, pure."""
-
-    @property
-    @abstractmethod
-    def is_causal(self) -> bool:
-        """Whether values hold nothing of later blocks."""
-
-    @abstractmethod
-    def block_len(self, num_tokens: int) -> int:
-        """Tokens of a range that are fitted together; the last block may be shorter."""
-
-    @abstractmethod
-    def fit(self, products: Tensor, values: Tensor, kept: Tensor) -> Fitted:
-        """Fit one layer.
-
-        Args:
-            products: [num_kv_heads, num_blocks, block, block], float32: attention to token i times attention to token
-                j, summed over readers' queries and the group's query heads; 0 after the range's end.
-            values: [num_kv_heads, num_tokens, head_dim], float32, of all tokens of the range.
-            kept: [num_kv_heads, num_tokens], bool.
-        """

@@ -1,4 +1,4 @@
-"""Policy: a scorer, a budget, a selector and optionally a merger or fitter, run once per compression."""
+"""Policy: a scorer, a budget, a selector and optionally a merger, run once per compression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
-    Fitter,
     Merger,
     PolicyState,
     RangeScores,
@@ -52,7 +51,6 @@ class Policy:
     readers: Readers | None = None
     max_tail_tokens: int | None = None
     why_max_tail: str = ""
-    fitter: Fitter | None = None
 
     def __post_init__(self) -> None:
         have = self.scorer.traits
@@ -72,10 +70,6 @@ class Policy:
             )
         if self.reuse_layers > 1 and self.merger is not None:
             raise ConfigError(f"policy {self.name!r}: merging needs every layer, so reuse_layers must be 1")
-        if self.fitter is not None and self.merger is not None:
-            raise ConfigError(f"policy {self.name!r}: it merges evicted entries, so nothing can be fitted")
-        if self.fitter is not None and self.readers is not Readers.REPETITION:
-            raise ConfigError(f"policy {self.name!r}: a fit needs scoring passes (readers=REPETITION)")
         if (self.readers is None) == (Signal.READER_ATTENTION in self.needs):
             raise ConfigError(
                 f"policy {self.name!r}: readers={self.readers} and a scorer that needs "

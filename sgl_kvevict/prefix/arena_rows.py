@@ -15,36 +15,25 @@ from sgl_kvevict.guard import accounting
 class ArenaRows:
     """Reads rows of one arena, and writes rows of uncompressed tokens.
 
-    Arenas are [num_layers, num_token_slots, num_kv_heads, head_dim]; ``biases`` [num_layers, num_token_slots,
-    num_kv_heads], float32: 0 in unfitted segments, undefined for uncompressed tokens. None: segments are never fitted.
+    Arenas are [num_layers, num_token_slots, num_kv_heads, head_dim].
     Values that are a part of the keys' rows (``geometry.latent_dim``) move with them; copies of them have no columns.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
         self._moved = k_arena, v_arena[..., : geometry.own_value_dim]
-        self._biases = None if biases is None else biases.view(-1)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
         return self.k_arena.shape[:3].numel() * self.geometry.entry_dim * self.k_arena.element_size()
 
-    @property
-    def has_biases(self) -> bool:
-        """Whether segments may be fitted."""
-        return self._biases is not None
-
     def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of uncompressed tokens' keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
         k, v = (as_words(arena)[:, token_slots].view(arena.dtype) for arena in self._moved)
         return k, v
-
-    def token_values(self, token_slots: Tensor) -> Tensor:
-        """[num_layers, num_tokens, num_kv_heads, head_dim]: copies of uncompressed tokens' values."""
-        return as_words(self.v_arena)[:, token_slots].view(self.v_arena.dtype)
 
     @accounting()
     def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Packer: packs, fits, places, repacks and squeezes segments of the KV arena, and copies their entries."""
+"""Packer: packs, places, repacks and squeezes segments of the KV arena, and copies their entries."""
 
 from __future__ import annotations
 
@@ -43,24 +43,17 @@ class SegmentPacker(ArenaRows):
     placed (:meth:`DraftRows.place`).
     """
 
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        k_arena: Tensor,
-        v_arena: Tensor,
-        biases: Tensor | None = None,
-        drafts: DraftRows | None = None,
-    ) -> None:
-        super().__init__(geometry, k_arena, v_arena, biases)
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, drafts: DraftRows | None = None) -> None:
+        super().__init__(geometry, k_arena, v_arena)
         self.drafts = drafts
         self._no_shadow = None if drafts is None else drafts.absent()
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes outside the pool of a token slot's entries: keys, values, positions, worth, biases, draft's rows."""
+        """Bytes outside the pool of a token slot's entries: keys, values, positions, worth, draft's rows."""
         row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
         draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
-        return self.geometry.num_runs * (row_bytes + 4 + 2 + 4 * self.has_biases) + draft_bytes
+        return self.geometry.num_runs * (row_bytes + 4 + 2) + draft_bytes
 
     def pack(
         self,
@@ -131,8 +124,6 @@ class SegmentPacker(ArenaRows):
                 compact_kv(*self._moved, sources, segment.head_slots)
             else:
                 compact_kv(*self._moved, sources, segment.head_slots, indptr=merge[0], weights=merge[1])
-            if self._biases is not None:  # left by fitted entries that were in these head slots before
-                self._biases.index_fill_(0, segment.head_slots.long(), 0.0)
         return segment, freed
 
     def _laid_out(
@@ -168,8 +159,8 @@ class SegmentPacker(ArenaRows):
         segment = views[-1].segment
         if len(views) == 1 and views[0].is_whole:
             _, keep_lens = segment.cut(segment.start, segment.end)
-            return self._copied(views, keep_lens, segment.positions, segment.head_slots, segment.worth)
-        return self._copied(views, *self._in_one(views))
+            return self._copied(keep_lens, segment.positions, segment.head_slots, segment.worth)
+        return self._copied(*self._in_one(views))
 
     def copy_shadow(self, views: Sequence[View]) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive views of one path; syncs as :meth:`copy`. None: there is no draft."""
@@ -212,45 +203,20 @@ class SegmentPacker(ArenaRows):
         worth = torch.cat(known)[order] if len(known) == len(views) else None
         return keep_lens, torch.cat(positions)[order], torch.cat(head_slots)[order], worth
 
-    def _copied(
-        self, views: Sequence[View], keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None
-    ) -> CopiedEntries:
+    def _copied(self, keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None) -> CopiedEntries:
         slots = head_slots.long()
         k, v = (as_words(arena.flatten(0, 2))[slots].view(arena.dtype) for arena in self._moved)
-        is_fitted = any(view.segment.is_fitted for view in views)
-        biases = self._biases[slots] if is_fitted and self._biases is not None else None
-        return CopiedEntries(keep_lens, positions, k, v, worth, biases)
+        return CopiedEntries(keep_lens, positions, k, v, worth)
 
     @accounting()
-    def fit(self, segment: Segment, entries: Tensor, values: Tensor, biases: Tensor) -> None:
-        """Replace values and biases of a live segment where ``entries`` is set; InvariantError without biases.
-
-        ``entries`` is [num_entries], bool; ``values`` [num_entries, head_dim], any dtype; ``biases`` [num_entries],
-        float32.
-        """
-        if self._biases is None:
-            raise InvariantError("a segment is to be fitted in a pool without biases")
-        slots = segment.head_slots.long()
-        rows = self.v_arena.view(-1, self.geometry.head_dim)
-        rows[slots] = torch.where(entries[:, None], values.to(rows.dtype), rows[slots])
-        self._biases[slots] = torch.where(entries, biases, self._biases[slots])
-        segment.is_fitted = True
-
-    @accounting()
-    def place(self, segment: Segment, k: Tensor, v: Tensor, biases: Tensor | None = None) -> None:
+    def place(self, segment: Segment, k: Tensor, v: Tensor) -> None:
         """Write the rows of a segment made by :meth:`new_segment`, from any device.
 
-        ``k`` and ``v`` are [num_entries, head_dim], in the arena's dtype; ``biases`` [num_entries], float32, None for
-        an unfitted segment. InvariantError if it is fitted and the pool has no biases.
+        ``k`` and ``v`` are [num_entries, head_dim], in the arena's dtype.
         """
         slots = segment.head_slots.long()
         for arena, rows in zip(self._moved, (k, v), strict=True):
             rows_by_head_slot(arena)[slots] = as_moved(rows.contiguous()).to(arena.device)
-        segment.is_fitted = biases is not None
-        if self._biases is not None:
-            self._biases[slots] = 0.0 if biases is None else biases.to(self._biases.device)
-        elif biases is not None:
-            raise InvariantError("a fitted segment is to be placed in a pool without biases")
 
     @accounting()
     def new_segment(
@@ -315,7 +281,6 @@ class SegmentPacker(ArenaRows):
         """Move the entries ``kept`` ([n], int64, ascending) into the first slots as a new segment; return the rest."""
         old = spans[0].segment
         sources, bounds = old.head_slots[kept], (spans[0].start, spans[-1].end)
-        biases = None if self._biases is None else self._biases[sources.long()]
         new, freed = self.write(
             old.token_slots,
             sources,
@@ -326,12 +291,10 @@ class SegmentPacker(ArenaRows):
             splittable=old.splittable,
             worth=None if old.worth is None else old.worth[kept],
         )
-        if self._biases is not None and biases is not None:
-            self._biases[new.head_slots.long()] = biases
         if self.drafts is not None and old.shadow is not None:
             new.shadow = self.drafts.move(old.shadow, new.end, new.token_slots)
         new.policy_state, new.is_generated, new.is_joined = old.policy_state, old.is_generated, old.is_joined
-        new.is_measured, new.is_fitted, new.entry_attention = old.is_measured, old.is_fitted, old.entry_attention
+        new.is_measured, new.entry_attention = old.is_measured, old.entry_attention
         if new.entry_attention is not None:
             new.entry_attention.squares = new.entry_attention.squares[kept]
         for span in spans:

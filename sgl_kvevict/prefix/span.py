@@ -45,7 +45,6 @@ class Segment:
             sliding windows keep only their last tokens.
         worth: [num_entries], int16; a squeeze evicts the lowest first. None: it cannot be squeezed.
         is_measured: ``worth`` comes from measured reader attention, not from predicted scores.
-        is_fitted: values and biases are fitted; the biases of other segments are 0.
         entry_attention: sums of the passes under way; None or closed without passes.
         policy_state: of the path, for its next compression; opaque here.
         is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
@@ -66,7 +65,6 @@ class Segment:
     worth: Tensor | None = None
     shadow: Shadow | None = None
     is_measured: bool = False
-    is_fitted: bool = False
     entry_attention: EntryAttention | None = None
     policy_state: object | None = None
     is_generated: bool = False
@@ -91,10 +89,10 @@ class Segment:
         return torch.repeat_interleave(runs, self.indptr.diff(), output_size=self.num_entries)
 
     def runs(self) -> SpanRuns:
-        """All entries; the same object until a fit changes values and biases."""
-        if self._runs is None or self._runs.is_fitted is not self.is_fitted:
+        """All entries; always the same object."""
+        if self._runs is None:
             starts, lens = self.cut(self.start, self.end)
-            self._runs = SpanRuns(self.head_slots, starts, lens, self.num_tokens, self.is_fitted, self.positions)
+            self._runs = SpanRuns(self.head_slots, starts, lens, self.num_tokens, self.positions)
         return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -110,8 +108,8 @@ class Segment:
 class Span:
     """The compressed KV of the tokens ``[start, end)`` of a path, held by one tree node.
 
-    The owner (``is_owner``) is the segment's topmost live span. A repack or squeeze moves entries to another segment,
-    and a fit changes values and biases; then :meth:`runs` returns a new object.
+    The owner (``is_owner``) is the segment's topmost live span. A repack or squeeze moves entries to another segment;
+    then :meth:`runs` returns a new object.
     """
 
     def __init__(self, segment: Segment, start: int, end: int, *, is_owner: bool) -> None:
@@ -140,11 +138,9 @@ class Span:
         forward reads the span.
         """
         segment = self.segment
-        if self._runs is None or self._runs.is_fitted is not segment.is_fitted:
+        if self._runs is None:
             starts, lens = segment.cut(self.start, self.end)
-            self._runs = SpanRuns(
-                segment.head_slots, starts, lens, self.num_tokens, segment.is_fitted, segment.positions
-            )
+            self._runs = SpanRuns(segment.head_slots, starts, lens, self.num_tokens, segment.positions)
         return self._runs
 
     def draft_runs(self) -> SpanRuns:
@@ -210,7 +206,7 @@ class CopiedEntries:
     """Copies of entries, outside the pool; ``positions`` and ``worth`` are as in :class:`Segment`.
 
     ``keep_lens``, [num_layers, num_kv_heads], int32, are entries per run; ``k`` and ``v`` are [num_entries, head_dim],
-    in the arena's dtype, on its device; ``biases`` [num_entries], float32, None if no entry is fitted.
+    in the arena's dtype, on its device.
     """
 
     keep_lens: Tensor
@@ -218,4 +214,3 @@ class CopiedEntries:
     k: Tensor
     v: Tensor
     worth: Tensor | None
-    biases: Tensor | None

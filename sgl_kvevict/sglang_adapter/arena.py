@@ -12,12 +12,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLAToken
 from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 
-from sgl_kvevict.config import load_config
-from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
-
-WINDOWED = "SWA"
-"""SGLang's label of the separate pool for sliding-window layers."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +25,11 @@ class Arena:
 
     k: Tensor
     v: Tensor
-    biases: Tensor | None = None  # shape of k without head_dim, float32, added to scores; None: policy without fitter
 
 
 def kvevict_is_selected() -> bool:
     """Whether the server was started with ``--radix-cache-backend kvevict``."""
     return bool(get_server_args().radix_cache_backend == BACKEND_NAME)
-
-
-def _fits() -> bool:
-    policy = configured_policy(load_config())[1]
-    return policy is not None and policy.fitter is not None
 
 
 def create_arena_buffers(pool: MHATokenToKVPool) -> None:
@@ -52,9 +41,7 @@ def create_arena_buffers(pool: MHATokenToKVPool) -> None:
             torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
             for shape in (k_shape, v_shape)
         )
-        has_spans = pool.allocation_label != WINDOWED
-        biases = torch.zeros(k.shape[:3], device=pool.device) if has_spans and _fits() else None
-    pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype), biases)
+    pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype))
     pool.k_buffer = list(k.unbind(0))
     pool.v_buffer = list(v.unbind(0))
 

@@ -20,7 +20,6 @@ from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
 from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.interface import CompiledAttention
-from sgl_kvevict.attention.refusals import bias_reasons
 from sgl_kvevict.compression import GeneratedStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -98,8 +97,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
         kv_dtype = pool.dtype
         reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, is_latent=is_latent)
-        if arena is not None and arena.biases is not None:
-            reasons += bias_reasons(config.attention, kv_dtype)
         windows = find_windows(model_runner.model, self.places)
         reasons += verification_reasons(model_runner.server_args, windows, has_window_pool=windows_pool is not None)
         if reasons:
@@ -406,7 +403,7 @@ def _build_attention(
     def on_all_ranks(here: bool) -> bool:
         return all(there for (there,) in ranks.gather([here]))
 
-    return build_attention(name, geometry, arena.k, arena.v, q_dtype, arena.biases, on_all_ranks, verifies=verifies)
+    return build_attention(name, geometry, arena.k, arena.v, q_dtype, on_all_ranks, verifies=verifies)
 
 
 def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:
@@ -416,7 +413,7 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
     if arena is None:
         return None
     geometry = _geometry(model_runner, arena, window_layers_of(model_runner.token_to_kv_pool))
-    built = _build_attention(attention, geometry, replace(arena, biases=None), model_runner.dtype)
+    built = _build_attention(attention, geometry, arena, model_runner.dtype)
     return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
 
 

@@ -132,7 +132,7 @@ def _assemble(
     drafts: DraftAttentionBackend | None,
 ) -> KVEvictTree:
     geometry = backend.geometry
-    packer = SegmentPacker(geometry, arena.k, arena.v, arena.biases, None if drafts is None else drafts.rows)
+    packer = SegmentPacker(geometry, arena.k, arena.v, None if drafts is None else drafts.rows)
     compressor = distilling = access = host = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model

@@ -213,11 +213,6 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
             f"policy {policy.name!r} merges evicted entries into others, which a layer with a sliding window may not "
             "show any more"
         )
-    if policy.fitter is not None:
-        reasons.append(
-            f"policy {policy.name!r} fits values to what readers saw of a prefix, and in layers with a sliding window "
-            "they see its end only"
-        )
     if config.decode_block is not None:
         reasons.append("decode_block would evict generated tokens that layers with a sliding window still show")
     return reasons
@@ -237,8 +232,6 @@ def latent_reasons(
         reasons.append(f"wait_for_passes is false; allowed is true: {unmeasured}")
     if config.prefill_budget is not None:
         reasons.append(f"prefill_budget: {unmeasured}")
-    if config.fit:
-        reasons.append("fit is true: new values would change keys, because a latent is both (MLA)")
     if policy is not None and Signal.OUTPUT_GRAM in policy.needs:
         reasons.append(
             f"policy {policy.name!r} weighs values by the output projection, but another projection lies between it "

@@ -86,8 +86,6 @@ def identity_of(
         return None
     kept = ("policy", "policy_options", "budget", "budget_includes_tail", "tail_tokens", "sink_tokens")
     policy = {name: getattr(config, name) for name in kept} | {"shares": config.shares}
-    if config.fit:
-        policy["fit_scope"] = config.fit_scope
     turned = rotary.cos_sin[:ROTARY_POSITIONS].to("cpu", torch.float16).contiguous()
     turns = hashlib.sha256(f"{tuple(turned.shape)} {rotary.is_neox} {rotary.start}".encode() + turned.numpy().tobytes())
     architectures = " ".join(model.hf_config.architectures or ())

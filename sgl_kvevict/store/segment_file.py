@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict stor
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Limit of the safetensors header, which names at most 18 tensors and eight fields."""
+"""Limit of the safetensors header, which names at most 17 tensors and eight fields."""
 MAX_TOKENS = 1 << 26
 _FIELDS: dict[str, type] = {
     **{"key": str, "identity": str, "start": int, "end": int},
@@ -46,7 +46,6 @@ TENSORS = {
     "v": ("rows", "entries value"),
     "worth": ("int16", "entries"),
     "policy_state": ("float32", "layers heads"),
-    "biases": ("float32", "entries"),
     "tail_tokens": ("int64", "tail"),
     "tail_k": ("rows", "layers tail heads width"),
     "tail_v": ("rows", "layers tail heads value"),
@@ -78,10 +77,9 @@ class SegmentRecord:
         created: seconds since the epoch.
         tokens: all tokens of its path.
         keep_lens: entries of each run.
-        positions: run after run, like ``k``, ``v``, ``worth`` and ``biases``; logical, ascending within a run.
+        positions: run after run, like ``k``, ``v`` and ``worth``; logical, ascending within a run.
         v: without columns if values are a part of the keys' rows; likewise ``tail_v``.
         policy_state: the policy's state.
-        biases: added to the scores of its entries; None: it is not fitted.
         tail_tokens: uncompressed tokens that follow in the prompt; None: no tail.
         draft_lens: rows of this server's draft model, of each run; None: none.
         draft_paid: the attention that each row was paid.
@@ -102,7 +100,6 @@ class SegmentRecord:
     v: Tensor
     worth: Tensor | None = None
     policy_state: Tensor | None = None
-    biases: Tensor | None = None
     tail_tokens: Tensor | None = None
     tail_k: Tensor | None = None
     tail_v: Tensor | None = None
@@ -122,7 +119,7 @@ class SegmentRecord:
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
         kept, keep_lens = _within(position, self.end, self.positions, self.keep_lens)
-        entries = self._rows(("positions", "k", "v", "worth", "biases"), kept)
+        entries = self._rows(("positions", "k", "v", "worth"), kept)
         return replace(self, start=position, keep_lens=keep_lens, **entries, **self.shadow_within(position))
 
     def shadow_within(self, start: int) -> dict[str, Any]:
@@ -287,11 +284,9 @@ def _check_shapes(record: SegmentRecord) -> None:
 
 
 def _check_values(record: SegmentRecord) -> None:
-    """Check runs, biases and what rows of the draft model were paid."""
+    """Check runs and what rows of the draft model were paid."""
     _check_runs("keep_lens", record.keep_lens, "positions", record.positions, record)
     _require(record.num_entries > 0, "keep_lens: sums to 0; expected more")
-    finite = record.biases is None or bool(record.biases.isfinite().all())
-    _require(finite, "biases: expected finite numbers")
     if record.draft_lens is not None:
         assert record.draft_positions is not None and record.draft_paid is not None
         _check_runs("draft_lens", record.draft_lens, "draft_positions", record.draft_positions, record)

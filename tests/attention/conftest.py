@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +39,6 @@ class World:
         self.v = torch.full(shape, torch.nan, dtype=dtype)
         if geometry.latent_dim:
             self.v = self.k[..., : geometry.latent_dim]
-        self.biases = torch.full(shape[:3], torch.nan)
         self.free = (torch.randperm(geometry.num_token_slots - 1) + 1).tolist()
         self.req_to_token = torch.zeros(32, CONTEXT, dtype=torch.int32)
         self.free_rows = torch.randperm(32).tolist()
@@ -66,7 +64,6 @@ class World:
         for arena in (self.k, self.v):
             width = arena.shape[-1]
             arena.view(-1, width)[head_slots] = torch.randn(num_entries, width).to(self.dtype)
-        self.biases.view(-1)[head_slots] = 0.0
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
         kept = [torch.randperm(num_tokens)[:length].sort().values for length in lens.flatten().tolist()]
         positions = torch.cat(kept).int() + start if self.geometry.has_windows else None
@@ -76,12 +73,6 @@ class World:
         """A span with runs of 0 to ``longest`` entries."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
         return self.span(torch.randint(0, longest + 1, shape), num_tokens=longest + 3, start=start)
-
-    def fitted_span(self, longest: int, spread: float = 2.0, start: int = 0) -> SpanRuns:
-        """An uneven span whose entries have random biases."""
-        span = self.uneven_span(longest, start)
-        self.biases.view(-1)[span.head_slots.long()] = spread * torch.randn(span.head_slots.numel())
-        return replace(span, is_fitted=True)
 
     def add(self, path: tuple[SpanRuns, ...], num_uncompressed: int) -> None:
         """Add a request with this path and so many tokens after it."""
@@ -130,7 +121,7 @@ class World:
 
         The plain implementation itself is compared with PyTorch's attention on dense keys and masks.
         """
-        plain = TorchAttention(self.geometry, self.k, self.v, self.biases)
+        plain = TorchAttention(self.geometry, self.k, self.v)
         plain.plan(self.batch(extend_lens))
         out, lse = plain.run(layer, q.float(), self.sm_scale, self.sink_logits)
         dense_out, dense_lse = self.dense(layer, q.float(), extend_lens)
@@ -145,17 +136,16 @@ class World:
         first = 0
         for i, new in enumerate(extend_lens):
             for q_head in range(self.geometry.num_qo_heads):
-                k, v, biases, positions = self._seen(i, layer, q_head // self.geometry.group_size)
+                k, v, positions = self._seen(i, layer, q_head // self.geometry.group_size)
                 mine = q[first : first + new, q_head]
                 mask = self._mask(i, layer, new, positions)
-                lse = (mine.float() @ k.float().T * self.sm_scale + biases).masked_fill(~mask, -torch.inf).logsumexp(-1)
+                lse = (mine.float() @ k.float().T * self.sm_scale).masked_fill(~mask, -torch.inf).logsumexp(-1)
                 share = torch.ones(new)
                 if self.sink_logits is not None:
                     lse, before = torch.logaddexp(lse, self.sink_logits[q_head].float()), lse
                     share = torch.exp(before - lse)
                 kv = (x[None, None].to(mine.dtype) for x in (k, v))
-                added = torch.where(mask, biases, -torch.inf).to(mine.dtype)
-                out = scaled_dot_product_attention(mine[None, None], *kv, attn_mask=added, scale=self.sm_scale)
+                out = scaled_dot_product_attention(mine[None, None], *kv, attn_mask=mask, scale=self.sm_scale)
                 outs.append((out[0, 0] * share[:, None]).to(mine.dtype))
                 lses.append(lse)
             first += new
@@ -169,8 +159,8 @@ class World:
             return mask
         return mask & (torch.arange(self.seq_lens[i] - new, self.seq_lens[i])[:, None] - positions < window)
 
-    def _seen(self, i: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """K, V, biases and positions of one request, layer and head: its path's runs, then its own tokens."""
+    def _seen(self, i: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V and positions of one request, layer and head: its path's runs, then its own tokens."""
         bounds = [(int(span.starts[layer, head]), int(span.lens[layer, head])) for span in self.paths[i]]
         places = [slice(start, start + length) for start, length in bounds]
         runs = [span.head_slots[place].long() for span, place in zip(self.paths[i], places, strict=True)]
@@ -179,14 +169,12 @@ class World:
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
         entries = torch.cat([*runs, own])
         k, v = (arena.view(-1, arena.shape[-1])[entries] for arena in (self.k, self.v))
-        biases = self.biases.view(-1)[entries]
-        biases[len(entries) - len(own) :] = 0.0
         of_runs = [
             torch.zeros(len(run)) if span.positions is None else span.positions[place]
             for span, run, place in zip(self.paths[i], runs, places, strict=True)
         ]
         positions = torch.cat([*of_runs, own_positions])
-        return k, v, biases, positions
+        return k, v, positions
 
     def _rows(self, parts: list[Tensor], extend_lens: list[int]) -> Tensor:
         """[num_new_tokens, num_qo_heads, ...] from one part per (request, q head)."""
@@ -251,17 +239,17 @@ def device(request: pytest.FixtureRequest) -> str:
 
 def numba(world: World) -> Attention:
     """Compiled for a CPU."""
-    return NumbaAttention(world.geometry, world.k, world.v, world.biases)
+    return NumbaAttention(world.geometry, world.k, world.v)
 
 
 def plain(world: World) -> Attention:
     """PyTorch."""
-    return TorchAttention(world.geometry, world.k, world.v, world.biases)
+    return TorchAttention(world.geometry, world.k, world.v)
 
 
 def triton(world: World) -> Attention:
     """Kernels for a GPU."""
-    return TritonAttention(world.geometry, world.k, world.v, biases=world.biases)
+    return TritonAttention(world.geometry, world.k, world.v)
 
 
 @pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, plain, triton)])

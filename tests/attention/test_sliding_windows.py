@@ -42,7 +42,7 @@ def check(world: World, attention: Attention, extend_lens: list[int] | None = No
 def random_world(world: World) -> None:
     """Paths that share their first spans, as the paths of a tree do; and requests without any."""
     first = world.uneven_span(25)
-    second = world.fitted_span(20, start=first.num_tokens)
+    second = world.uneven_span(20, start=first.num_tokens)
     third = world.uneven_span(9, start=first.num_tokens)
     empty = world.span(torch.zeros_like(first.lens), num_tokens=4, start=first.num_tokens + second.num_tokens)
     alone = world.uneven_span(60)
@@ -72,7 +72,7 @@ def test_decode_sees_its_window(build: Build, make_world: MakeWorld, dtype: torc
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld, has_sinks: bool) -> None:
     world = make_world(3, 3, 16, dtype=torch.float32, windows=(0, 20), num_token_slots=900)
-    first = world.fitted_span(30)
+    first = world.uneven_span(30)
     world.add((first, world.uneven_span(17, start=first.num_tokens)), 9)
     world.add((world.uneven_span(50),), 9)
     world.sink_logits = torch.randn(9).bfloat16() if has_sinks else None
@@ -91,7 +91,7 @@ def test_prefills_see_their_windows(
     news = [3, 20, SPLIT_ROWS // 2 + 1 if is_triton else MAX_SHORT_TOKENS + WINDOW_BLOCK, 5, 1, 70]
     shared = world.uneven_span(50)
     for new in news[:3]:
-        world.add((shared, world.fitted_span(40, start=shared.num_tokens)), new + 4)
+        world.add((shared, world.uneven_span(40, start=shared.num_tokens)), new + 4)
     world.add((), news[3] + 2)
     world.add((shared,), 3)
     world.add((), 90)
@@ -136,7 +136,7 @@ def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:
         arena.view(-1, 16)[hidden] = torch.nan
     own = world.req_to_token[world.rows[1], 300:330].long()
     world.k[:, own], world.v[:, own] = torch.nan, torch.nan
-    attention = NumbaAttention(world.geometry, world.k, world.v, world.biases)
+    attention = NumbaAttention(world.geometry, world.k, world.v)
     attention.plan(world.batch())
     out, lse = attention.run(0, world.queries(), world.sm_scale)
     assert not out.isnan().any() and not lse.isnan().any()
@@ -148,7 +148,7 @@ def test_a_captured_step_follows_the_windows(make_world: MakeWorld, has_sinks: b
     """Recorded launches take the queries' positions from each replay's lengths, the entries' from its tables."""
     world = make_world(2, 4, 16, dtype=torch.float32, windows=WINDOWS, num_token_slots=1000)
     world.sink_logits = torch.randn(8) if has_sinks else None
-    attention = TritonAttention(world.geometry, world.k, world.v, biases=world.biases)
+    attention = TritonAttention(world.geometry, world.k, world.v)
     random_world(world)
     num_requests = len(world.paths)
     attention.start_capture(num_requests)
@@ -180,7 +180,7 @@ def test_spans_without_positions_are_refused(build: Build, make_world: MakeWorld
 def test_sink_logits_of_other_heads_are_refused(make_world: MakeWorld) -> None:
     world = make_world(1, 2, 16, num_token_slots=100)
     world.add((), 4)
-    attention = NumbaAttention(world.geometry, world.k, world.v, world.biases)
+    attention = NumbaAttention(world.geometry, world.k, world.v)
     attention.plan(world.batch())
     with pytest.raises(ValueError, match="sink_logits"):
         attention.run(0, world.queries(), world.sm_scale, torch.zeros(3))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -121,7 +120,7 @@ def test_extend_one_request(make_world: MakeWorld, new: int) -> None:
 
 
 def test_worked_example() -> None:
-    """Weights 1 (span), 4 (own) and 2 (new token) of 7; a bias of log 8 makes the first one 8 of 14, a sink 8 of 22."""
+    """Weights 1 (span), 4 (own) and 2 (new token) of 7; a sink of log 8 makes them as much of 15."""
     log2 = float(torch.tensor(2.0).log())
     geometry = KVGeometry(num_layers=1, num_qo_heads=1, num_kv_heads=1, head_dim=2, num_token_slots=6)
     k, v = torch.full((2, 1, 6, 1, 2), torch.nan)
@@ -129,18 +128,15 @@ def test_worked_example() -> None:
     v[0, [1, 3, 5], 0] = torch.tensor([[7.0, 0.0], [0.0, 7.0], [7.0, 7.0]])
     one = torch.ones(1, 1, dtype=torch.int32)
     span = SpanRuns(torch.tensor([0, 1], dtype=torch.int32), one, one, num_tokens=4)
-    biases = torch.full((1, 6, 1), 3 * log2)
-    attention = TorchAttention(geometry, k, v, biases)
+    attention = TorchAttention(geometry, k, v)
     row = torch.zeros(1, 8, dtype=torch.int32)
     row[0, 4:6] = torch.tensor([3, 5])
     q = torch.tensor([[[2 * log2, 0.0]]])
-    for is_fitted, sink, want, total in (
-        (False, None, [3.0, 6.0], 7.0),
-        (True, None, [5.0, 3.0], 14.0),
-        (True, torch.tensor([3 * log2]), [70 / 22, 42 / 22], 22.0),
+    attention.plan(AttentionBatch(((span,),), [6], None, torch.zeros(1, dtype=torch.int64), row))
+    for sink, want, total in (
+        (None, [3.0, 6.0], 7.0),
+        (torch.tensor([3 * log2]), [21 / 15, 42 / 15], 15.0),
     ):
-        path = (replace(span, is_fitted=is_fitted),)
-        attention.plan(AttentionBatch((path,), [6], None, torch.zeros(1, dtype=torch.int64), row))
         out, lse = attention.run(0, q, 0.5, sink)
         torch.testing.assert_close(out, torch.tensor([[want]]))
         torch.testing.assert_close(lse, torch.tensor([[total]]).log())

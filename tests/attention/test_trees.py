@@ -84,8 +84,8 @@ def check(world: World, attention: Attention, trees: list[list[int]]) -> None:
 
 
 def sharers(world: World) -> list[list[int]]:
-    """Fitted and other spans that several trees share; a tree on nothing; one whose root is its first own token."""
-    shared = world.fitted_span(40)
+    """Spans that several trees share; a tree on nothing; one whose root is its first own token."""
+    shared = world.uneven_span(40)
     below = world.uneven_span(21, start=shared.num_tokens)
     for path, own in (((shared,), 20), ((shared, below), 9), ((shared, below), 30), ((), 40), ((shared,), len(TREE))):
         world.add(path, own)
@@ -102,7 +102,7 @@ def test_trees_and_chains_of_sharers(build: Build, make_world: MakeWorld, dtype:
 def test_more_q_rows_than_the_split_kernel_takes(build: Build, make_world: MakeWorld) -> None:
     """A tree of 64 nodes, the most, whose last node sees itself by the sign bit; a suffix of several chunks."""
     world = make_world(1, 3, 16, dtype=torch.float32, num_layers=1, num_token_slots=900)
-    span = world.fitted_span(50)
+    span = world.uneven_span(50)
     world.add((span,), 330)
     world.add((span,), 12)
     widest = [-1] + [max(node // 2 - 1, 0) for node in range(1, MAX_TREE_TOKENS)]
@@ -128,7 +128,7 @@ def test_windows_of_a_tree_of_many_rows(build: Build, make_world: MakeWorld) -> 
 def test_a_chain_is_a_causal_mask(build: Build, make_world: MakeWorld) -> None:
     """The same bits as an ordinary extend."""
     world = make_world(2, 3, 16, dtype=torch.float32, windows=(0, 20), num_token_slots=700)
-    shared = world.fitted_span(40)
+    shared = world.uneven_span(40)
     world.add((shared,), 300)
     world.add((shared,), 17)
     causal, tree = build(world), build(world)
@@ -143,8 +143,8 @@ def test_a_chain_is_a_causal_mask(build: Build, make_world: MakeWorld) -> None:
 def test_nodes_do_not_depend_on_their_siblings(make_world: MakeWorld) -> None:
     """On a CPU a node's result has the same bits, whatever hangs beside it."""
     world = make_world(2, 3, 16, dtype=torch.float32, num_token_slots=700)
-    world.add((world.fitted_span(40),), 30)
-    attention, q = NumbaAttention(world.geometry, world.k, world.v, world.biases), world.queries([8])
+    world.add((world.uneven_span(40),), 30)
+    attention, q = NumbaAttention(world.geometry, world.k, world.v), world.queries([8])
     results = []
     for tree in ([-1, 0, 1, 0, 3, 0, 5, 6], [-1, 0, 1, 2, 3, 4, 5, 6]):
         attention.plan(batch_of(world, [tree]))
@@ -167,7 +167,6 @@ def test_with_flashinfer_trees_are_our_kernels(make_world: MakeWorld, flashinfer
     world = make_world(1, 2, 64, num_layers=1, num_token_slots=500)
     trees = sharers(world)
     attention = build_attention("flashinfer", world.geometry, world.k, world.v, verifies=True)
-    world.biases[~world.biases.isnan()] = 0.0
     before = len(flashinfer_plans)
     check(world, attention, trees)
     assert len(flashinfer_plans) == before
@@ -180,7 +179,7 @@ def test_a_warm_up_compiles_what_trees_need(make_world: MakeWorld, monkeypatch: 
     """Trees of few and of many q rows, in layers with and without a window."""
     monkeypatch.setattr("sgl_kvevict.attention.triton.attention.WARM_UP_KEYS", 0)  # the interpreter takes long
     world = make_world(1, 3, 16, windows=(0, 80), num_token_slots=900)
-    attention = TritonAttention(world.geometry, world.k, world.v, biases=world.biases, verifies=True)
+    attention = TritonAttention(world.geometry, world.k, world.v, verifies=True)
     world.k[:, 0] = world.v[:, 0] = 0.0
     with recorded() as warm:
         attention.warm_up()

@@ -60,7 +60,7 @@ class Interpreted(TritonAttention):
         super().follow(batch, num_requests)
         print("FOLLOW", sharers(batch), "of", num_requests, flush=True)
 
-backend.TorchAttention = lambda geometry, k, v, biases: Interpreted(geometry, k, v, torch.float32, biases=biases)
+backend.TorchAttention = lambda geometry, k, v: Interpreted(geometry, k, v, torch.float32)
 backend.cpu_reasons = lambda name, dtype: []  # float8 is refused on a CPU, where nobody would serve with this
 """
 

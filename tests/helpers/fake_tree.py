@@ -86,8 +86,7 @@ class FakeTree:
         self.geometry = KVGeometry(2, 2, 2, 2, num_slots)
         self.now = 0.0
         arena = torch.zeros(2, num_slots, 2, 2)
-        biases = None if getattr(policy, "fitter", None) is None else torch.full(arena.shape[:3], torch.nan)
-        store = SegmentPacker(self.geometry, arena, arena.clone(), biases)
+        store = SegmentPacker(self.geometry, arena, arena.clone())
         self.guard = Guard()
         compressor = (LearnedCompressor if has_learned else Compressor)(config, policy, store, stream=stream)
         self.manager = PrefixManager(cast("TreePort", self), store, compressor, self.guard, lambda: self.now)

@@ -26,7 +26,6 @@ FAULTS: Mapping[Place, str] = {
     Place.PASS: f"{LIFECYCLE}.scoring.repetition_probes",
     Place.OBSERVATION: "sgl_kvevict.compression.ReaderChunk.record",
     Place.COMPRESSION: "sgl_kvevict.compression.Compressor.choose",
-    Place.FIT: "sgl_kvevict.compression.PendingFit.step",
     Place.HOST: f"{LIFECYCLE}.host.HostTier._bounds",
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
     Place.LISTENER: "sgl_kvevict.events.totals.Totals.count",

@@ -32,7 +32,7 @@ LATENT_HEADS: dict[str, Any] = {"H": 1, "G": 128}
 LATENT_VALUE_DIM = 512
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
-FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr", "biases_ptr")
+FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr")
 INT64: tuple[str, ...] = (
     "addresses_ptr",
     "items_ptr",
@@ -82,17 +82,15 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
 def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
     """The kernels with a loop of products, then their merges; ``stored``: what the arena holds.
 
-    Latents have neither biases, windows nor trees.
+    Latents have neither windows nor trees.
     """
     if head_dim == LATENT_DIM:
         yield from _attention_kernels(arch, head_dim, stored)
         return
-    kinds: tuple[dict[str, bool], ...] = ({}, {"has_biases": True}, {"has_window": True}, {"has_trees": True})
+    kinds: tuple[dict[str, bool], ...] = ({}, {"has_window": True}, {"has_trees": True})
     of_kinds = (_attention_kernels(arch, head_dim, stored, **kind) for kind in kinds)
-    for plain, biased, windowed, tree in zip(*of_kinds, strict=True):
+    for plain, windowed, tree in zip(*of_kinds, strict=True):
         yield plain
-        if stored == "bf16" and biased["args"].get("biases_ptr") is not None:  # fp8 rows are not fitted
-            yield biased
         if windowed != plain:
             yield windowed
         if tree != plain:
@@ -104,14 +102,13 @@ def _attention_kernels(
     head_dim: int,
     stored: str,
     *,
-    has_biases: bool = False,
     has_window: bool = False,
     has_trees: bool = False,
 ) -> Iterator[Spec]:
     """With a window, whatever takes sink logits has some."""
     limits = DEVICES[arch]
-    tiles = tiles_for(limits, head_dim, reads_more=has_biases or has_window)
-    biases, visible = "*fp32" if has_biases else None, "*i64" if has_trees else None
+    tiles = tiles_for(limits, head_dim, has_window=has_window)
+    visible = "*i64" if has_trees else None
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}
     sizes = {**_sizes(head_dim), "UPCAST": False, "PDL": limits.launches_dependents}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
@@ -120,14 +117,13 @@ def _attention_kernels(
         block: dict[str, Any] = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
-            block |= {"biases_ptr": biases, "visible_ptr": visible, "WINDOWED": has_window} | extras
+            block |= {"visible_ptr": visible, "WINDOWED": has_window} | extras
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "biases_ptr": biases, "WINDOWED": has_window}
-            block["visible_ptr"] = visible
+            block |= {"CLASS": which, "visible_ptr": visible, "WINDOWED": has_window}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
         yield spec(
@@ -195,7 +191,7 @@ def label(one: Spec) -> str:
     if "keys_ptr" in args:
         return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
     if name in ("split", "extend"):
-        more = (", biases" if args["biases_ptr"] else "") + (", window" if args["WINDOWED"] else "")
+        more = ", window" if args["WINDOWED"] else ""
         more += ", trees" if args["visible_ptr"] else ""
         return f"{name}, {args['BLOCK_M']} q rows{more}"
     if args.get("sink_logits_ptr"):

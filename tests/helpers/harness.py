@@ -30,7 +30,6 @@ from torch.distributed import ProcessGroup
 
 from helpers.host import check_host
 from helpers.learned import LearnedCompressor
-from helpers.naming_fitter import name_of
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.compression.streams import ChoiceStream
@@ -126,10 +125,7 @@ class Harness:
             **self._make_pools(),
         )
         self.rows, self.allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
-        self.biases = None
-        if self.policy is not None and self.policy.fitter is not None:
-            self.biases = torch.full(shape[:3], float("nan"))
-        store = SegmentPacker(self.geometry, self.k, self.v, self.biases, self._make_drafts())
+        store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts())
         kind = LearnedCompressor if self.has_learned else Compressor
         stream = None if self.make_stream is None else self.make_stream()
         compressor = None
@@ -146,7 +142,6 @@ class Harness:
             full = self.tree.components[FULL]
             full.floor_cache_len = lambda length: length // self.cache_grid * self.cache_grid
             full.create_match_validator = lambda match_device_only=False: self._is_on_grid
-        self.num_biases_read = 0
         self.live: list[Req] = []
         self._count = 0
 
@@ -380,8 +375,6 @@ class Harness:
                 slots = runs.head_slots[begin : begin + length].long()
                 for arena, sign in self.arenas:
                     self._check_run(run, sign * arena.view(-1, 2)[slots], expected)
-                if self.biases is not None:
-                    self._check_biases(self.biases.view(-1)[slots], self.v.view(-1, 2)[slots], runs.is_fitted)
             waterline += runs.num_tokens
         assert row[:waterline].eq(0).all()
         suffix = row[waterline:seq_len].long()
@@ -394,11 +387,6 @@ class Harness:
         assert rows[:, 1].tolist() == [run] * len(rows)
         positions = [expected[code] for code in rows[:, 0].tolist()]
         assert positions == sorted(set(positions))
-
-    def _check_biases(self, biases: torch.Tensor, values: torch.Tensor, is_fitted: bool) -> None:
-        """Every bias is that of its own value, or 0 where nothing was fitted."""
-        assert ((biases == 0) | (is_fitted & (biases == name_of(values)))).all()
-        self.num_biases_read += int(biases.count_nonzero())
 
     # ---- conservation ---------------------------------------------------------------------------------------
 

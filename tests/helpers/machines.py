@@ -16,7 +16,6 @@ from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.late_stream import TwiceStream
-from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
@@ -201,14 +200,12 @@ class WindowsUnderPressureMachine(PressureMachine):
     options: ClassVar[dict[str, Any]] = PressureMachine.options | {"windows": (0, 9)}
 
 
-class FitsMachine(PassesMachine):
-    """What passes have read is fitted later, piece by piece, while everything else goes on."""
-
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION, fitter=NamingFitter())
+class MeasuredPressureMachine(PressureMachine):
+    """What passes have read to the end is squeezed, cut, moved and dropped."""
 
     @rule(base=st.sampled_from(BASES), shared=st.integers(20, 48), turns=st.integers(0, 3))
     def passes_read(self, base, shared, turns):
-        """A text is found again, and read by passes to its end; then its fit begins."""
+        """A text is found again, and read by passes to its end."""
         for suffix in ([0], [1]):
             req = self.harness.run(base[:shared] + suffix)
             if req in self.harness.live:
@@ -218,13 +215,6 @@ class FitsMachine(PassesMachine):
         for _ in range(turns):
             self.scheduler.turn()
         self._settle()
-
-
-class FitsUnderPressureMachine(FitsMachine):
-    """Segments that wait for their fit, or have it, are squeezed, cut, moved and dropped."""
-
-    num_slots = 160
-    options: ClassVar[dict[str, Any]] = {"has_learned": True}
 
 
 class ColdMachine(PressureMachine):
@@ -273,8 +263,8 @@ class HostUnsplittableMachine(HostMachine):
     policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
 
 
-class HostFitsMachine(FitsUnderPressureMachine, HostMachine):
-    """Fitted segments take their biases along."""
+class HostMeasuredMachine(MeasuredPressureMachine, HostMachine):
+    """What passes have read leaves for the host, and comes back as measured."""
 
     options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 40}
 
@@ -439,11 +429,11 @@ class BesideHostMachine(BesideMachine):
     options: ClassVar[dict[str, Any]] = BesideMachine.options | {"has_learned": True, "host_blocks": 16}
 
 
-class BesidePressureMachine(BesideMachine, FitsUnderPressureMachine):
-    """What passes have read is chosen, and fitted after the exchange; meanwhile parts of it have to shrink."""
+class BesidePressureMachine(BesideMachine, MeasuredPressureMachine):
+    """What passes have read is being chosen, and parts of it have to shrink meanwhile."""
 
-    policy = FitsUnderPressureMachine.policy
-    options: ClassVar[dict[str, Any]] = FitsUnderPressureMachine.options | BesideMachine.options
+    policy = MeasuredPressureMachine.policy
+    options: ClassVar[dict[str, Any]] = MeasuredPressureMachine.options | BesideMachine.options
 
 
 class BesideGenerationMachine(BesideMachine, GenerationMachine):
@@ -477,11 +467,10 @@ MACHINES = (
     HostMachine,
     HostUnsplittableMachine,
     HostExactMachine,
-    HostFitsMachine,
+    HostMeasuredMachine,
     WindowsMachine,
     WindowsUnderPressureMachine,
-    FitsMachine,
-    FitsUnderPressureMachine,
+    MeasuredPressureMachine,
     ColdMachine,
     ExactMachine,
     CoarsePressureMachine,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvevict.policies.parts import Decision, Fitter
+from sgl_kvevict.policies.parts import Decision
 from sgl_kvevict.policies.signals import Readers, Signal
 from sgl_kvevict.ragged import MergePlan, Selection
 
@@ -20,7 +20,6 @@ class PseudoRandomPolicy:
     needs: frozenset[Signal] = frozenset()
     splittable: bool = True
     readers: Readers | None = None
-    fitter: Fitter | None = None
     reuse_layers: int = 1
     rank: int = 0
 

@@ -11,8 +11,8 @@ from helpers.machines import (
     CacheMachine,
     ColdMachine,
     ExactMachine,
-    FitsUnderPressureMachine,
     FrequencyPressureMachine,
+    MeasuredPressureMachine,
     PassesMachine,
     PressureMachine,
     SessionMachine,
@@ -56,8 +56,8 @@ class StatePressureMachine(States, PressureMachine):
     """Prefixes shrink under their readers."""
 
 
-class StateFitsMachine(States, FitsUnderPressureMachine):
-    """Segments wait for their fit while states come and go."""
+class StateMeasuredMachine(States, MeasuredPressureMachine):
+    """What passes have read shrinks while states come and go."""
 
 
 class StateColdMachine(States, ColdMachine):
@@ -131,7 +131,7 @@ STATE_MACHINES = (
     FewStatesMachine,
     StatePassesMachine,
     StatePressureMachine,
-    StateFitsMachine,
+    StateMeasuredMachine,
     StateColdMachine,
     StateExactMachine,
     StateVotesMachine,

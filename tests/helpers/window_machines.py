@@ -11,8 +11,8 @@ from helpers.machines import (
     CacheMachine,
     ColdMachine,
     ExactMachine,
-    FitsUnderPressureMachine,
     GenerationMachine,
+    MeasuredPressureMachine,
     PassesMachine,
     PressureMachine,
     SessionMachine,
@@ -56,8 +56,8 @@ class WindowPressureMachine(Windows, PressureMachine):
     """Prefixes shrink under their readers."""
 
 
-class WindowFitsMachine(Windows, FitsUnderPressureMachine):
-    """Segments wait for their fit while windows come and go."""
+class WindowMeasuredMachine(Windows, MeasuredPressureMachine):
+    """What passes have read shrinks while windows come and go."""
 
 
 class WindowColdMachine(Windows, ColdMachine):
@@ -93,7 +93,7 @@ WINDOW_MACHINES = (
     FewWindowsMachine,
     WindowPassesMachine,
     WindowPressureMachine,
-    WindowFitsMachine,
+    WindowMeasuredMachine,
     WindowColdMachine,
     WindowExactMachine,
     WindowVotesMachine,

@@ -124,10 +124,10 @@ def test_the_table_is_whole() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_biases_and_windows_change_no_tiles_rows(family: int, head_dim: int) -> None:
-    """Tables are planned by rows, before a layer's biases and window are known."""
+def test_windows_change_no_tiles_rows(family: int, head_dim: int) -> None:
+    """Tables are planned by rows, before a layer's window is known."""
     limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=102400 if family == 89 else 233472)
-    plain, other = tiles_for(limits, head_dim), tiles_for(limits, head_dim, reads_more=True)
+    plain, other = tiles_for(limits, head_dim), tiles_for(limits, head_dim, has_window=True)
     assert [tile.rows for tile in other] == [tile.rows for tile in plain]
     assert all(16 <= one.keys <= tile.keys for one, tile in zip(other, plain, strict=True))
 

@@ -1,4 +1,4 @@
-"""The arena of a pool, and the biases beside it."""
+"""The arena of a pool."""
 
 from __future__ import annotations
 
@@ -32,18 +32,9 @@ def arena(monkeypatch: pytest.MonkeyPatch, **config: object) -> Arena:
     return found
 
 
-def test_layers_are_views_of_one_arena_without_biases(monkeypatch):
+def test_layers_are_views_of_one_arena(monkeypatch):
     found = arena(monkeypatch)
     assert found.k.shape == found.v.shape == (3, 31, 2, 16)
-    assert found.biases is None
-
-
-@pytest.mark.parametrize("policy", ["distilled", "reconstruction"])
-def test_a_policy_that_fits_has_a_bias_for_every_head_slot(monkeypatch, policy):
-    found = arena(monkeypatch, policy=policy, fit=True)
-    assert found.biases is not None
-    assert (found.biases.shape, found.biases.dtype) == (found.k.shape[:3], torch.float32)
-    assert not found.biases.any()
 
 
 @pytest.mark.parametrize("is_stock", [False, True])
@@ -59,7 +50,7 @@ def test_latents_are_rows_of_one_arena_that_begin_with_their_values(monkeypatch,
         enable_memory_saver=False,
     )  # fmt: skip
     found = arena_of(pool)
-    assert found is not None and found.biases is None
+    assert found is not None
     assert (found.k.shape, found.v.shape) == ((3, 31, 1, 24), (3, 31, 1, 16))
     layer, location = RadixAttention(4, 24, 0.25, 1, layer_id=1, v_head_dim=16), KVWriteLoc(torch.tensor([5]), None)
     pool.set_kv_buffer(layer, location, torch.arange(24.0).half().view(1, 1, 24), None)

@@ -169,13 +169,12 @@ def test_what_data_parallel_attention_rules_out_is_named(monkeypatch: pytest.Mon
 def test_what_latents_rule_out_is_named() -> None:
     latents, no_drafts = KVGeometry(3, 4, 1, 48, 100, latent_dim=32), SimpleNamespace(speculative_algorithm=None)
     assert latent_reasons(KVEvictConfig(), build_policy("distilled", {}), latents, no_drafts) == []
-    config = KVEvictConfig(wait_for_passes=False, prefill_budget=0.5, fit=True)
+    config = KVEvictConfig(wait_for_passes=False, prefill_budget=0.5)
     drafts, weighs = SimpleNamespace(speculative_algorithm="NGRAM"), build_policy("defensive", {})
     reasons = latent_reasons(config, weighs, latents, drafts)
     begins = (
         "wait_for_passes is false",
         "prefill_budget: ",
-        "fit is true",
         "policy 'defensive' weighs values",
         "--speculative-algorithm: ",
     )

@@ -32,7 +32,6 @@ def test_every_field_comes_back(dtype, block_bytes):
     names, path = own.namespace("tenant", "salt"), tokens(40)
     extra = {
         "policy_state": torch.rand(2, 2),
-        "biases": torch.rand(18),
         "tail_tokens": torch.tensor([1, 2, 3]),
         "tail_k": torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])),
         "tail_v": torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])),

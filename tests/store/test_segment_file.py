@@ -42,11 +42,6 @@ def test_latents_are_stored_as_keys_alone():
         decode_segment(encode_segment(dataclasses.replace(ours, tail_v=TAIL["tail_v"])), ours.key)
 
 
-def test_biases_of_a_fitted_segment_are_stored():
-    ours = dataclasses.replace(RECORD, biases=torch.randn(18))
-    assert_same(ours, decode_segment(encode_segment(ours), ours.key))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_rows_of_a_draft_model_are_read_by_servers_with_that_model(dtype):
     """Another server reads the segment without them."""
@@ -115,20 +110,6 @@ def test_rows_without_a_model_and_a_model_without_rows_are_refused(draft, shadow
     tensors = {name: part for name, part in load(payload).items() if name in shadow or not name.startswith("draft")}
     with pytest.raises(CorruptSegmentError, match="draft: got"):
         decode_segment(sealed(save(tensors, fields | {"draft": json.dumps(draft)})), RECORD.key)
-
-
-@pytest.mark.parametrize(
-    ("biases", "what"),
-    [
-        (torch.zeros(17), "biases: got shape"),
-        (torch.zeros(18, dtype=torch.float16), "biases: got torch.float16"),
-        (torch.full((18,), torch.nan), "biases: expected finite numbers"),
-    ],
-)
-def test_invalid_biases_are_refused(biases, what):
-    ours = dataclasses.replace(RECORD, biases=biases)
-    with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(encode_segment(ours), ours.key)
 
 
 def test_the_header_tells_what_is_inside():

@@ -102,7 +102,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """Inputs of one layer. The arenas and biases were checked once, by :func:`kvevict_kernels.checks.check_arenas`."""
+    """Inputs of one layer. The arenas were checked once, by :func:`kvevict_kernels.checks.check_arenas`."""
 
     layer: int
     # [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request; tokens may be
@@ -112,8 +112,6 @@ class LayerInputs:
     v_arena: Tensor  # like ``k_arena``, or the first columns of its rows (latents)
     sm_scale: float  # softmax scale, times the layer's FP8 scale of keys
     v_scale: float = 1.0  # FP8 scale of the layer's values; 1.0 for other dtypes
-    # [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans
-    biases: Tensor | None = None
     window: int = 0  # tokens that a query of the layer sees, itself included; 0: all
     sink_logits: Tensor | None = None  # [num_qo_heads], any floating dtype: one more score per row, with value 0
 
@@ -121,8 +119,3 @@ class LayerInputs:
     def v_head_dim(self) -> int:
         """Width of values and results; less than ``head_dim`` for latents."""
         return self.v_arena.shape[3]
-
-    @property
-    def reads_more(self) -> bool:
-        """Whether kernels read biases or positions in addition to K and V."""
-        return self.biases is not None or self.window > 0

@@ -56,11 +56,10 @@ def family_of(limits: DeviceLimits) -> int:
     return max((family for family in FAMILIES if family != 89 and family <= limits.arch), default=80)
 
 
-def tiles_for(limits: DeviceLimits, head_dim: int, *, reads_more: bool = False) -> tuple[Tile, Tile, Tile]:
+def tiles_for(limits: DeviceLimits, head_dim: int, *, has_window: bool = False) -> tuple[Tile, Tile, Tile]:
     """Tiles of a device: split kernel with 16 rows, with 64 rows, ``ragged_extend``.
 
-    With ``reads_more`` the kernel also reads biases, or positions for a window, and has registers for half the keys;
-    rows stay the same.
+    With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same.
 
     Raises:
         ValueError: head_dim beyond the table.
@@ -69,7 +68,7 @@ def tiles_for(limits: DeviceLimits, head_dim: int, *, reads_more: bool = False) 
     if width is None:
         return _latent_tiles(limits, head_dim)
     keys, extend_keys = KEYS[family_of(limits), width]
-    if reads_more:
+    if has_window:
         keys, extend_keys = max(keys // 2, MIN_KEYS), max(extend_keys // 2, MIN_KEYS)
     is_wide = width == HEAD_DIMS[-1]
     return (
@@ -80,7 +79,7 @@ def tiles_for(limits: DeviceLimits, head_dim: int, *, reads_more: bool = False) 
 
 
 def _latent_tiles(limits: DeviceLimits, head_dim: int) -> tuple[Tile, Tile, Tile]:
-    """Layers that read latents have neither biases nor windows."""
+    """Layers that read latents have no windows."""
     if head_dim > LATENT_DIM:
         raise ValueError(f"head_dim: expected at most {LATENT_DIM}, got {head_dim}")
     few, many, extend = (Tile(rows, keys, warps=8) for rows, keys in LATENTS[family_of(limits)])

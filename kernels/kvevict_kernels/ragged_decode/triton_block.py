@@ -38,10 +38,8 @@ def attend_block(
     b_out,  # [BLOCK_M, BLOCK_D] float32
     k_ptr,  # [X, D]
     v_ptr,  # [X, D]
-    biases_ptr,  # [X] float32, or None
     head_slot,  # [BLOCK_N] int64
     m_n,  # [BLOCK_N] real keys
-    m_b,  # [BLOCK_N] keys of spans
     seen,  # [BLOCK_M, BLOCK_N]
     o_d,
     scale_log2,
@@ -69,8 +67,6 @@ def attend_block(
         b_k = b_k.to(b_q.dtype)
         b_v = b_v.to(b_q.dtype)
         s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    if biases_ptr is not None:
-        s += 1.4426950408889634 * tl.load(biases_ptr + head_slot, mask=m_b, other=0.0)[None, :]
     s = tl.where(seen, s, float("-inf"))
     new_max = tl.maximum(b_max, tl.max(s, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -71,7 +71,6 @@ def _split_kernel(
     q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
-    biases_ptr,  # [L, T, H] float32, or None
     seq_lens_ptr,
     suffix_items_ptr,  # [bound, ITEM_WORDS] int64
     suffix_start_ptr,  # [num_requests + 1] int32
@@ -152,8 +151,8 @@ def _split_kernel(
                 b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
                 seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
             b_max, b_sum, b_out = attend_block(
-                b_q, b_rot, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_suffix == 0),
-                seen, o_d, scale_log2, D=D, DV=DV, BLOCK_ROT=BLOCK_ROT,
+                b_q, b_rot, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, seen, o_d, scale_log2,
+                D=D, DV=DV, BLOCK_ROT=BLOCK_ROT,
             )  # fmt: skip
         _store_partials(addresses_ptr, low_of(last).to(tl.int64) + i_row, b_max, b_sum, b_out, o_d, m_m, DV=DV)
         index_address, keys, readers, last = load_item(
@@ -194,9 +193,9 @@ def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
 def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
-    tile = tiles_for(limits_of(q.device), head_dim, reads_more=inputs.reads_more)[which]
+    tile = tiles_for(limits_of(q.device), head_dim, has_window=inputs.window > 0)[which]
     args = (
-        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases),
+        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena),
         *(step.seq_lens, step.items[which], step.item_start[which], step.visible),
         *(inputs.layer, class_tables.requests.numel(), inputs.k_arena.shape[1], q.stride(0)),
         *(inputs.sm_scale * LOG2_E, inputs.window),

@@ -200,7 +200,6 @@ def _extend_kernel(
     q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
-    biases_ptr,  # [L, T, H] float32, or None
     sink_logits_ptr,  # [H * G], or None
     out_ptr,  # [N, H * G, DV]
     lse_ptr,  # [N, H * G] float32, natural
@@ -268,9 +267,6 @@ def _extend_kernel(
             s, b_v = _score_block(
                 b_q, b_rot, k_ptr + shift, v_ptr + shift, slot * stride, o_d, D, DV, BLOCK_D, BLOCK_ROT
             )
-            if biases_ptr is not None:
-                bias = tl.load(biases_ptr + slot, mask=n * 0 == is_own, other=0.0)
-                s = s * scale_log2 + 1.4426950408889634 * bias[None, :]
             if (start + BLOCK_N > all_to) | (start < all_from):
                 limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
                 seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n - num_before, is_own == 0)
@@ -278,7 +274,7 @@ def _extend_kernel(
                     b_position = tl.load(position_ptr + n, mask=(n < to_key) & is_cut, other=2147483647)
                     seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
                 s = tl.where(seen, s, float("-inf"))
-            b_max, b_sum, b_out = _add_block(b_max, b_sum, b_out, s, b_v, scale_log2 if biases_ptr is None else 1.0)
+            b_max, b_sum, b_out = _add_block(b_max, b_sum, b_out, s, b_v, scale_log2)
         passed += num_kv
     if sink_logits_ptr is not None:  # only the first part counts it
         b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
@@ -342,7 +338,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
     """Attend with the requests of more than 128 q rows per KV head: one launch, a second one if keys are split."""
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, sizes = addresses.tables, addresses.tables.sizes
-    tile = tiles_for(limits_of(q.device), head_dim, reads_more=inputs.reads_more)[EXTEND]
+    tile = tiles_for(limits_of(q.device), head_dim, has_window=inputs.window > 0)[EXTEND]
     num_programs = tables.tile_request.numel()
     constants = {
         "H": sizes.num_kv_heads,
@@ -351,7 +347,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
     }
     widths = block_widths(head_dim, inputs.v_head_dim)
     _extend_kernel[(num_programs, sizes.num_kv_heads)](
-        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases, inputs.sink_logits, out, lse),
+        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.sink_logits, out, lse),
         *(step.seq_lens, step.pool_rows, step.visible, step.req_to_token.data_ptr()),
         *(inputs.layer, step.req_to_token.stride(0), inputs.k_arena.shape[1], q.stride(0)),
         *(inputs.sm_scale * LOG2_E, inputs.v_scale, inputs.window),

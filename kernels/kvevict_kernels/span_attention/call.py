@@ -54,16 +54,14 @@ class SpanAttention:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
         v_arena: like ``k_arena``, or the first columns of its rows.
         num_qo_heads: a multiple of the KV heads.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, contiguous, added to the scores of a span's head
-            slots, 0 for spans that are not fitted; None: there are no fitted spans.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
         RuntimeError: see :func:`reason_not_to_run`.
     """
 
-    def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, biases: Tensor | None = None) -> None:
-        check_arenas(k_arena, v_arena, biases, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
+    def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int) -> None:
+        check_arenas(k_arena, v_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         v_head_dim = v_arena.shape[3]
         reason = reason_not_to_run(head_dim) or reason_not_to_run(v_head_dim)
@@ -71,7 +69,6 @@ class SpanAttention:
         if reason is not None or team is None:
             raise RuntimeError(f"attention cannot be compiled: {reason}")
         self._arenas = (k_arena, v_arena)
-        self._biases = biases
         self._shape, self._v_head_dim = k_arena.shape, v_head_dim
         self._group = num_qo_heads // num_kv_heads
         self._team = team
@@ -105,8 +102,6 @@ class SpanAttention:
         layout = Layout(paths, new_lens, first_tokens, self._shape, has_windows)
         for word, number in self._constants.items():
             layout.words[word] = number
-        if self._biases is not None and any(span.is_fitted for span in layout.spans):
-            layout.words[w.BIASES] = self._biases.data_ptr()
         return layout
 
     def prepare(self, layout: Layout) -> None:

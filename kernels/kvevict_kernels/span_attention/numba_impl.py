@@ -53,8 +53,7 @@ _head_slot_of = njit(head_slot_of)
 _LOWEST, _ZERO, _ONE, _MINUS_INFINITY = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _BLOCK, _CHUNK, _MAX_CHUNKS, _KEY_COST = w.BLOCK, w.CHUNK, w.MAX_CHUNKS, w.KEY_COST
 _LINE = 64
-_BIASES_AT = 8 * _BLOCK
-_SCORES_AT = _BIASES_AT + 4 * _BLOCK
+_SCORES_AT = 8 * _BLOCK
 _KEYS_AT = _SCORES_AT + 4 * TILE_ROWS * _BLOCK
 
 
@@ -143,8 +142,6 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
         factor, shift = num_heads, _head_slot_of(layer, 0, head, words[w.NUM_TOKEN_SLOTS], num_heads)
     rows, values = int64s(scratch), _values_in(scratch, head_dim)
     row_bytes, to_values = head_dim * item_bytes(kind), words[w.V] - words[w.K]
-    has_biases = part < num_spans and words[w.BIASES] != 0
-    biases, biases_of_slots = floats(scratch + _BIASES_AT), floats(words[w.BIASES])
     for i in range(num_keys):
         slot = shift + factor * np.int64(slots[i])
         if slot < 0 or slot >= words[w.NUM_HEAD_SLOTS]:
@@ -152,8 +149,6 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
             slot = np.int64(0)
         rows[i] = words[w.K] + slot * row_bytes
         load_row(kind, v_head_dim, rows[i] + to_values, values + 4 * i * v_head_dim, _ONE)
-        if has_biases:
-            biases[i] = biases_of_slots[slot]
     for i in range(num_keys, num_keys + num_next):
         row = words[w.K] + (shift + factor * np.int64(slots[i])) * row_bytes
         for line in range(row, row + row_bytes, _LINE):
@@ -229,7 +224,6 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
     sums, scores = words[w.SUMS] + 4 * row_0 * v_head_dim, scratch + _SCORES_AT
     queries, keys, values = _queries_in(scratch, head_dim), scratch + _KEYS_AT, _values_in(scratch, head_dim)
     is_own = part >= words[w.NUM_SPANS]
-    has_biases = not is_own and words[w.BIASES] != 0
     for r in range(num_rows):
         maxima[r], totals[r] = _LOWEST, _ZERO
     first_seen, least_seen = int64s(_first_seen_in(scratch, head_dim, num_rows)), 0
@@ -254,8 +248,6 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                     num_seen = min(num_keys, unit_len - (num_rows - tile - r - 1) // group - start)
                 row = scores + 4 * r * _BLOCK
                 num_seen = max(num_seen, 0)
-                if has_biases:
-                    add_row(_BLOCK, scratch + _BIASES_AT, row, _ONE, _ONE)
                 fill(row + 4 * num_seen, _BLOCK - num_seen, _MINUS_INFINITY)
                 if is_own and words[w.VISIBLE] != 0:
                     first_new = unit_len - num_rows // group

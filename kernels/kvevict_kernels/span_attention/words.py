@@ -31,7 +31,6 @@ NO_SLOT = 1 << 62
     SINK_LOGITS,  # address [num_qo_heads], float32: logits that a row's softmax counts once; 0: there are none
     K,  # address of the arena's keys
     V,  # address of the arena's values
-    BIASES,  # address of the biases of the arena's head slots, float32; 0: no span of the batch has any
     KIND,  # number: kind of the arenas
     HEAD_DIM,  # number
     V_HEAD_DIM,  # number, at most HEAD_DIM
@@ -63,4 +62,4 @@ NO_SLOT = 1 << 62
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
     NUM_WORDS,
-) = range(44)
+) = range(43)

@@ -67,7 +67,6 @@ class LongPrefill:
 
     k_arena: Tensor  # [num_layers, num_token_slots, num_kv_heads, head_dim]
     v_arena: Tensor  # like ``k_arena``, or the first columns of its rows
-    biases: Tensor | None = None  # [num_layers, num_token_slots, num_kv_heads], float32, of fitted spans
     windows: tuple[int, ...] = ()  # of the layers, see :attr:`KVGeometry.windows`
     _bounds: WeakKeyDictionary[SpanRuns, tuple[list[list[int]], list[list[int]]]] = field(
         default_factory=WeakKeyDictionary
@@ -145,7 +144,6 @@ class LongPrefill:
         group = q.shape[1] // num_heads
         k_rows, v_rows = (arena.view(-1, 1, arena.shape[-1]) for arena in (self.k_arena, self.v_arena))
         own_rows: Tensor = head_slot_of(layer, own, 0, num_token_slots, num_heads)  # of the first head
-        is_fitted = self.biases is not None and any(span.is_fitted for span in path)
         out = q.new_zeros(*q.shape[:2], self.v_arena.shape[-1])
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
         for head in range(num_heads):
@@ -159,10 +157,6 @@ class LongPrefill:
             if block is not None:
                 seen = [span.positions[run] for span, run in zip(path, runs, strict=True) if span.positions is not None]
                 added = block.mask(torch.cat([*seen, torch.arange(block.end - own.numel(), block.end)]))
-            if is_fitted and self.biases is not None:
-                biases = self.biases.view(-1).index_select(0, head_slots)
-                biases[biases.numel() - own.numel() :] = 0.0
-                added = biases.view(1, 1, 1, -1) if added is None else added + biases
             heads = slice(head * group, (head + 1) * group)
             k, v = k_rows.index_select(0, head_slots), v_rows.index_select(0, head_slots)
             out[:, heads], lse[:, heads] = _attend(q[:, heads], k, v, sm_scale, added=added)

@@ -25,17 +25,17 @@ prefills are large matrix products, for which PyTorch uses AMX, and their partia
 class NumbaAttention:
     """Attention compiled by numba. A request's result does not depend on the other requests of the batch.
 
-    Arguments as for :func:`sgl_kvevict.attention.backend.build_attention`; biases are 0 for spans that are not fitted.
+    Arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
         RuntimeError: this machine cannot run it (``span_attention.reason_not_to_run``).
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
         self.geometry = geometry
-        self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads, biases)
-        self._prefill = LongPrefill(k_arena, v_arena, biases, geometry.windows)
+        self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads)
+        self._prefill = LongPrefill(k_arena, v_arena, geometry.windows)
         self._recent: RecentBatches[BatchKey, Layout] = RecentBatches()
         self._layout: Layout | None = None
         self._long: list[PrefillRequest] = []

@@ -26,12 +26,11 @@ class TorchAttention:
         ValueError: wrong shape, dtype or device of an arena.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
-        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, (*KV_DTYPES, FP8))
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+        check_arenas(k_arena, v_arena, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
         self._k_rows = k_arena.view(-1, geometry.head_dim)
         self._v_rows = v_arena.view(-1, geometry.v_head_dim)
-        self._biases = None if biases is None else biases.view(-1)
         self._batch: AttentionBatch | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -51,7 +50,7 @@ class TorchAttention:
             for head in range(geometry.num_kv_heads):
                 heads = slice(head * geometry.group_size, (head + 1) * geometry.group_size)
                 sinks = None if sink_logits is None else sink_logits[heads].float()
-                k, v, biases, key_positions = self._keys(batch, request, layer, head)
+                k, v, key_positions = self._keys(batch, request, layer, head)
                 positions = torch.arange(seq_len - new, seq_len, device=q.device)
                 tree = batch.tree(request)
                 if tree is not None:
@@ -66,23 +65,20 @@ class TorchAttention:
                         is_seen[:, len(key_positions) - new :] = tree[begin:end]
                     if window := geometry.window(layer):
                         is_seen &= distances < window
-                    out[rows, heads], lse[rows, heads] = _attend(scaled, is_seen, k, v, biases, sinks)
+                    out[rows, heads], lse[rows, heads] = _attend(scaled, is_seen, k, v, sinks)
             first_row += new
         return out, lse
 
-    def _keys(
-        self, batch: AttentionBatch, request: int, layer: int, head: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _keys(self, batch: AttentionBatch, request: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys of a request and KV head: the runs of its path, then its own tokens.
 
         Returns:
-            K [num_keys, head_dim], V [num_keys, v_head_dim], biases [num_keys], all float32, and positions [num_keys],
-            int64.
+            K [num_keys, head_dim] and V [num_keys, v_head_dim], float32, and positions [num_keys], int64.
         """
         geometry, path = self.geometry, batch.paths[request]
         own = torch.arange(batch.waterlines[request], batch.seq_lens[request], device=self._k_rows.device)
         slots = batch.req_to_token[int(batch.req_pool_indices[request]), own].long()
-        entries, positions, biases = [], [], []
+        entries, positions = [], []
         for span in path:
             start = int(span.starts[layer, head])
             run = slice(start, start + int(span.lens[layer, head]))
@@ -93,27 +89,21 @@ class TorchAttention:
                 raise InvariantError("a layer with a window reads a span whose positions are not known")
             else:
                 positions.append(torch.zeros_like(entries[-1]))  # before every new token
-            if span.is_fitted and self._biases is not None:
-                biases.append(self._biases[entries[-1]])
-            else:
-                biases.append(torch.zeros(len(entries[-1]), device=own.device))
         entries.append(head_slot_of(layer, slots, head, geometry.num_token_slots, geometry.num_kv_heads))
         rows = torch.cat(entries)
         k_scale, v_scale = geometry.scales.of(layer)
         k, v = gather_rows(self._k_rows, rows, k_scale).float(), gather_rows(self._v_rows, rows, v_scale).float()
-        return k, v, torch.cat([*biases, torch.zeros(len(own), device=own.device)]), torch.cat([*positions, own])
+        return k, v, torch.cat([*positions, own])
 
 
-def _attend(
-    q: Tensor, is_seen: Tensor, k: Tensor, v: Tensor, biases: Tensor, sink_logits: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, is_seen: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
     """One softmax per query of a KV head over the keys that it sees, ``is_seen`` [num_new, num_keys].
 
     q [num_new, group_size, head_dim] is already scaled. A sink logit is the score of one more key, whose value is 0.
     """
     is_read = is_seen.any(0)  # rows before a window may belong to another request by now
-    k, v, biases, is_seen = k[is_read], v[is_read], biases[is_read], is_seen[:, is_read]
-    scores = (q @ k.T + biases).masked_fill(~is_seen[:, None], -torch.inf)
+    k, v, is_seen = k[is_read], v[is_read], is_seen[:, is_read]
+    scores = (q @ k.T).masked_fill(~is_seen[:, None], -torch.inf)
     if sink_logits is not None:
         scores = torch.cat([scores, sink_logits[:, None].expand(len(q), -1, -1)], dim=-1)
         v = torch.cat([v, v.new_zeros(1, v.shape[1])])

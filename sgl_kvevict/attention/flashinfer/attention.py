@@ -46,7 +46,7 @@ class FlashInferAttention:
             raise UnsupportedSetupError(reasons)
         if geometry.has_windows:
             raise ValueError(f"windows: spans are read whole here, got {geometry.windows}")
-        check_arenas(k_arena, v_arena, None, geometry.arena_shape, DTYPES_16)
+        check_arenas(k_arena, v_arena, geometry.arena_shape, DTYPES_16)
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena

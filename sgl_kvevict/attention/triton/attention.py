@@ -45,7 +45,6 @@ class TritonAttention:
     Args:
         q_dtype: of queries and results, where the arena holds float8 (default: bfloat16); otherwise the arena's dtype.
         plain_prefill: FlashInfer's attention for long prefills that read no span; None: our kernel computes them.
-        biases: 0 for spans that are not fitted; None: no span is ever fitted, and the kernels read no biases.
         verifies: some batches are trees (:attr:`AttentionBatch.visible`), whose kernels are warmed up as well.
 
     Raises:
@@ -60,18 +59,16 @@ class TritonAttention:
         v_arena: Tensor,
         q_dtype: torch.dtype | None = None,
         plain_prefill: PlainPrefill | None = None,
-        biases: Tensor | None = None,
         *,
         verifies: bool = False,
     ) -> None:
         reasons = triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device, is_latent=geometry.is_latent)
         if reasons:
             raise UnsupportedSetupError(reasons)
-        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, (*KV_DTYPES, FP8))
+        check_arenas(k_arena, v_arena, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
-        self.biases = biases
         self.plain_prefill = plain_prefill
         self._verifies = verifies
         is_fp8 = k_arena.dtype == FP8
@@ -200,7 +197,6 @@ class TritonAttention:
             self.v_arena,
             sm_scale * k_scale,
             v_scale,
-            self.biases,
             geometry.window(layer),
             None if sink_logits is None else sink_logits.contiguous(),
         )

@@ -38,7 +38,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         readers=sum(readers),
         readers_per_span=sum(readers) / max(len(readers), 1),
         max_readers_per_span=max(readers, default=0),
-        scoring_jobs=0 if manager.scoring is None else manager.scoring.num_waiting,
+        scoring_jobs=0 if manager.scoring is None else len(manager.scoring.jobs),
         observation_bytes=manager.observation_bytes,
         host_bytes=0 if host is None else host.num_blocks * host.block_bytes,
         host_used_bytes=0 if host is None else host.used_bytes,
