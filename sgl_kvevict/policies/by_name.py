@@ -15,7 +15,7 @@ from sgl_kvevict.policies.generated import generated_reasons
 from sgl_kvevict.policies.methods import METHODS
 from sgl_kvevict.policies.options import NamedPolicy, PaperSettings
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 
 PAPER_SUFFIX = "@paper"
 """After a policy's name: options and server sizes of its paper."""
@@ -92,7 +92,7 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
             f"tail_tokens: got {config.tail_tokens} for policy {config.policy!r}; allowed: 1 to {limit} "
             f"({policy.why_max_tail})"
         )
-    if config.fit and (policy is None or policy.readers is not Readers.REPETITION or policy.merger is not None):
+    if config.fit and (policy is None or not policy.needs_passes or policy.merger is not None):
         problems.append(
             f"fit: got true for policy {config.policy!r}; allowed: false, or a policy that scoring passes measure and "
             "that merges nothing (distilled, reconstruction)"

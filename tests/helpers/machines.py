@@ -22,7 +22,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Policy, build_policy
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -155,7 +155,7 @@ class UnsplittableMachine(CacheMachine):
 class PassesMachine(CacheMachine):
     """Prefixes are scored by passes of our own, which compete with everything else for slots."""
 
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(needs_passes=True)
     num_slots = 260
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class PressureMachine(PassesMachine):
 class UnsplittablePressureMachine(PressureMachine):
     """Prefixes shrink that cannot be cut, or found in part."""
 
-    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
 
 
 class WindowsMachine(CacheMachine):
@@ -204,7 +204,7 @@ class WindowsUnderPressureMachine(PressureMachine):
 class FitsMachine(PassesMachine):
     """What passes have read is fitted later, piece by piece, while everything else goes on."""
 
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION, fitter=NamingFitter())
+    policy = PseudoRandomPolicy(needs_passes=True, fitter=NamingFitter())
 
     @rule(base=st.sampled_from(BASES), shared=st.integers(20, 48), turns=st.integers(0, 3))
     def passes_read(self, base, shared, turns):
@@ -230,9 +230,7 @@ class FitsUnderPressureMachine(FitsMachine):
 class ColdMachine(PressureMachine):
     """Before anything is learned: what prompts left behind while slots were short has to do."""
 
-    policy = PseudoRandomPolicy(
-        readers=Readers.REPETITION, needs=frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION})
-    )
+    policy = PseudoRandomPolicy(needs_passes=True, needs=frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION}))
     options: ClassVar[dict[str, Any]] = {}
 
 
@@ -270,7 +268,7 @@ class HostMachine(PressureMachine):
 class HostUnsplittableMachine(HostMachine):
     """The same with segments that come back whole or not at all."""
 
-    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
 
 
 class HostFitsMachine(FitsUnderPressureMachine, HostMachine):
@@ -295,12 +293,6 @@ class FrequencyPressureMachine(PressureMachine):
     """Another order decides which leaf goes; prefixes shrink before."""
 
     options: ClassVar[dict[str, Any]] = {"has_learned": True, "eviction_policy": "lfu"}
-
-
-class VotesMachine(CacheMachine):
-    """Prefixes are scored by the requests that extend them."""
-
-    policy = PseudoRandomPolicy(readers=Readers.QUESTIONS)
 
 
 class CoarseMachine(CacheMachine):
@@ -486,7 +478,6 @@ MACHINES = (
     ExactMachine,
     CoarsePressureMachine,
     FrequencyPressureMachine,
-    VotesMachine,
     CoarseMachine,
     CoarseUnsplittableMachine,
     TailMachine,

@@ -185,7 +185,7 @@ def test_the_configured_policy_has_the_fitter_that_was_asked_for() -> None:
     assert configured_policy(ranged)[1].fitter == AttentionMatcher(is_causal=False)
 
 
-@pytest.mark.parametrize("policy", ["none", "snapkv", "d2o", "questions", "d2o@paper"])
+@pytest.mark.parametrize("policy", ["none", "snapkv", "d2o", "d2o@paper"])
 def test_policies_without_passes_cannot_be_fitted(policy: str) -> None:
     with pytest.raises(ConfigError, match="fit: got true for policy"):
         configured_policy(KVEvictConfig(policy=policy, fit=True))

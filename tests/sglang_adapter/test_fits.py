@@ -13,7 +13,6 @@ from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import Place
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
@@ -31,7 +30,7 @@ def server_args(tmp_path_factory):
 
 def cache(block: int = 5, **fields) -> tuple[Harness, MiniScheduler]:
     """A document that passes have read: its segment is published, and waits for its fit."""
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION, fitter=NamingFitter(block=block))
+    policy = PseudoRandomPolicy(needs_passes=True, fitter=NamingFitter(block=block))
     harness = Harness(num_slots=400, config=KVEvictConfig(**(VALUES | fields)), policy=policy)
     harness.finish(harness.run(DOCUMENT))
     harness.finish(harness.run([*DOCUMENT, 1, 2, 3]))
@@ -215,7 +214,7 @@ def test_fits_come_before_further_passes():
 
 def test_a_range_that_waits_for_an_exact_reader_is_only_selected():
     """What its fit needs of the passes is not held for as long as somebody reads exactly."""
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION, fitter=NamingFitter())
+    policy = PseudoRandomPolicy(needs_passes=True, fitter=NamingFitter())
     harness = Harness(num_slots=400, config=KVEvictConfig(**VALUES), policy=policy)
     scheduler = MiniScheduler(harness)
     harness.finish(harness.run(DOCUMENT))
