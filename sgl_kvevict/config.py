@@ -146,7 +146,7 @@ class KVEvictConfig(BaseModel):
     score_after_matches: int | None = Field(
         default=1,
         ge=1,
-        description="requests that find a prefix in the cache (`questions`: extend it) before it is scored; null: only "
+        description="requests that find a prefix in the cache before it is scored; null: only "
         "`warm` requests have it scored",
     )
     scoring_pass_tokens: int = Field(

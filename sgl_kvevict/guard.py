@@ -31,7 +31,7 @@ class Place(Enum):
     PASS = "pass"
     """Preparing a scoring pass and handing it to the scheduler: its job ends as "failed"."""
     OBSERVATION = "observation"
-    """Recording queries of a prompt, a vote or a pass: the observation is discarded."""
+    """Recording queries of a prompt or a pass: the observation is discarded."""
     COMPRESSION = "compression"
     """Selecting entries by a policy: the range stays uncompressed."""
     STORE = "store"

@@ -111,8 +111,8 @@ class Compressor:
 
     @property
     def compresses_at_once(self) -> bool:
-        """Whether a prompt is compressed when it is complete, without waiting for readers."""
-        return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
+        """Whether a prompt is compressed when it is complete, without waiting for scoring passes."""
+        return not self.policy.needs_passes or (self.has_learned and not self.config.wait_for_passes)
 
     @property
     def stored_tail(self) -> int:

@@ -1,4 +1,4 @@
-"""Reader observation: attention of readers to a prefix, one number per (layer, KV head, token)."""
+"""Reader observation: attention of scoring passes to a prefix, one number per (layer, KV head, token)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sgl_kvevict.prefix import EntryAttention, Segment
 class ReaderObservation:
     """Squared attention of all readers' queries, summed for each token of the range ``[start, end)`` (may be empty).
 
-    Readers may come in chunks, several per batch, and be retracted and run again; each query is counted once. Segments
+    A reader may come in chunks, and be retracted and run again; each query is counted once. Segments
     before the range, whose worth is predicted, can be observed too. If the range is compressed meanwhile, its sums move
     to the new segment's entries (:meth:`hand_over`).
 
@@ -35,7 +35,6 @@ class ReaderObservation:
     Attributes:
         entry_attention: sums of the observed segments' entries.
         prompt: observation of a prompt that continues the range, whose last queries learned scores look at.
-        num_readers: readers observed to their end.
         has_failed: an error made the observation unusable.
     """
 
@@ -58,7 +57,6 @@ class ReaderObservation:
         self.start = start
         self.end = end
         self.reach = reach
-        self.num_readers = 0
         self.has_failed = False
         self._counted: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._squares: Tensor | None = None
@@ -115,11 +113,6 @@ class ReaderObservation:
         num_counted = min(max(counted - query_start, 0), query_end - query_start)
         observed = tuple(segment for segment in segments if self.observes(segment))
         return ReaderChunk(self, query_start + num_counted, num_counted, token_slots, observed)
-
-    def end_reader(self, reader: object) -> None:
-        """Count a reader as observed to its end."""
-        self._counted.pop(reader, None)
-        self.num_readers += 1
 
     def add(self, layer: int, squares: Tensor, sm_scale: float) -> None:
         """Add squared attention, [num_kv_heads, end - start], float32, to one layer."""

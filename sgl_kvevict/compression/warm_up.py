@@ -43,7 +43,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         lower.drop()
         packer.repack([upper])
         span = upper
-    if twin.policy.readers is not None:
+    if twin.policy.needs_passes:
         _read(twin, span, queries.to(q_dtype))
     if twin.config.decode_block is not None:
         _generate(twin, queries.to(q_dtype), slots)
@@ -52,7 +52,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
 
 
 def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptObservation | ReaderObservation:
-    """Observe a prefill of the synthetic prompt, or a reader if the policy waits for readers."""
+    """Observe a prefill of the synthetic prompt, or a scoring pass if the policy waits for passes."""
     num_tokens = slots.numel()
     packer = compressor.packer
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)

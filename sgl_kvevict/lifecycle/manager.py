@@ -30,7 +30,6 @@ from sgl_kvevict.lifecycle.readers import ReaderRecord, ReaderTable
 from sgl_kvevict.lifecycle.saving import Saving, StoreAccess
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.table import PrefixTable
-from sgl_kvevict.lifecycle.votes import Votes
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions
 from sgl_kvevict.store.host import HostSegments
@@ -55,7 +54,7 @@ class PrefixManager:
 
     Attributes:
         ranges: None without a compressor, like ``pressure`` and ``access``.
-        scoring: None unless the policy learns from readers, like ``votes``.
+        scoring: None unless the policy needs scoring passes.
         generations: None unless ``decode_block`` is set.
         host: None without memory on the host.
         loading: None if nothing is loaded from the store; ``saving``: None without a store.
@@ -88,7 +87,6 @@ class PrefixManager:
         self.ranges: Ranges | None = None
         self.pressure: Pressure | None = None
         self.scoring: PrefixScoring | None = None
-        self.votes: Votes | None = None
         self.generations: Generations | None = None
         self.access = None if compressor is None else access
         self.host: HostTier | None = None
@@ -113,10 +111,8 @@ class PrefixManager:
         if config.decode_block is not None:
             suffixes = GeneratedCompressor(shared.compressor)
             self.generations = Generations(shared, ranges, suffixes, config.decode_block)
-        if policy.readers is not None:
-            jobs = ScoringJobs(self.table)
-            votes = self.votes = Votes(shared, ranges, jobs)
-            self.scoring = PrefixScoring(shared, policy.readers, ranges, pressure, jobs, votes)
+        if policy.needs_passes:
+            self.scoring = PrefixScoring(shared, ranges, pressure, ScoringJobs(self.table))
 
     @property
     def listener(self) -> CacheListener:
@@ -131,7 +127,7 @@ class PrefixManager:
     def observation_bytes(self) -> int:
         """Memory, outside the pool, of observations and kept prompts."""
         num_bytes = self.table.pending.num_bytes + self.table.prompts.num_bytes
-        return num_bytes + sum(part.num_bytes for part in (self.votes, self.generations) if part is not None)
+        return num_bytes + sum(part.num_bytes for part in (self.scoring, self.generations) if part is not None)
 
     # ---- events of requests -----------------------------------------------------------------------------------
 
@@ -187,7 +183,7 @@ class PrefixManager:
         return max(self.spans.waterline(path_to(node)) - observation.first_query, 0)
 
     def prompt_complete(self, reader: Reader, node: Node, wish: RequestOptions | None) -> None:
-        """A completely prefilled prompt is in the tree: compress it, or count it towards passes or votes.
+        """A completely prefilled prompt is in the tree: compress it, or count it towards passes.
 
         The path to ``node`` may be shorter than the prompt (models with windows or recurrent states). ``wish``: the
         request's options.
@@ -207,10 +203,7 @@ class PrefixManager:
         if self.scoring is None or self.pressure is None:
             return
         self.pressure.prompt_complete(path, end, observation)
-        path = path_to(node)
-        self.scoring.found(path, min(observation.first_query, end), observation)
-        if self.votes is not None:
-            self.votes.count(reader, observation.first_query, path)
+        self.scoring.found(path_to(node), min(observation.first_query, end), observation)
         if wish is not None and wish.warm:
             self.scoring.wished(path_to(node), end, wish, observation)
 
@@ -348,8 +341,6 @@ class PrefixManager:
         seen = None
         if self.scoring is not None and self.readers[reader].is_pass:
             seen = self.scoring.observation_of(reader)
-        elif self.votes is not None:
-            seen = self.votes.observation(path, start)
         if seen is not None and end > seen.end and waterline <= seen.start:  # else it is computed again, or compressed
             segments = {self.spans[above].segment: None for above in path if above in self.spans}
             return [seen.begin_chunk(reader, start, end, self._tree.row(reader, seen.start, seen.end), tuple(segments))]

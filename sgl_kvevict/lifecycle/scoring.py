@@ -18,11 +18,11 @@ from sgl_kvevict.lifecycle.ports import PassPort, PassState
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.probes import Probes, question_probes, repetition_probes
 from sgl_kvevict.lifecycle.ranges import Attempted, Ranges, Verdict
-from sgl_kvevict.lifecycle.votes import ANSWER_REACH, Votes
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 from sgl_kvevict.request import RequestOptions, ticket_digest
 
+ANSWER_REACH = 15
+"""Tokens on each side of an attended one that share its score: a question's answer may stand there."""
 MAX_KEPT_PROMPTS = 16
 """Prefixes that may wait for passes with the last queries of a prompt; of further ones nothing is learned, and their
 learned scores do without."""
@@ -37,24 +37,15 @@ class PrefixScoring(Part):
     Prefixes with images get none: SGLang would have to compute the images again where a part of the prefix was dropped
     meanwhile.
 
+    Observations of passes share one limit of memory (``observation_bytes``).
+
     Attributes:
         jobs: prefixes that wait for passes, the one under way included.
-        readers: which readers the policy learns from.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        kind: Readers,
-        ranges: Ranges,
-        pressure: Pressure,
-        jobs: ScoringJobs,
-        votes: Votes,
-    ) -> None:
+    def __init__(self, shared: Shared, ranges: Ranges, pressure: Pressure, jobs: ScoringJobs) -> None:
         super().__init__(shared)
         self.jobs = jobs
-        self.readers = kind
-        self._votes = votes
         self._ranges = ranges
         self._pressure = pressure
         self._pass: Reader | None = None
@@ -79,8 +70,6 @@ class PrefixScoring(Part):
             count = self._table.count_match(node)
             if needed is not None and count >= needed:
                 due[is_seen] = node
-        if self.readers is not Readers.REPETITION:
-            return
         if False in due:
             self._queue(ScoringJob(due[False], prompt=self._kept(prompt)), prompt)
         if True in due and (False not in due or self._table.jobs.get(due[False]) is None):
@@ -88,8 +77,6 @@ class PrefixScoring(Part):
 
     def wished(self, path: Sequence[Node], num_tokens: int, wish: RequestOptions, prompt: PromptObservation) -> None:
         """Queue a job for the first ``num_tokens`` of a path, as a request asked."""
-        if not wish.questions and self.readers is not Readers.REPETITION:
-            return
         if num_tokens == 0:  # windows and recurrent states are cached at certain positions only
             self.jobs.tell(_tickets(wish), Outcome.TOO_SHORT)
             return
@@ -128,6 +115,12 @@ class PrefixScoring(Part):
     # ---- passes -----------------------------------------------------------------------------------------------
 
     @property
+    @property
+    def num_bytes(self) -> int:
+        """Memory of observations of passes."""
+        return self.jobs.num_bytes
+
+    @property
     def running(self) -> Reader | None:
         """The pass that waits or runs."""
         return self._pass
@@ -164,7 +157,7 @@ class PrefixScoring(Part):
             self._end(job, JobEvent.ABORTED)
             return
         with self._guard.at(Place.PASS) as attempt:
-            self._count_pass(job, reader)
+            self._count_pass(job)
             self._do(job, decide(job.stage, JobEvent.PASS_READ, self._facts(job)))
         if attempt.failed:
             self._end(job, JobEvent.FAILED)
@@ -264,7 +257,7 @@ class PrefixScoring(Part):
         unmeasured = self._unmeasured(job, path)
         bounds = self._spans.waterline(path), length_of(path)
         with self._guard.on_one_rank():
-            job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0, unmeasured)
+            job.observation = self._new_observation(bounds, ANSWER_REACH if job.questions else 0, unmeasured)
             if job.observation is not None:
                 job.observation.prompt = job.prompt
         if job.observation is None:
@@ -277,6 +270,17 @@ class PrefixScoring(Part):
         else:
             job.probes = repetition_probes(passes.tokenizer, tokens_of(path)[start:])
         return True
+
+    def _new_observation(
+        self, bounds: tuple[int, int], reach: int, segments: Sequence[Segment]
+    ) -> ReaderObservation | None:
+        """An empty observation; None if there is no memory for it."""
+        observation = self._compressor.new_reader_observation(*bounds, reach, segments)
+        if self.num_bytes + observation.num_bytes <= self._config.observation_bytes:
+            return observation
+        observation.close()
+        self._table.listener.tell(Refused("no-memory", observation.end - observation.start))
+        return None
 
     def _start_pass(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> None:
         assert job.probes is not None
@@ -292,13 +296,12 @@ class PrefixScoring(Part):
         self._readers[self._pass].is_pass = True
         self._pacing.started(len(probe))
 
-    def _count_pass(self, job: ScoringJob, reader: Reader) -> None:
+    def _count_pass(self, job: ScoringJob) -> None:
         observation, probes = job.observation, job.probes
         assert observation is not None and probes is not None
         if not observation.has_failed:
             seconds = time.perf_counter() - job.started
             self._table.listener.tell(ScoringPass(observation.start, observation.end, seconds))
-            observation.end_reader(reader)
             probes.was_read()
 
     def _finish(self, job: ScoringJob) -> None:

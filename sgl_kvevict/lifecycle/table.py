@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.compression import PromptObservation, ReaderObservation
+from sgl_kvevict.compression import PromptObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import accounting
@@ -85,7 +85,6 @@ class PrefixRecord:
         is_stale: it was compressed with other weights, and must not be matched.
         prompt: observation of a prompt's prefill, for the uncompressed range that ends here.
         pending: a range that ends here, and waits for exact readers or for the choice of its entries.
-        vote: attention of requests that extend the prefix.
         job: its scoring passes, waiting or under way.
     """
 
@@ -95,7 +94,6 @@ class PrefixRecord:
     is_stale: bool = False
     prompt: PromptObservation | None = None
     pending: Pending | None = None
-    vote: ReaderObservation | None = None
     job: ScoringJob | None = None
 
 
@@ -297,13 +295,12 @@ class PrefixTable:
         self.shrinking = NodeSet()
         self.prompts: Queue[PromptObservation] = Queue(self._records, "prompt")
         self.pending: Queue[Pending] = Queue(self._records, "pending")
-        self.votes: Queue[ReaderObservation] = Queue(self._records, "vote")
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
         self.stale: Queue[bool] = Queue(self._records, "is_stale")
 
     @property
     def _queues(self) -> tuple[Queue[Any], ...]:
-        return self.prompts, self.pending, self.votes, self.jobs, self.stale
+        return self.prompts, self.pending, self.jobs, self.stale
 
     def count_match(self, node: Node) -> int:
         """Count one more prompt that found the prefix; return the new count."""
@@ -377,7 +374,7 @@ class PrefixTable:
     def split(self, upper: Node, lower: Node) -> Span | None:
         """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node. Return the span of ``lower``.
 
-        Prompts that matched the node also matched its upper half. Jobs, votes and pending ranges belong to the
+        Prompts that matched the node also matched its upper half. Jobs and pending ranges belong to the
         lower half, which ends where the node ended.
         """
         below = self._records.get(lower)

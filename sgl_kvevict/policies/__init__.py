@@ -16,7 +16,7 @@ from sgl_kvevict.policies.parts import (
     Trait,
 )
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import QueryMoments, QueryWindow, Readers, Signal
+from sgl_kvevict.policies.signals import QueryMoments, QueryWindow, Signal
 
 __all__ = [
     "BudgetAllocator",
@@ -29,7 +29,6 @@ __all__ = [
     "QueryMoments",
     "QueryWindow",
     "RangeScores",
-    "Readers",
     "Rotary",
     "Scorer",
     "Selector",

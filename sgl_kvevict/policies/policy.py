@@ -20,7 +20,7 @@ from sgl_kvevict.policies.parts import (
     Selector,
     Trait,
 )
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.policies.worth import worth_of
 from sgl_kvevict.ragged import Selection
 
@@ -35,8 +35,6 @@ class Policy:
     Attributes:
         num_sink_tokens: first tokens of a *path* that every head keeps.
         reuse_layers: layers that share the positions chosen in the first of them.
-        readers: source of reader attention, or None. With readers a range is compressed after their queries were
-            observed, not when its prompt is complete.
         max_tail_tokens: longest uncompressed tail for which the options have an effect; None = any.
         why_max_tail: the reason, for the error.
     """
@@ -48,7 +46,6 @@ class Policy:
     merger: Merger | None = None
     num_sink_tokens: int = 0
     reuse_layers: int = 1
-    readers: Readers | None = None
     max_tail_tokens: int | None = None
     why_max_tail: str = ""
 
@@ -70,16 +67,16 @@ class Policy:
             )
         if self.reuse_layers > 1 and self.merger is not None:
             raise ConfigError(f"policy {self.name!r}: merging needs every layer, so reuse_layers must be 1")
-        if (self.readers is None) == (Signal.READER_ATTENTION in self.needs):
-            raise ConfigError(
-                f"policy {self.name!r}: readers={self.readers} and a scorer that needs "
-                f"{sorted(signal.value for signal in self.needs)}; reader attention and readers go together"
-            )
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Signals that must be collected."""
         return self.scorer.needs | (frozenset() if self.merger is None else self.merger.needs)
+
+    @property
+    def needs_passes(self) -> bool:
+        """Whether scoring passes read a range before it is compressed; else it is when its prompt is complete."""
+        return Signal.READER_ATTENTION in self.needs
 
     @property
     def window_size(self) -> int:

@@ -29,7 +29,8 @@ class Signal(Enum):
     QUERY_MOMENTS = "query_moments"
     """:class:`QueryMoments`: mean and covariance of all queries before RoPE; the same size for any length."""
     READER_ATTENTION = "reader_attention"
-    """Per token: 2-norm of the attention of later queries (:class:`Readers`), over queries and the group's heads."""
+    """Per token: 2-norm of the attention of the queries of scoring passes, over queries and the group's heads. Passes
+    repeat the prefix, or ask questions given with it; they follow the range, so it is compressed later."""
     ECHO_ATTENTION = "echo_attention"
     """Per token: largest attention that the prompt's own queries would pay it if they stood after the prompt."""
     LEARNED_SCORES = "learned_scores"
@@ -40,15 +41,6 @@ class Signal(Enum):
     """The keys of the range, read from the pool."""
     VALUES = "values"
     """The values of the range, read from the pool."""
-
-
-class Readers(Enum):
-    """Source of the queries of :attr:`Signal.READER_ATTENTION`; they follow the range, so it is compressed later."""
-
-    REPETITION = "repetition"
-    """Scoring passes, in which the model repeats the prefix."""
-    QUESTIONS = "questions"
-    """Requests that extend the prefix, or questions given with it."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.probes import question_probes
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
@@ -115,12 +114,9 @@ def _check_questions(
 ) -> None:
     num_questions = len(options.questions)
     if not num_questions:
-        if options.warm and tree.manager.scoring is not None and tree.manager.scoring.readers is Readers.QUESTIONS:
-            why = "the server's policy is 'questions'"
-            raise ConfigError(f"{QUESTIONS}: got none; allowed: at least one, because {why}")
         return
     if tree.manager.scoring is None:
-        why = "the server's policy does not learn from readers"
+        why = "the server's policy makes no scoring passes"
     elif req.multimodal_inputs is not None:
         why = "the prompt has images, which a scoring pass cannot compute again"
     elif scheduler.tokenizer is None:

@@ -82,16 +82,6 @@ def test_a_reader_that_runs_again_counts_once() -> None:
     assert_saw(observation, reader, other)
 
 
-def test_readers_are_counted_and_may_come_again() -> None:
-    observation = ReaderObservation(GEOMETRY, START, END)
-    reader = Reader(1, 9)
-    for count in (1, 2):
-        forward(observation, (reader, 0, 9))
-        observation.end_reader(reader)
-        assert observation.num_readers == count
-    assert_saw(observation, reader, reader)
-
-
 def test_attention_counts_for_the_tokens_around_it() -> None:
     observation = ReaderObservation(GEOMETRY, START, END, reach=3)
     reader = Reader(1, 9)

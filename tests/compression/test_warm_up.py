@@ -76,7 +76,7 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
 def read_and_squeeze(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
     """Passes read what was compressed before they came, if the policy has passes; then it shrinks."""
     store, segment = compressor.packer, span.segment
-    if compressor.policy.readers is not None:
+    if compressor.policy.needs_passes:
         read(compressor, span, queries)
         compressor.rank_by_attention(segment)
     store.squeeze([span], segment.num_slots // 2)

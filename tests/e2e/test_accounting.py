@@ -35,7 +35,6 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "15"}  # 
             150,
             id="passes-in-chunks",
         ),
-        pytest.param({**READ_FIRST, "policy": "questions"}, (), 150, id="votes"),
     ],
 )
 def test_random_requests_on_a_pool_that_is_too_small(start, tiny_llama, config, flags, count):

@@ -177,5 +177,5 @@ def add_row(served: Served) -> None:
 def test_every_policy_is_served_or_left_out_for_a_reason():
     names = {info.name for info in list_policies()}
     assert {case.policy for case in all_cases()} == names - READER_POLICIES - {"none"}
-    served_elsewhere = {"distilled", "questions", "reconstruction"}  # in test_scoring.py and test_distilled.py
+    served_elsewhere = {"distilled", "reconstruction"}  # in test_scoring.py and test_distilled.py
     assert served_elsewhere == READER_POLICIES

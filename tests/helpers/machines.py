@@ -21,7 +21,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Policy, build_policy
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -154,7 +154,7 @@ class UnsplittableMachine(CacheMachine):
 class PassesMachine(CacheMachine):
     """Prefixes are scored by passes of our own, which compete with everything else for slots."""
 
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(needs_passes=True)
     num_slots = 260
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class PressureMachine(PassesMachine):
 class UnsplittablePressureMachine(PressureMachine):
     """Prefixes shrink that cannot be cut, or found in part."""
 
-    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
 
 
 class WindowsMachine(CacheMachine):
@@ -220,9 +220,7 @@ class MeasuredPressureMachine(PressureMachine):
 class ColdMachine(PressureMachine):
     """Before anything is learned: what prompts left behind while slots were short has to do."""
 
-    policy = PseudoRandomPolicy(
-        readers=Readers.REPETITION, needs=frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION})
-    )
+    policy = PseudoRandomPolicy(needs_passes=True, needs=frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION}))
     options: ClassVar[dict[str, Any]] = {}
 
 
@@ -260,7 +258,7 @@ class HostMachine(PressureMachine):
 class HostUnsplittableMachine(HostMachine):
     """The same with segments that come back whole or not at all."""
 
-    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
 
 
 class HostMeasuredMachine(MeasuredPressureMachine, HostMachine):
@@ -285,12 +283,6 @@ class FrequencyPressureMachine(PressureMachine):
     """Another order decides which leaf goes; prefixes shrink before."""
 
     options: ClassVar[dict[str, Any]] = {"has_learned": True, "eviction_policy": "lfu"}
-
-
-class VotesMachine(CacheMachine):
-    """Prefixes are scored by the requests that extend them."""
-
-    policy = PseudoRandomPolicy(readers=Readers.QUESTIONS)
 
 
 class CoarseMachine(CacheMachine):
@@ -475,7 +467,6 @@ MACHINES = (
     ExactMachine,
     CoarsePressureMachine,
     FrequencyPressureMachine,
-    VotesMachine,
     CoarseMachine,
     CoarseUnsplittableMachine,
     TailMachine,

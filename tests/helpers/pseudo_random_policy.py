@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sgl_kvevict.policies.parts import Decision
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.ragged import MergePlan, Selection
 
 
@@ -19,7 +19,7 @@ class PseudoRandomPolicy:
     window_size: int = 0
     needs: frozenset[Signal] = frozenset()
     splittable: bool = True
-    readers: Readers | None = None
+    needs_passes: bool = False
     reuse_layers: int = 1
     rank: int = 0
 

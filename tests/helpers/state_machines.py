@@ -18,7 +18,6 @@ from helpers.machines import (
     SessionMachine,
     StockMachine,
     TailMachine,
-    VotesMachine,
 )
 from helpers.states import SnapshotsHarness, StatesHarness
 
@@ -66,10 +65,6 @@ class StateColdMachine(States, ColdMachine):
 
 class StateExactMachine(States, ExactMachine):
     """Some requests read nothing compressed, and keep their state to themselves."""
-
-
-class StateVotesMachine(States, VotesMachine):
-    """Scored by who extends them."""
 
 
 class StateTailMachine(States, TailMachine):
@@ -134,7 +129,6 @@ STATE_MACHINES = (
     StateMeasuredMachine,
     StateColdMachine,
     StateExactMachine,
-    StateVotesMachine,
     StateTailMachine,
     StateFrequencyMachine,
     StateSessionMachine,

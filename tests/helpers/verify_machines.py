@@ -17,7 +17,6 @@ from helpers.harness_store import DRAFT, adoption, exported
 from helpers.machines import BASES, CacheMachine, ExactMachine, HostMachine, PressureMachine
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.adoption import Prompt
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import DraftRows
 
 SPECULATIVE = mock.patch("sglang.srt.mem_cache.common.get_spec", lambda: SimpleNamespace(speculative_algorithm="NGRAM"))
@@ -215,7 +214,7 @@ class PairsStoreMachine(PairsPressureMachine):
 class PairsHostUnsplittableMachine(PairsHostMachine):
     """The same with segments that come back whole or not at all."""
 
-    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
 
 
 VERIFY_MACHINES = (

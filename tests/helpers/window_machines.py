@@ -18,7 +18,6 @@ from helpers.machines import (
     SessionMachine,
     StockMachine,
     TailMachine,
-    VotesMachine,
 )
 from helpers.two_pools import TwoPoolHarness
 
@@ -68,10 +67,6 @@ class WindowExactMachine(Windows, ExactMachine):
     """Some requests read nothing compressed."""
 
 
-class WindowVotesMachine(Windows, VotesMachine):
-    """Scored by who extends them."""
-
-
 class WindowTailMachine(Windows, TailMachine):
     """T-LRU decides which leaf goes."""
 
@@ -96,7 +91,6 @@ WINDOW_MACHINES = (
     WindowMeasuredMachine,
     WindowColdMachine,
     WindowExactMachine,
-    WindowVotesMachine,
     WindowTailMachine,
     WindowSessionMachine,
     WindowGenerationMachine,

@@ -12,7 +12,6 @@ from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.pending import RangeStage
 from sgl_kvevict.lifecycle.ranges import TURNS_OF_CHOICE
-from sgl_kvevict.policies.signals import Readers
 
 
 class Cache:
@@ -211,7 +210,7 @@ def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch, is_late):
 
 def test_what_passes_have_read_is_exchanged_in_turn():
     stream = LateStream()
-    tree = FakeTree(PseudoRandomPolicy(readers=Readers.REPETITION), stream=stream)
+    tree = FakeTree(PseudoRandomPolicy(needs_passes=True), stream=stream)
     passes, node = FakePasses(tree), tree.add(24)
     tree.release(tree.prompt(node))
     tree.release(tree.prompt(tree.add(4, node), found=node))

@@ -17,7 +17,6 @@ from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.lifecycle.ranges import Verdict
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 
 TICKET = "a-random-text-of-the-asker"
@@ -44,8 +43,8 @@ class Recorder(CacheListener):
                 self.told.append(("cleared",))
 
 
-def cache(readers=None, *, splittable=True, **fields) -> tuple[FakeTree, Recorder]:
-    policy = PseudoRandomPolicy(readers=readers, splittable=splittable)
+def cache(*, needs_passes=False, splittable=True, **fields) -> tuple[FakeTree, Recorder]:
+    policy = PseudoRandomPolicy(needs_passes=needs_passes, splittable=splittable)
     tree = FakeTree(policy, CONFIG.model_copy(update=fields))
     tree.manager.listener = recorder = Recorder()
     return tree, recorder
@@ -208,7 +207,7 @@ def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch):
 
 
 def test_a_prefix_that_was_found_is_scored_in_passes_and_compressed():
-    tree, recorder = cache(Readers.REPETITION)
+    tree, recorder = cache(needs_passes=True)
     passes = FakePasses(tree)
     node = tree.add(24)
     tree.release(tree.prompt(node))
@@ -225,7 +224,7 @@ def test_a_prefix_that_was_found_is_scored_in_passes_and_compressed():
     [("abort", "aborted"), ("drop", "dropped"), ("lost", "aborted"), ("retract", "queued"), ("paused", "queued")],
 )
 def test_what_becomes_of_a_job(happens, outcome):
-    tree, _ = cache(Readers.REPETITION)
+    tree, _ = cache(needs_passes=True)
     passes = FakePasses(tree)
     node = tree.add(24)
     tree.release(tree.prompt(node, warm=True, ticket=TICKET))
@@ -249,18 +248,8 @@ def test_what_becomes_of_a_job(happens, outcome):
     assert tree.manager.scoring.jobs.outcomes == {ticket_digest(TICKET): outcome}
 
 
-def test_requests_that_extend_a_prefix_vote():
-    tree, _ = cache(Readers.QUESTIONS, score_after_matches=2)
-    node = tree.add(20)
-    tree.release(tree.prompt(node))
-    for i in range(2):
-        assert spans(tree) == []
-        tree.release(tree.prompt(tree.add(3 + i, node), found=node))
-    assert spans(tree) == [(0, 18)]
-
-
 def test_new_weights_leave_nothing_to_do():
-    tree, _ = cache(Readers.REPETITION)
+    tree, _ = cache(needs_passes=True)
     passes = FakePasses(tree)
     node = tree.add(24)
     half_way = tree.reader(node)

@@ -11,7 +11,6 @@ from helpers.fake_tree import FakePasses, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.pacing import BUSY_TOKENS, Pacing
-from sgl_kvevict.policies.signals import Readers
 
 LEAD = 20
 """Tokens that come before those of the prefix."""
@@ -113,7 +112,7 @@ def test_longer_passes_are_rarer():
 def test_a_prefix_is_scored_while_users_never_leave():
     """Its passes come a few steps apart, and their number of tokens is right."""
     config = KVEvictConfig(budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, pass_share=0.25)
-    tree = FakeTree(PseudoRandomPolicy(readers=Readers.REPETITION), config)
+    tree = FakeTree(PseudoRandomPolicy(needs_passes=True), config)
     passes = FakePasses(tree)
     node = tree.add(302)
     tree.release(tree.prompt(node, warm=True))

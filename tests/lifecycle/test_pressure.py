@@ -5,14 +5,13 @@ from __future__ import annotations
 from helpers.fake_tree import CONFIG, FakeNode, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.lifecycle.pressure import LOSS_OF_COMPRESSING, LOSS_OF_SQUEEZING
-from sgl_kvevict.policies.signals import Readers
 
 SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
 
 
 def cache(num_slots: int = 320, **fields) -> FakeTree:
     """A tree whose prefixes wait for passes, and can be scored without them; 5 slots are won at once."""
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(needs_passes=True)
     return FakeTree(policy, SHRINKING.model_copy(update=fields), num_slots, has_learned=True)
 
 
@@ -253,7 +252,7 @@ def test_what_is_too_short_by_itself_does_not_keep_what_is_below_it_from_shrinki
 
 def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
     """It would become a segment of the tokens that are left, and requests would find it."""
-    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
     tree = FakeTree(policy, SHRINKING, has_learned=True)
     upper = tree.add(3)  # too short for a segment of its own
     node = tree.add(22, upper)
@@ -268,7 +267,7 @@ def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
 
 def test_segments_that_cannot_be_split_are_promised_one_by_one():
     """A range becomes two where a request's path ends, and each is rounded up to whole slots."""
-    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
     tree = FakeTree(policy, SHRINKING, has_learned=True)
     upper = tree.add(3)  # too short for a segment of its own
     node = tree.add(23, upper)

@@ -14,7 +14,6 @@ from sgl_kvevict.lifecycle.pending import RULES as RANGE_RULES
 from sgl_kvevict.lifecycle.pending import RangeEvent, RangeFact, RangeStage, RangeStep, next_step
 from sgl_kvevict.lifecycle.pressure import STEPS
 from sgl_kvevict.lifecycle.table import Change, State, require
-from sgl_kvevict.policies.signals import Readers
 
 SPANS = {State.LIGHT, State.COMPRESSED, State.SQUEEZED}
 ALLOWED = {
@@ -138,7 +137,7 @@ def test_a_refused_change_changes_nothing():
 
 def test_a_record_goes_as_a_whole():
     """Split, drop, new weights and a flush leave no part of a record behind."""
-    tree = FakeTree(PseudoRandomPolicy(readers=Readers.REPETITION), has_learned=True)
+    tree = FakeTree(PseudoRandomPolicy(needs_passes=True), has_learned=True)
     table = tree.manager.table
     node = tree.add(24)
     tree.release(tree.prompt(node, warm=True))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, Readers, Signal, build_policy
+from sgl_kvevict.policies import Policy, Signal, build_policy
 from sgl_kvevict.policies.budgets import AllLayersBudget
 from sgl_kvevict.policies.methods.random import RandomScorer
 from sgl_kvevict.policies.scorers import SignalScorer
@@ -26,12 +25,9 @@ def weights_with_one_peak(layer: int) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize("name", ["reconstruction", "questions"])
-def test_one_query_is_enough_to_keep_a_token(
-    from_weights: Callable[..., Any], kept: Callable[..., Any], name: str
-) -> None:
+def test_one_query_is_enough_to_keep_a_token(from_weights: Callable[..., Any], kept: Callable[..., Any]) -> None:
     prompt = from_weights([weights_with_one_peak(layer) for layer in range(3)], tail=3)
-    policy = build_policy(name, {"budget_rule": "uniform"})
+    policy = build_policy("reconstruction", {"budget_rule": "uniform"})
     assert policy is not None
     assert kept(prompt.run(policy, 3)) == [[[5]], [[6]], [[7]]]
 
@@ -52,9 +48,6 @@ def test_all_layers_compete_by_default(from_weights: Callable[..., Any], kept: C
     assert [len(layer[0]) for layer in kept(prompt.run(with_floor, 6))] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("scorer", "readers"), [(SignalScorer(Signal.READER_ATTENTION), None), (RandomScorer(0), Readers.QUESTIONS)]
-)
-def test_readers_and_reader_attention_go_together(scorer: Any, readers: Readers | None) -> None:
-    with pytest.raises(ConfigError, match="reader attention and readers go together"):
-        Policy("own", scorer, AllLayersBudget(), TopKSelector(), readers=readers)
+@pytest.mark.parametrize(("scorer", "waits"), [(SignalScorer(Signal.READER_ATTENTION), True), (RandomScorer(0), False)])
+def test_who_scores_by_reader_attention_waits_for_passes(scorer: Any, waits: bool) -> None:
+    assert Policy("own", scorer, AllLayersBudget(), TopKSelector()).needs_passes is waits

@@ -12,7 +12,7 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.jobs import MAX_BEGUN_JOBS, MAX_REMEMBERED
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -26,10 +26,10 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def cache(readers, **fields) -> tuple[Harness, MiniScheduler]:
+def cache(*, needs_passes: bool, **fields) -> tuple[Harness, MiniScheduler]:
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
     harness = Harness(
-        num_slots=900, config=KVEvictConfig(**(values | fields)), policy=PseudoRandomPolicy(readers=readers)
+        num_slots=900, config=KVEvictConfig(**(values | fields)), policy=PseudoRandomPolicy(needs_passes=needs_passes)
     )
     return harness, MiniScheduler(harness)
 
@@ -38,19 +38,8 @@ def lost(harness) -> int:
     return harness.tree.manager.listener.totals.refused_no_memory
 
 
-def test_the_oldest_votes_make_room():
-    harness, _ = cache(Readers.QUESTIONS, score_after_matches=2, observation_bytes=2 * BYTES + 100)
-    for i in range(4):
-        document = [i, *DOCUMENT[:59]]
-        for suffix in (1, 2):  # one that brings the document, one that votes
-            harness.finish(harness.run([*document, suffix]))
-    assert lost(harness) == 2 and read_gauges(harness.tree).observation_bytes <= 2 * BYTES + 100
-    harness.finish(harness.run([3, *DOCUMENT[:59], 5]))
-    assert len(harness.tree.spans) == 1  # its first vote was still there
-
-
 def test_a_job_without_memory_says_so():
-    harness, scheduler = cache(Readers.REPETITION, observation_bytes=BYTES - 1)
+    harness, scheduler = cache(needs_passes=True, observation_bytes=BYTES - 1)
     ticket = "the-ticket-of-this"
     harness.finish(harness.run(DOCUMENT, options={"warm": True, "ticket": ticket}))
     assert scheduler.run_all() == 0 and lost(harness) == 1
@@ -77,12 +66,12 @@ def test_ranges_that_wait_for_readers_have_a_limit():
 
 
 def test_few_jobs_are_begun_at_once():
-    harness, scheduler = cache(Readers.REPETITION)
+    harness, scheduler = cache(needs_passes=True)
     for i in range(8):
         harness.finish(harness.run([i, *DOCUMENT], f"tenant {i}", options={"warm": True}))
     seen = []
     while scheduler.run_pass():
-        seen.append(harness.tree.manager.votes.num_bytes)
+        seen.append(harness.tree.manager.scoring.num_bytes)
     # 61 tokens of 2 layers and 2 KV heads, read 20 a pass: the tail is repeated like the rest.
     assert max(seen) == MAX_BEGUN_JOBS * 4 * 4 * 61 and len(scheduler.passes) == 8 * 4
 
@@ -104,10 +93,10 @@ def week_of_traffic(harness: Harness, scheduler: MiniScheduler, rng: random.Rand
             scheduler.run_pass()
 
 
-@pytest.mark.parametrize("readers", [Readers.REPETITION, Readers.QUESTIONS, None])
-def test_memory_is_flat(readers):
+@pytest.mark.parametrize("needs_passes", [True, False])
+def test_memory_is_flat(needs_passes):
     """A short one; ``make campaign`` runs a million requests."""
-    harness, scheduler = cache(readers, observation_bytes=20 * BYTES)
+    harness, scheduler = cache(needs_passes=needs_passes, observation_bytes=20 * BYTES)
     harness.check = lambda: None
     rng = random.Random(1)
     sizes = []
@@ -121,5 +110,5 @@ def test_memory_is_flat(readers):
     assert sizes[-1] - sizes[1] < 200_000
     state = cache_state(harness.tree)
     assert state["observation_bytes"] <= 2 * 20 * BYTES
-    if readers is not None:
+    if needs_passes:
         assert len(state["warm_outcomes"]) <= MAX_REMEMBERED

@@ -6,7 +6,6 @@ import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENTS = [[(i * step + step) % 11 for i in range(60)] for step in (3, 5, 7, 9)]
@@ -152,7 +151,7 @@ def test_what_old_weights_computed_never_gets_there():
 
 def test_uncompressed_tokens_are_compressed_on_their_way():
     """As if they were no end of a prompt (an answer, say), they do not shrink before they are dropped."""
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(needs_passes=True)
     harness = Harness(host_blocks=60, policy=policy, has_learned=True)
     serve(harness, DOCUMENTS[0])
     table = harness.tree.manager.table
@@ -166,7 +165,7 @@ def test_uncompressed_tokens_are_compressed_on_their_way():
 
 
 def test_before_scores_are_learned_they_are_computed_again():
-    harness = Harness(host_blocks=60, policy=PseudoRandomPolicy(readers=Readers.REPETITION))
+    harness = Harness(host_blocks=60, policy=PseudoRandomPolicy(needs_passes=True))
     serve(harness, DOCUMENTS[0])
     drop_all(harness)
     assert len(harness.host) == 0 and serve(harness, DOCUMENTS[0]) == 0
@@ -174,7 +173,7 @@ def test_before_scores_are_learned_they_are_computed_again():
 
 def test_nothing_is_squeezed_below_the_budget_while_the_host_has_room():
     config = KVEvictConfig(budget=0.2, min_budget=0.05, tail_tokens=4, min_prefix_tokens=6)
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(needs_passes=True)
     documents = [[(i * step + step) % 11 for i in range(60)] for step in range(2, 10)]
 
     def smallest(host_blocks: int) -> int:

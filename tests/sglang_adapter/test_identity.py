@@ -10,7 +10,6 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders, after_init_new, readers_of
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -68,7 +67,7 @@ def test_a_user_s_request_named_like_a_pass_is_a_user_s():
     config = KVEvictConfig(
         budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20, score_after_matches=1
     )
-    harness = Harness(num_slots=400, config=config, policy=PseudoRandomPolicy(readers=Readers.REPETITION))
+    harness = Harness(num_slots=400, config=config, policy=PseudoRandomPolicy(needs_passes=True))
     scheduler = MiniScheduler(harness)
     for suffix in (1, 2):
         req = harness.request([*BASES[0], suffix])

@@ -20,7 +20,6 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.lifecycle.nodes import FIRST_IMAGE_TOKEN
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.model_parts import find_rotary
@@ -39,9 +38,9 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def cache(readers: Readers = Readers.REPETITION) -> tuple[Harness, MiniScheduler]:
+def cache() -> tuple[Harness, MiniScheduler]:
     config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
-    harness = Harness(num_slots=600, config=config, policy=PseudoRandomPolicy(readers=readers))
+    harness = Harness(num_slots=600, config=config, policy=PseudoRandomPolicy(needs_passes=True))
     return harness, MiniScheduler(harness)
 
 
@@ -72,7 +71,7 @@ def test_passes_read_the_text_before_an_image_and_nothing_else():
 def test_learned_scores_compress_what_passes_cannot_read():
     """With `wait_for_passes`, the default: once it was found, and the text before it was read."""
     config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(needs_passes=True)
     harness = Harness(num_slots=600, config=config, policy=policy, has_learned=True)
     scheduler, prompt = MiniScheduler(harness), TEXT + IMAGE + TEXT[::-1]
     for image in (OTHER, IMAGE, IMAGE):
@@ -91,14 +90,6 @@ def test_another_image_finds_nothing_of_this_one():
         req = harness.request(TEXT + image + TEXT + [3])
         assert harness.admit(req) and req.prefix_len == found
         harness._cancel(req)
-
-
-def test_requests_vote_on_a_prefix_with_an_image():
-    """Questions of users are requests with the image, so they score what passes cannot read."""
-    harness, scheduler = cache(Readers.QUESTIONS)
-    for last in range(6):
-        harness.finish(harness.run(TEXT + IMAGE + [last, last + 1, 3]))
-    assert scheduler.run_all() == 0 and ends(harness) and max(ends(harness)) > len(TEXT)
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.long_machine import CONFIG
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.sglang_adapter.long_prompts import admission_of, after_chunked_prefill, around_request_level
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED
@@ -25,7 +25,7 @@ def server_args(tmp_path_factory):
 
 
 def serve(*, has_learned: bool = True, chunk: int = CHUNK, pool: int = POOL, **fields) -> LongPromptScheduler:
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION, needs=frozenset() if has_learned else COLD)
+    policy = PseudoRandomPolicy(needs_passes=True, needs=frozenset() if has_learned else COLD)
     config = CONFIG.model_copy(update=fields)
     harness = Harness(num_slots=pool, max_tokens=1024, config=config, policy=policy, has_learned=has_learned)
     return LongPromptScheduler(harness, chunk)

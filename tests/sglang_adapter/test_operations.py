@@ -13,7 +13,6 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle import jobs
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import operations
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -27,9 +26,9 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def cache(readers=Readers.REPETITION, **policy) -> tuple[Harness, MiniScheduler]:
+def cache(needs_passes=True, **policy) -> tuple[Harness, MiniScheduler]:
     config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
-    harness = Harness(num_slots=400, config=config, policy=PseudoRandomPolicy(readers=readers, **policy))
+    harness = Harness(num_slots=400, config=config, policy=PseudoRandomPolicy(needs_passes=needs_passes, **policy))
     return harness, MiniScheduler(harness)
 
 
@@ -235,7 +234,7 @@ def change_weights(harness) -> None:
 
 @pytest.mark.parametrize("splittable", [True, False])
 def test_nothing_compressed_is_found_under_other_weights(splittable):
-    harness, _ = cache(readers=None, splittable=splittable)
+    harness, _ = cache(needs_passes=False, splittable=splittable)
     harness.finish(harness.run([*DOCUMENT, 1]))
     assert found(harness, [*DOCUMENT, 2]) >= (57 if splittable else 0)
     assert harness.tree.spans
@@ -245,7 +244,7 @@ def test_nothing_compressed_is_found_under_other_weights(splittable):
 
 
 def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
-    harness, _ = cache(readers=None)
+    harness, _ = cache(needs_passes=False)
     harness.finish(harness.run([*DOCUMENT, 1]))
     reader = harness.run([*DOCUMENT, 2])
     half_way = harness.request([*DOCUMENT, *range(9)])
@@ -265,7 +264,7 @@ def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
 
 def test_a_prefix_of_other_weights_may_be_evicted_before_anybody_lets_go():
     """Its only reader never began, so nobody said that it let go."""
-    harness, _ = cache(readers=None)
+    harness, _ = cache(needs_passes=False)
     harness.finish(harness.run([*DOCUMENT, 1]))
     waiting = harness.request([*DOCUMENT, 2])
     assert harness.admit(waiting)
@@ -294,7 +293,7 @@ def test_jobs_votes_and_observations_do_not_survive_other_weights():
 @pytest.mark.parametrize("start", [0, 20])
 def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(start):
     """Also in later chunks: the prompt's chunks are not exchanged for the compressed prefix that is cached already."""
-    harness, _ = cache(readers=None)
+    harness, _ = cache(needs_passes=False)
     harness.finish(harness.run([*DOCUMENT, 1]))
     req = harness.request([*DOCUMENT, 2])
     req.return_logprob, req.logprob_start_len = True, start
@@ -309,7 +308,7 @@ def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(start):
 
 
 def test_a_change_that_needs_a_session_is_refused_without_one_and_forgets_nothing():
-    harness, _ = cache(readers=None)
+    harness, _ = cache(needs_passes=False)
     harness.finish(harness.run([*DOCUMENT, 1]))
     manager = SimpleNamespace(scheduler=idle_scheduler(MiniScheduler(harness)), _session=None)
     assert operations.around_session_change(lambda manager, value: value, manager, 5) == 5

@@ -19,7 +19,6 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -83,7 +82,7 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
 
 @pytest.mark.parametrize(
     ("policy", "seed"),
-    [({}, 1), ({}, 2), ({"splittable": False}, 1), ({"readers": Readers.REPETITION}, 2)],
+    [({}, 1), ({}, 2), ({"splittable": False}, 1), ({"needs_passes": True}, 2)],
     ids=["at-once", "at-once-2", "unsplittable", "passes"],
 )
 def test_trees_and_slots_stay_equal(policy, seed):
@@ -167,7 +166,7 @@ def test_no_rank_starts_a_pass_while_another_waits_for_a_flush():
     """Each gives up waiting by its own clock."""
 
     def run(rank, group):
-        harness = cache_of_rank(rank, group, readers=Readers.REPETITION)
+        harness = cache_of_rank(rank, group, needs_passes=True)
         scheduler = MiniScheduler(harness)
         harness.finish(harness.run(DOCUMENTS[0], options={"warm": True}))
         scheduler.flush_wrapper._pending = object() if rank else None

@@ -6,7 +6,6 @@ import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.threads_as_ranks import on_two_ranks
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
 
 DOCUMENTS = [[*(i * 7 % 11 for i in range(10)), *((i * step) % 11 for i in range(1, 51))] for step in range(2, 9)]
@@ -22,7 +21,7 @@ def test_ranks_drop_and_load_the_same(host_blocks):
     """Documents share a beginning: parts of segments are copied, and ranks differ in the number of entries."""
 
     def run(rank, group):
-        policy = PseudoRandomPolicy(rank=rank, readers=Readers.REPETITION)
+        policy = PseudoRandomPolicy(rank=rank, needs_passes=True)
         harness = Harness(num_slots=90, policy=policy, group=group, has_learned=True, host_blocks=host_blocks)
         found = []
         for document in DOCUMENTS * 3:

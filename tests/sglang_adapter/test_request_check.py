@@ -10,7 +10,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing, refusal
 
 WARM = {"warm": True}
@@ -21,10 +20,10 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields) -> list[str]:
+def refusals(custom_params, needs_passes=True, tokenizer=None, **fields) -> list[str]:
     """Reasons for which a request is refused; what it asked is forgotten then."""
     config = KVEvictConfig(tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, **fields)
-    tree = Harness(config=config, policy=PseudoRandomPolicy(readers=readers)).tree
+    tree = Harness(config=config, policy=PseudoRandomPolicy(needs_passes=needs_passes)).tree
     reasons = []
     req = SimpleNamespace(
         origin_input_ids=[1],
@@ -43,19 +42,18 @@ def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields
 
 
 @pytest.mark.parametrize(
-    ("readers", "options", "tokenizer", "message"),
+    ("needs_passes", "options", "tokenizer", "message"),
     [
-        (Readers.REPETITION, {"warm": 1}, Letters(), "custom_params.kvevict.warm: got 1; allowed: an object with"),
-        (Readers.REPETITION, "warm", Letters(), "custom_params.kvevict: got 'warm'"),
-        (Readers.REPETITION, {"questions": ["a"]}, Letters(), "kvevict.questions: got ['a']"),
-        (Readers.REPETITION, {**WARM, "questions": ["a"]}, None, "allowed: none, because the server runs without a"),
-        (Readers.REPETITION, {**WARM, "questions": ["a" * 9] * 4}, Letters(), "4 questions of at least 33 tokens"),
-        (Readers.QUESTIONS, WARM, Letters(), "questions: got none; allowed: at least one"),
-        (None, {**WARM, "questions": ["a"]}, Letters(), "questions: got 1 questions; allowed: none, because"),
+        (True, {"warm": 1}, Letters(), "custom_params.kvevict.warm: got 1; allowed: an object with"),
+        (True, "warm", Letters(), "custom_params.kvevict: got 'warm'"),
+        (True, {"questions": ["a"]}, Letters(), "kvevict.questions: got ['a']"),
+        (True, {**WARM, "questions": ["a"]}, None, "allowed: none, because the server runs without a"),
+        (True, {**WARM, "questions": ["a" * 9] * 4}, Letters(), "4 questions of at least 33 tokens"),
+        (False, {**WARM, "questions": ["a"]}, Letters(), "questions: got 1 questions; allowed: none, because"),
     ],
 )
-def test_impossible_wishes_are_refused_with_a_reason(readers, options, tokenizer, message):
-    (reason,) = refusals({"kvevict": options}, readers, tokenizer, max_question_tokens=30)
+def test_impossible_wishes_are_refused_with_a_reason(needs_passes, options, tokenizer, message):
+    (reason,) = refusals({"kvevict": options}, needs_passes, tokenizer, max_question_tokens=30)
     assert message in reason
 
 
@@ -65,7 +63,7 @@ def test_impossible_wishes_are_refused_with_a_reason(readers, options, tokenizer
 )
 def test_other_requests_pass(custom_params):
     assert refusals(custom_params) == []
-    assert refusals(custom_params, readers=None) == []
+    assert refusals(custom_params, needs_passes=False) == []
 
 
 def test_a_server_with_stock_s_cache_is_left_alone():
@@ -80,7 +78,7 @@ def test_beams_are_refused_by_our_cache_only():
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_pass_that_waits_takes_no_user_s_place_in_the_queue(limit):
-    harness = Harness(num_slots=400, policy=PseudoRandomPolicy(readers=Readers.REPETITION))
+    harness = Harness(num_slots=400, policy=PseudoRandomPolicy(needs_passes=True))
     scheduler = MiniScheduler(harness)
     scheduler.max_queued_requests = limit
     harness.finish(harness.run(list(range(60)), options=WARM))

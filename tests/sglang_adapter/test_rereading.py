@@ -8,7 +8,6 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.scorers import joint_attention
-from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.policies.worth import scores_of
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -27,7 +26,7 @@ def server_args(tmp_path_factory):
 def cache(**fields) -> tuple[Harness, MiniScheduler]:
     """A cache in which any range can be compressed at any time."""
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    policy = PseudoRandomPolicy(needs_passes=True)
     harness = Harness(num_slots=400, config=KVEvictConfig(**(values | fields)), policy=policy, has_learned=True)
     return harness, MiniScheduler(harness)
 

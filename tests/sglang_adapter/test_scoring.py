@@ -1,4 +1,4 @@
-"""Prefixes that are read before they are compressed: by passes of our own, or by the requests that extend them."""
+"""Prefixes that passes of our own read before they are compressed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.pacing import BUSY_TOKENS
 from sgl_kvevict.lifecycle.probes import REPEAT
-from sgl_kvevict.lifecycle.votes import ANSWER_REACH
-from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.lifecycle.scoring import ANSWER_REACH
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import passes
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -34,10 +33,10 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def cache(readers=Readers.REPETITION, num_slots=400, *, has_learned=False, **fields) -> tuple[Harness, MiniScheduler]:
+def cache(num_slots=400, *, has_learned=False, **fields) -> tuple[Harness, MiniScheduler]:
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
     config = KVEvictConfig(**(values | fields))
-    harness = Harness(num_slots=num_slots, config=config, policy=PseudoRandomPolicy(readers=readers))
+    harness = Harness(num_slots=num_slots, config=config, policy=PseudoRandomPolicy(needs_passes=True))
     return harness, MiniScheduler(harness)
 
 
@@ -236,69 +235,15 @@ def test_questions_given_with_a_prefix_replace_its_repetition():
     assert tail == [encode("who\n\n", False), encode("where\n\n", False)]
 
 
-def test_requests_that_extend_a_prefix_vote():
-    harness, scheduler = cache(Readers.QUESTIONS, score_after_matches=2)
-    ask(harness, 1, 2, 3)
-    ask(harness, 4, 5, 6)
-    assert spans(harness) == []
-    voter = harness.run([*DOCUMENT, 7, 8, 9])
-    assert spans(harness) == [(0, 56)]
-    harness.decode(voter)
-    harness.finish(voter)
-    assert scheduler.run_all() == 0
-
-
-def test_voters_of_one_name_both_count_whole():
-    harness, _ = cache(Readers.QUESTIONS, score_after_matches=2)
-    ask(harness, 1, 2, 3)
-    first, second = (harness.request([*DOCUMENT, *suffix]) for suffix in ((4, 5, 6), (7, 8, 9)))
-    second.rid = first.rid
-    assert harness.admit(first) and harness.prefill(first, 62)
-    assert harness.admit(second)
-    (chunk,) = harness.tree.observe(second, 60, 63)
-    assert chunk.num_counted == 0
-    harness.prefill(second)
-    harness.finish(second)
-    harness.prefill(first)
-    harness.finish(first)
-
-
-@pytest.mark.parametrize(
-    ("readers", "options", "reach"),
-    [
-        (Readers.REPETITION, WARM, 0),
-        (Readers.REPETITION, {"warm": True, "questions": ["who"]}, ANSWER_REACH),
-        (Readers.QUESTIONS, {"warm": True, "questions": ["who"]}, ANSWER_REACH),
-        (Readers.QUESTIONS, None, ANSWER_REACH),  # votes
-    ],
-)
-def test_what_questions_attend_to_reaches_around(monkeypatch, readers, options, reach):
-    harness, scheduler = cache(readers)
+@pytest.mark.parametrize(("options", "reach"), [(WARM, 0), ({"warm": True, "questions": ["who"]}, ANSWER_REACH)])
+def test_what_questions_attend_to_reaches_around(monkeypatch, options, reach):
+    harness, scheduler = cache()
     build, built = Compressor.new_reader_observation, []
     monkeypatch.setattr(Compressor, "new_reader_observation", lambda *args: built.append(build(*args)) or built[-1])
     harness.finish(harness.run(DOCUMENT, options=options))
     scheduler.run_all()
     ask(harness, 1, 2, 3)
     assert [observation.reach for observation in built] == [reach] and spans(harness) == [(0, 56)]
-
-
-def test_a_prefix_can_be_asked_for_with_the_vote_that_has_it_compressed():
-    harness, scheduler = cache(Readers.QUESTIONS)
-    ask(harness, 1, 2, 3)
-    asker = harness.run([*DOCUMENT, *range(20)], options={**WARM, "questions": ["who"]})
-    assert spans(harness) == [(0, 56)]
-    harness.finish(asker)
-    assert scheduler.run_all() == 1 and spans(harness)[-1][1] == 76
-
-
-def test_who_reads_beside_a_voter_moves_along():
-    harness, _ = cache(Readers.QUESTIONS)
-    reader = harness.run([*DOCUMENT, 1, 2, 3])
-    voter = harness.run([*DOCUMENT, 4, 5, 6])
-    assert spans(harness) == [(0, 56)]
-    for req in (reader, voter):
-        harness.decode(req)
-        harness.finish(req)
 
 
 def test_namespaces_are_scored_apart():

@@ -15,7 +15,7 @@ from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
-POLICIES = ("reconstruction", "questions", "snapkv")
+POLICIES = ("reconstruction", "snapkv")
 MAX_GROWTH_MB = 40.0
 
 

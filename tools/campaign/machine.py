@@ -26,7 +26,6 @@ from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("reconstruction", {}),
-    ("questions", {}),
     ("d2o", {"direction": "causal"}),
     ("d2o", {"direction": "any"}),
     ("k-vec", {}),

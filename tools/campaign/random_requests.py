@@ -25,7 +25,7 @@ CROWD, FEW = 24, 4
 whose requests prefixes stay long enough to be found, scored and compressed."""
 LONG, MIXED = (1, 40, 150, 300, 400, 400), (0, 1, 8, 40, 150, 300)
 """New tokens of their requests: long answers of a crowd do not fit, and SGLang retracts some."""
-POLICIES = ("reconstruction", "questions", "ada-snapkv", "k-vec")
+POLICIES = ("reconstruction", "ada-snapkv", "k-vec")
 SCHEMA = {
     "type": "object",
     "properties": {"found": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}},
@@ -82,7 +82,7 @@ def _request(running: RunningServer, documents: list[list[int]], seed: int, poli
 
 def _wish(rng: random.Random, seed: int, policy: str) -> Body:
     wish: Body = {"warm": True, "ticket": f"the ticket of {seed:012}"}
-    if policy == "questions" or (policy == "reconstruction" and rng.random() < 0.5):
+    if policy == "reconstruction" and rng.random() < 0.5:
         wish["questions"] = ["who was there?", "why?"][: rng.randrange(1, 3)]
     return wish
 

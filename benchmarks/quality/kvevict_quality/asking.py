@@ -39,7 +39,7 @@ def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequen
     Args:
         server: stock, or with this plugin.
         context_ids: token ids.
-        questions: sample questions for the policies that want them.
+        questions: what passes ask instead of repeating the context; (): they repeat it.
 
     Raises:
         RuntimeError: the plugin did not compress it, although its budget is below 1.

@@ -15,7 +15,7 @@ from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare, prepar
 from kvevict_quality.origin import commit
 from kvevict_quality.rows import Row, merge_rows, read_rows
 from kvevict_quality.sample import SAMPLES_INDEX, Prompts, Question, Sample
-from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, TWO_STAGES, Setup
+from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, QUESTIONS, TWO_STAGES, Setup
 from kvevict_quality.tasks import FIDELITY_TASKS, make_sample
 from kvevict_quality.tasks.texts import ShortAnswer
 from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16, launch
@@ -156,8 +156,8 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
 
 
 def _questions_to_read(plan: Plan, setup: Setup, task: str, tokens: int, sample: Sample) -> list[str]:
-    """For the policy that wants questions: some of the same kind about another context, or the sample's own."""
-    if setup.policy == "questions":
+    """What passes are to ask: questions of the same kind about another context, or the sample's own; or nothing."""
+    if setup.policy == QUESTIONS:
         sample = make_sample(task, tokens, plan.seed, SAMPLES_INDEX, plan.prompts.count)
     elif setup.policy != KNOWN_QUESTIONS:
         return []

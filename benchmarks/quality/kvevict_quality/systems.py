@@ -12,9 +12,11 @@ from sgl_kvevict.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock
 from sgl_kvevict.policies import Policy, Signal, configured_policy
 
 FULL = "full"
+QUESTIONS = "questions"
+"""The policy ``reconstruction``, whose passes ask questions of the same kind instead of repeating the context."""
 KNOWN_QUESTIONS = "known-questions"
-"""The policy ``questions``, given the very questions that will be asked: not to be had where a prefix is shared, but
-what a budget could hold."""
+"""The same, given the very questions that will be asked: not to be had where a prefix is shared, but what a budget
+could hold."""
 AWAITED = "awaited"
 """The policy ``distilled`` as it is served where slots are ample: a context is compressed after its passes."""
 TWO_STAGES = "two-stages"
@@ -37,7 +39,8 @@ class Setup:
     """One server to start: the full cache, or a policy with a budget.
 
     Attributes:
-        policy: a policy's name, ``FULL``, ``KNOWN_QUESTIONS``, ``AWAITED``, ``TWO_STAGES`` or ``WHILE_PREFILLED``.
+        policy: a policy's name, ``FULL``, ``QUESTIONS``, ``KNOWN_QUESTIONS``, ``AWAITED``, ``TWO_STAGES`` or
+            ``WHILE_PREFILLED``.
         budget: share of the entries; 1.0 for ``FULL``.
         options: of the policy; those of ``FIT_FIELDS`` go into the configuration, ``pool`` is of ``WHILE_PREFILLED``.
         aware: context and question come in one prompt, compressed before the answer.
@@ -105,7 +108,8 @@ class Setup:
     def _config(self) -> dict[str, Any]:
         if self.policy == FULL:
             return {"policy": "none"}
-        served = {KNOWN_QUESTIONS: "questions", **dict.fromkeys((AWAITED, TWO_STAGES, WHILE_PREFILLED), "distilled")}
+        served = dict.fromkeys((QUESTIONS, KNOWN_QUESTIONS), "reconstruction")
+        served |= dict.fromkeys((AWAITED, TWO_STAGES, WHILE_PREFILLED), "distilled")
         policy = served.get(self.policy, self.policy)
         fit = {name: value for name, value in self.options.items() if name in FIT_FIELDS}
         ours = (*FIT_FIELDS, "pool") if self.policy == WHILE_PREFILLED else FIT_FIELDS
@@ -119,7 +123,7 @@ class Setup:
     def _waits_for_readers(self) -> bool:
         policy = self._policy()
         is_learned = Signal.LEARNED_SCORES in policy.needs and self.policy not in (AWAITED, TWO_STAGES)
-        return policy.readers is not None and not is_learned
+        return policy.needs_passes and not is_learned
 
     def _policy(self) -> Policy:
         policy = configured_policy(KVEvictConfig.model_validate(self._config()))[1]

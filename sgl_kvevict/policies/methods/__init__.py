@@ -13,7 +13,6 @@ from sgl_kvevict.policies.methods.k_vec import KVec
 from sgl_kvevict.policies.methods.keydiff import KeyDiff
 from sgl_kvevict.policies.methods.knorm import KNorm
 from sgl_kvevict.policies.methods.pyramidkv import PyramidKV
-from sgl_kvevict.policies.methods.questions import Questions
 from sgl_kvevict.policies.methods.random import Random
 from sgl_kvevict.policies.methods.reconstruction import Reconstruction
 from sgl_kvevict.policies.methods.snapkv import SnapKV
@@ -23,7 +22,6 @@ from sgl_kvevict.policies.options import NamedPolicy
 METHODS: tuple[type[NamedPolicy], ...] = (
     Distilled,
     Reconstruction,
-    Questions,
     Echo,
     Defensive,
     StreamingLLM,

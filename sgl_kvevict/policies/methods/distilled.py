@@ -13,7 +13,7 @@ from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import joint_attention, log_attention
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 
 WINDOW_SIZE = 8
 """Queries. 32 predict no better, and cost as much as all other features together."""
@@ -89,4 +89,4 @@ class Distilled(OneBudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        return self.policy(DistilledScorer(self.use_window), readers=Readers.REPETITION)
+        return self.policy(DistilledScorer(self.use_window))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import SignalScorer
-from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.policies.signals import Signal
 
 
 class Reconstruction(OneBudgetOptions):
@@ -18,4 +18,4 @@ class Reconstruction(OneBudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        return self.policy(SignalScorer(Signal.READER_ATTENTION), readers=Readers.REPETITION)
+        return self.policy(SignalScorer(Signal.READER_ATTENTION))

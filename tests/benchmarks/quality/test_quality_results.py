@@ -163,12 +163,13 @@ def test_policies_on_the_command_line():
         parse_policy("snapkv:window_size")
 
 
-def test_known_questions_are_asked_of_the_policy_questions():
-    from kvevict_quality.systems import KNOWN_QUESTIONS, Setup
+@pytest.mark.parametrize("name", ["questions", "known-questions"])
+def test_questions_are_asked_in_the_passes_of_reconstruction(name):
+    from kvevict_quality.systems import Setup
 
-    setup = Setup(KNOWN_QUESTIONS, 0.2)
-    assert setup.name == "known-questions-0.2" and setup.engine == "kvevict"
-    assert '"policy": "questions"' in setup.system().env["KVEVICT_CONFIG"]
+    setup = Setup(name, 0.2)
+    assert setup.name == f"{name}-0.2" and setup.engine == "kvevict"
+    assert '"policy": "reconstruction"' in setup.system().env["KVEVICT_CONFIG"]
 
 
 def test_awaited_passes_are_those_of_the_policy_distilled():

@@ -64,7 +64,7 @@ def reading(rng: random.Random, num_tokens: int, count: CountTokens, seed: int, 
     """Consecutive paragraphs with eight questions about them.
 
     The contexts of a run ask every question once before any is asked again, but for eight: those are sample questions,
-    which are given to the policy ``questions``. No paragraph stands in a context twice, so a context is never longer
+    which are given to the system ``questions``. No paragraph stands in a context twice, so a context is never longer
     than both texts (about 4,000 tokens).
 
     Args:
