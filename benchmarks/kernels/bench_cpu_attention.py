@@ -1,13 +1,12 @@
-"""Both CPU attentions, the compiled one also on fitted spans, beside SGLang's torch_native algorithm, per layer.
+"""Both CPU attentions beside SGLang's torch_native algorithm, per layer.
 
 The shapes are those of SmolLM2-135M.
 
 Run: OMP_NUM_THREADS=2 python benchmarks/kernels/bench_cpu_attention.py [--repeats N]
 
-They alternate call by call, every call on another layer (fitted spans only with what they were selected as: what the
-others leave in the caches is not theirs), and the lower quartile of each is printed: on a shared machine the median
-shows the neighbours. On a busy one take --cpu-time: with more than one thread, threads wait for one that is not
-running. The results are compared first.
+They alternate call by call, every call on another layer, and the lower quartile of each is printed: on a shared
+machine the median shows the neighbours. On a busy one take --cpu-time: with more than one thread, threads wait for one
+that is not running. The results are compared first.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -119,8 +118,6 @@ class Setup:
         self.v = torch.randn(shape, generator=self.generator).bfloat16()
         self.compiled = self.build("numba")
         self.plain = self.build("torch")
-        biases = torch.zeros(shape[:3])
-        self.biased = build_attention("numba", GEOMETRY, self.k, self.v, biases=biases)
         count, new = case.num_requests, max(case.new, 1)
         waterline = 3000 if case.span_entries else 0
         total = waterline + case.cached + new
@@ -147,8 +144,6 @@ class Setup:
         self.q = self.q.bfloat16()
         self.compiled.plan(self.batch)
         self.plain.plan(self.batch)
-        fitted = {id(span): replace(span, is_fitted=True) for span in spans}
-        self.biased.plan(replace(self.batch, paths=tuple(tuple(fitted[id(one)] for one in path) for path in paths)))
 
     def build(self, name: str) -> Attention:
         """An implementation that has seen no batch."""
@@ -157,14 +152,6 @@ class Setup:
     def numba(self, layer: int) -> Tensor:
         """One layer, compiled."""
         return self.compiled.run(layer, self.q[layer], SM_SCALE)[0]
-
-    def fitted(self, layer: int) -> Tensor:
-        """One layer, compiled, of the same spans with biases; they are 0, so nothing else changes."""
-        return self.biased.run(layer, self.q[layer], SM_SCALE)[0]
-
-    def fitted_elsewhere(self, layer: int) -> Tensor:
-        """The same of a layer that nobody has just read."""
-        return self.fitted((layer + GEOMETRY.num_layers // 2) % GEOMETRY.num_layers)
 
     def torch(self, layer: int) -> Tensor:
         """One layer, in calls of PyTorch."""
@@ -207,26 +194,21 @@ def main() -> None:
     clock = time.thread_time if args.cpu_time else time.perf_counter
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; microseconds per layer, lower quartile")
     columns = ("case", "numba", "torch", "torch_native, uncompressed", "torch / numba", "native / numba")
-    print(f"| {' | '.join((*columns, 'fitted / selected', 'plan', 'plan, new batch'))} |")
-    print("|---|" + "--:|" * 8)
+    print(f"| {' | '.join((*columns, 'plan', 'plan, new batch'))} |")
+    print("|---|" + "--:|" * 7)
     for case in CASES:
         if args.only not in case.name:
             continue
         setup = Setup(case, is_scattered=args.scatter)
         compare("torch", case, setup.numba(3), setup.torch(3))
-        compare("numba with biases", case, setup.numba(3), setup.fitted(3))
         if not case.span_entries:
             compare("torch_native", case, setup.numba(3), setup.baseline(3))
         repeats = args.repeats or (12 if case.new > 40 else 300)
         ours, plain, theirs = lower_quartile_us([setup.numba, setup.torch, setup.baseline], repeats, clock)
-        ratio = ""
-        if case.span_entries:
-            selected, fitted = lower_quartile_us([setup.numba, setup.fitted_elsewhere], repeats, clock)
-            ratio = f"{fitted / selected:.2f}"
         warm, cold = lower_quartile_us([setup.plan_warm, setup.plan_cold], 12, clock)
         print(
             f"| {case.name} | {ours:.0f} | {plain:.0f} | {theirs:.0f} | {plain / ours:.1f} | {theirs / ours:.1f} "
-            f"| {ratio} | {warm:.0f} | {cold:.0f} |",
+            f"| {warm:.0f} | {cold:.0f} |",
             flush=True,
         )
 

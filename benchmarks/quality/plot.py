@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kvevict_quality.by_model import fidelity_table, model_table
 from kvevict_quality.curves import draw
 from kvevict_quality.rows import AWARE_RESULTS, MODEL_RESULTS, RESULTS, read_rows
-from kvevict_quality.tables import aware_table, by_length, fitted_table, full_table, plain_table, policy_table
+from kvevict_quality.tables import aware_table, by_length, full_table, plain_table, policy_table
 
 
 def main() -> None:
@@ -31,7 +31,6 @@ def main() -> None:
         ("Full cache", full_table(rows)),
         ("By model, shares of the full cache's score", model_table(models)),
         ("By model, real text", fidelity_table(models)),
-        ("Selected and fitted", fitted_table(rows)),
         *((f"Question in the prompt, and not, {n} tokens", aware_table(lengths[n], rows)) for n, rows in aware.items()),
         *((f"Question in the prompt, by task, {n} tokens", policy_table(rows)) for n, rows in aware.items()),
         *((f"Policies and peers at {tokens} tokens", policy_table(group)) for tokens, group in lengths.items()),

@@ -178,7 +178,7 @@ def test_what_latents_rule_out_is_named() -> None:
         "policy 'defensive' weighs values",
         "--speculative-algorithm: ",
     )
-    assert [reason.startswith(begin) for reason, begin in zip(reasons, begins, strict=True)] == [True] * 5
+    assert [reason.startswith(begin) for reason, begin in zip(reasons, begins, strict=True)] == [True] * 4
     assert latent_reasons(config, weighs, KVGeometry(3, 4, 2, 16, 100), drafts) == []
 
 

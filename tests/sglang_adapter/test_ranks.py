@@ -88,7 +88,7 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
 def test_trees_and_slots_stay_equal(policy, seed):
     def run(rank, group):
         harness = cache_of_rank(rank, group, **policy)
-        scheduler = MiniScheduler(harness) if "readers" in policy else None
+        scheduler = MiniScheduler(harness) if policy.get("needs_passes") else None
         looks = traffic(harness, scheduler, seed, steps=900)
         return looks, harness.tree.ranks.offered, harness.tree.manager.listener.totals, rank_states(harness.tree)
 

@@ -296,7 +296,7 @@ values of different widths, and models all of whose layers have a sliding window
 With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`,
 `host_bytes` (off there by default), and policies that merge tokens into earlier ones (`d2o` with `direction: any`);
 with recurrent layers also `decode_block`.
-With windows on one pool (Gemma 3, Olmo 3, Exaone 4): policies that merge, `fit` and `decode_block`.
+With windows on one pool (Gemma 3, Olmo 3, Exaone 4): policies that merge, and `decode_block`.
 """
 
 

@@ -50,7 +50,7 @@ def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequen
         generate(server, context_ids, 0)
         return Prepared(len(context_ids), len(context_ids), time.perf_counter() - begin)
     warmed = warm(server.url, input_ids=context_ids, questions=questions, timeout=_TIMEOUT_S)
-    wait_until_scored(server)  # and fitted
+    wait_until_scored(server)
     seconds = time.perf_counter() - begin
     state = plugin_state(server)
     assert state is not None

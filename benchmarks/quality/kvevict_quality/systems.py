@@ -28,10 +28,6 @@ shrink while it is prefilled."""
 POOL_SLOTS = 24_000
 SHORT_POOL_SLOTS = 3_000
 """Of ``TWO_STAGES``."""
-FIT_FIELDS = ("fit", "fit_scope")
-"""Named like options of a policy, and written down as such, but fields of the configuration."""
-FIT_BYTES = 2**30
-"""Memory for what passes leave behind for a fit: a fit of a whole range needs more than the default."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Setup:
         policy: a policy's name, ``FULL``, ``QUESTIONS``, ``KNOWN_QUESTIONS``, ``AWAITED``, ``TWO_STAGES`` or
             ``WHILE_PREFILLED``.
         budget: share of the entries; 1.0 for ``FULL``.
-        options: of the policy; those of ``FIT_FIELDS`` go into the configuration, ``pool`` is of ``WHILE_PREFILLED``.
+        options: of the policy; ``pool`` is of ``WHILE_PREFILLED``.
         aware: context and question come in one prompt, compressed before the answer.
         own_full: ``FULL`` is measured on this plugin with the policy ``none``, not on stock SGLang.
 
@@ -111,12 +107,9 @@ class Setup:
         served = dict.fromkeys((QUESTIONS, KNOWN_QUESTIONS), "reconstruction")
         served |= dict.fromkeys((AWAITED, TWO_STAGES, WHILE_PREFILLED), "distilled")
         policy = served.get(self.policy, self.policy)
-        fit = {name: value for name, value in self.options.items() if name in FIT_FIELDS}
-        ours = (*FIT_FIELDS, "pool") if self.policy == WHILE_PREFILLED else FIT_FIELDS
+        ours = {"pool"} if self.policy == WHILE_PREFILLED else set()
         options = {name: value for name, value in self.options.items() if name not in ours}
-        values = {"policy": policy, "budget": self.budget, "policy_options": options, **fit}
-        if fit.get("fit"):
-            values["observation_bytes"] = FIT_BYTES
+        values = {"policy": policy, "budget": self.budget, "policy_options": options}
         # False: what learned scores alone keep; other policies do not look at it
         return values | {"wait_for_passes": self.policy in (AWAITED, TWO_STAGES)}
 

@@ -150,40 +150,6 @@ def _with_counterparts(names: Sequence[tuple[str, str]]) -> list[tuple[str, str]
     return sorted(names, key=lambda name: (places.get(behind.get(name, name), places[name]), name in behind))
 
 
-def fitted_table(rows: Sequence[Row]) -> str:
-    """What a policy is worth with its entries as they are, and fitted; no line if no fit was measured.
-
-    Both are asked the same questions; standard errors are of each alone, questions taken as independent.
-    """
-    lines = [_line(["tokens", "budget", "policy", "selected", "fitted", "KL, selected", "KL, fitted", "ratio"])]
-    lines.append(_line(["---"] * 8))
-    for tokens, group in by_length(rows).items():
-        found = systems(group)
-        for (engine, label, budget), fitted in sorted(found.items(), key=lambda item: (-item[0][2], item[0][1])):
-            if not _is_fitted(fitted):
-                continue
-            selected = _same_questions(found.get((engine, fitted[0].policy, budget), []), fitted)
-            shares = [_share(part, full_rows(group, engine)) for part in (selected, fitted)]
-            cells = ["" if share is None else "{:.0%} ± {:.0%} ({})".format(*share) for share in shares]
-            divergences = [row.kl for part in (selected, fitted) for row in part if row.kl is not None]
-            if len(divergences) == 2:
-                cells += [*(f"{kl:.4f}" for kl in divergences), f"{divergences[1] / divergences[0]:.2f}x"]
-            else:
-                cells += [""] * 3
-            lines.append(_line([f"{tokens:,}", f"{budget:g}", label, *cells]))
-    return "\n".join(lines) + "\n"
-
-
-def _is_fitted(rows: Sequence[Row]) -> bool:
-    return "fit=True" in rows[0].options.split()
-
-
-def _same_questions(rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
-    """Rows of tasks and seeds that others have as well."""
-    asked = {(row.task, row.seed) for row in others}
-    return [row for row in rows if (row.task, row.seed) in asked]
-
-
 def _share(rows: Sequence[Row], full: Sequence[Row]) -> tuple[float, float, int] | None:
     """:func:`relative` with its standard error, questions taken as independent, and the number of questions."""
     share = relative(rows, full)

@@ -181,7 +181,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """One fused call: q [num_new, num_qo_heads, head_dim], k [num_keys, num_kv_heads, head_dim], v as k or narrower.
 
-    ``added`` [1, 1, 1 or num_new, num_keys] (float32) is added to the scores. Returns out, as wide as v, and lse
+    ``added`` [1, 1, num_new, num_keys] (float32) is added to the scores. Returns out, as wide as v, and lse
     [num_new, num_qo_heads].
     """
     num_new, num_qo_heads, head_dim = q.shape

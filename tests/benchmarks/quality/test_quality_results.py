@@ -126,19 +126,6 @@ def test_one_table_shows_both_modes():
     ]
 
 
-def test_a_fit_stands_beside_the_selection_it_began_with():
-    from kvevict_quality.tables import fitted_table
-
-    rows = [full("needle-single", 0.8), row(policy="echo", score=0.4), row(policy="echo", task="code", score=0.9)]
-    rows += [row(policy="echo", task="fidelity", score=0.9, kl=0.02), row(policy="snapkv", score=0.1)]
-    rows.append(row(policy="echo", options="fit=True", score=0.6))
-    rows.append(row(policy="echo", options="fit=True", task="fidelity", score=0.9, kl=0.01))
-    (line,) = fitted_table(rows).splitlines()[2:]
-    assert line == "| 1,024 | 0.2 | echo fit=True | 50% ± 11% (30) | 75% ± 11% (30) | 0.0200 | 0.0100 | 0.50x |"
-    unfitted = [one for one in rows if not one.options]
-    assert len(fitted_table(unfitted).splitlines()) == 2
-
-
 def test_divergence_of_truncated_distributions():
     from kvevict_quality.fidelity import agreement, divergence
 
@@ -188,21 +175,6 @@ def test_two_stages_are_the_policy_distilled_on_a_pool_that_is_too_small():
     assert (setup.config.policy, setup.config.wait_for_passes) == ("distilled", True)
     assert (one.config.policy, one.config.wait_for_passes) == ("distilled", False)
     assert setup.pool_slots < one.pool_slots and str(setup.pool_slots) in setup.system().flags
-
-
-def test_a_fit_is_a_field_of_the_configuration() -> None:
-    """Written down like an option, so that its rows stand beside those that were only selected."""
-    from kvevict_quality.systems import Setup, parse_policy
-
-    from sgl_kvevict.config import KVEvictConfig
-    from sgl_kvevict.policies import configured_policy
-
-    name, options = parse_policy("reconstruction:fit=true,fit_scope=range,budget_rule=adaptive")
-    setup = Setup(name, 0.1, options)
-    assert setup.options_text == "budget_rule=adaptive fit=True fit_scope=range"
-    config = KVEvictConfig.model_validate(setup._config())
-    assert (config.fit, config.fit_scope, config.policy_options) == (True, "range", {"budget_rule": "adaptive"})
-    assert not configured_policy(config)[1].fitter.is_causal
 
 
 def test_contexts_longer_than_the_pool_get_a_server_with_such_a_pool():
