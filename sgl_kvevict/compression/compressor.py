@@ -22,7 +22,7 @@ from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import joint_attention
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.policies.worth import measured_worth, scores_of
-from sgl_kvevict.prefix import Segment, SegmentPacker
+from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, TokenRange
 
 Observation = PromptObservation | ReaderObservation | CacheObservation
 """Signals of a range that is to be compressed."""
@@ -214,16 +214,10 @@ class Compressor:
         """
         begin = time.perf_counter()
         decision = chosen.decision
-        segment, freed = self.packer.pack(
-            token_slots,
-            chosen.start,
-            decision.selection,
-            merge=decision.merge,
-            splittable=chosen.splittable,
-            worth=decision.worth,
-        )
-        segment.policy_state = decision.state
-        segment.is_measured = chosen.is_measured
+        sources = Sources(self.packer.geometry, [TokenRange(token_slots, chosen.start)], decision.selection)
+        segment, freed = self.packer.rewrite(sources, sources.fewest_slots, bits=16, merge=decision.merge)
+        segment.worth, segment.policy_state = decision.worth, decision.state
+        segment.splittable, segment.is_measured = chosen.splittable, chosen.is_measured
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
         seconds = chosen.seconds + time.perf_counter() - begin
         return Compression(segment, freed, merged, seconds)

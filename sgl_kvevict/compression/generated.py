@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from sgl_kvevict.compression.query_lanes import QueryLanes
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.policies.generated import GeneratedChoice, choose_generated
 from sgl_kvevict.policies.layer_view import LayerView, Show
-from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.policies.parts import Merger, PolicyState
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.prefix import Segment
+from sgl_kvevict.prefix import Segment, Sources, TokenRange, View
+from sgl_kvevict.ragged import MergePlan, Selection
 
 COUNTED_AT_ONCE = 32
 """Queries whose attention is summed in one call, for policies that sum over all queries."""
@@ -214,51 +215,49 @@ class GeneratedCompressor:
             num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - generated.start
             show = self._show(generated, tables, self._policy.scorer.needs)
             choice = choose_generated(self._policy, show, generated.lens, num_new, num_slots, max(num_sinks, 0))
-        sources, positions, merge, state = self._entries(
-            generated, tables, choice, num_new, state, merges=not keeps_all
-        )
-        keep_lens = torch.tensor(choice.lens, dtype=torch.int32)[:, None].expand(-1, self._geometry.num_kv_heads)
-        keep_lens = to_device(keep_lens.contiguous(), self._packer.k_arena.device)
+        selection = self._selection(choice)
+        merge = None
+        if self._policy.merger is not None and not keeps_all:
+            merge, state = self._merge(self._policy.merger, generated, tables, choice, state)
         with accounting():
-            slots = new_slots if old is None else torch.cat([old.token_slots, new_slots])
-            bounds = (generated.start, end)
-            segment, freed = self._packer.write(slots, sources, keep_lens, positions, bounds, merge)
+            parts: list[View | TokenRange] = [] if old is None else [View(old, old.start, old.end)]
+            sources = Sources(self._geometry, [*parts, TokenRange(new_slots, generated.compressed_end)], selection)
+            segment, freed = self._packer.rewrite(sources, sources.fewest_slots, bits=16, merge=merge)
             segment.policy_state, segment.is_generated = state, True
             self._carry_on(generated, choice, segment)
-        merged = sources.numel() - segment.num_entries
+        merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
         return Compression(segment, freed, merged, time.perf_counter() - begin, replaced=old)
 
-    def _entries(
+    def _selection(self, choice: GeneratedChoice) -> Selection:
+        """The chosen candidates."""
+        heads = self._geometry.num_kv_heads
+        layers = zip(choice.kept, choice.lens, strict=True)
+        indices = [(self._flat(kept, length) % kept.shape[1]).int() for kept, length in layers]
+        keep_lens = torch.tensor(choice.lens, dtype=torch.int32)[:, None].expand(-1, heads).contiguous()
+        keep_lens = to_device(keep_lens, self._packer.k_arena.device)
+        return Selection(keep_lens, torch.cat(indices), heads * sum(choice.lens))
+
+    def _merge(
         self,
+        merger: Merger,
         generated: Generated,
         tables: Sequence[Tensor],
         choice: GeneratedChoice,
-        num_new: int,
         state: PolicyState | None,
-        *,
-        merges: bool,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, PolicyState | None]:
-        """Sources, positions and merge for :meth:`SegmentPacker.write`, and the policy's next state."""
-        sources, positions, sizes, weights, thresholds = [], [], [], [], []
-        merger = self._policy.merger if merges else None
-        show = self._show(generated, tables, frozenset() if merger is None else merger.needs)
-        for layer, (table, kept) in enumerate(zip(tables, choice.kept, strict=True)):
-            index = self._flat(kept, choice.lens[layer])
-            positions.append(self._positions(generated, layer, num_new).flatten()[index])
-            if merger is None:
-                sources.append(table.flatten()[index])
-                continue
+    ) -> tuple[MergePlan, PolicyState]:
+        """The merges of candidates that are not chosen into chosen ones, and the policy's next state."""
+        show = self._show(generated, tables, merger.needs)
+        plans, thresholds = [], []
+        for layer, kept in enumerate(choice.kept):
             own = None if state is None else PolicyState(state.threshold[layer : layer + 1])
             plan, after = merger.merge([show(layer)], kept[None], own)
-            sources.append(table[plan.heads.long(), plan.indices.long()])
-            sizes.append(plan.indptr.diff())
-            weights.append(plan.weights)
+            plans.append(replace(plan, layers=plan.layers + layer))
             thresholds.append(after.threshold)
-        merge = None
-        if thresholds:
-            merge = pad(torch.cat(sizes).cumsum(0), (1, 0)).int(), torch.cat(weights)
-            state = PolicyState(torch.cat(thresholds))
-        return torch.cat(sources), torch.cat(positions), merge, state
+        sizes = torch.cat([plan.indptr.diff() for plan in plans])
+        indptr = pad(sizes.cumsum(0), (1, 0)).int()
+        names = ("layers", "heads", "indices", "weights")
+        sources = {name: torch.cat([getattr(plan, name) for plan in plans]) for name in names}
+        return MergePlan(indptr, **sources), PolicyState(torch.cat(thresholds))
 
     def _flat(self, kept: Tensor, length: int) -> Tensor:
         """[num_kv_heads * length], int64: flat indices of the set elements of a layer's mask."""
@@ -313,21 +312,9 @@ class GeneratedCompressor:
     def _table(self, generated: Generated, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, lens + n], int32: head slots of a layer's segment entries, then of the tokens."""
         tokens = self._packer.head_slots(layer, token_slots)
-        old = self._old(generated, layer, None if generated.segment is None else generated.segment.head_slots)
-        return tokens if old is None else torch.cat([old, tokens], dim=1)
-
-    def _positions(self, generated: Generated, layer: int, num_new: int) -> Tensor:
-        """[num_kv_heads, lens + num_new], int32: logical positions of a layer's segment entries, then of the tokens."""
-        device, begin = self._packer.k_arena.device, generated.compressed_end
-        tokens = torch.arange(begin, begin + num_new, dtype=torch.int32, device=device)
-        tokens = tokens.expand(self._geometry.num_kv_heads, -1)
-        old = self._old(generated, layer, None if generated.segment is None else generated.segment.positions)
-        return tokens if old is None else torch.cat([old, tokens], dim=1)
-
-    def _old(self, generated: Generated, layer: int, entries: Tensor | None) -> Tensor | None:
-        """[num_kv_heads, lens]: one layer's part of a per-entry tensor of the segment."""
-        if entries is None:
-            return None
+        if generated.segment is None:
+            return tokens
         heads = self._geometry.num_kv_heads
         first = heads * sum(generated.lens[:layer])
-        return entries[first : first + heads * generated.lens[layer]].view(heads, -1)
+        old = generated.segment.head_slots[first : first + heads * generated.lens[layer]]
+        return torch.cat([old.view(heads, -1), tokens], dim=1)

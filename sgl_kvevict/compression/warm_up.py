@@ -11,7 +11,7 @@ from sgl_kvevict.compression.compressor import Compressor
 from sgl_kvevict.compression.generated import GeneratedCompressor
 from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
-from sgl_kvevict.prefix import SegmentPacker, Span
+from sgl_kvevict.prefix import SegmentPacker, Sources, Span, live_view
 
 WARM_UP_TOKENS = 192
 """Minimum length of the synthetic prompt: more than the default windows and SnapKV's widest pool (127)."""
@@ -41,14 +41,20 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         for part in (upper, lower):
             part.runs()
         lower.drop()
-        packer.repack([upper])
+        _rewrite(packer, upper, Sources(geometry, [live_view([upper])]))
         span = upper
     if twin.policy.needs_passes:
         _read(twin, span, queries.to(q_dtype))
     if twin.config.decode_block is not None:
         _generate(twin, queries.to(q_dtype), slots)
     if span.segment.worth is not None:
-        packer.squeeze([span], max(span.segment.num_slots // 2, 1))
+        num_slots = max(span.segment.num_slots // 2, 1)
+        _rewrite(packer, span, Sources(geometry, [live_view([span])]).best(num_slots))
+
+
+def _rewrite(packer: SegmentPacker, span: Span, sources: Sources) -> None:
+    """Write the kept entries of the only span of a segment anew."""
+    span.move_to(packer.rewrite(sources, sources.fewest_slots, bits=16)[0])
 
 
 def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptObservation | ReaderObservation:

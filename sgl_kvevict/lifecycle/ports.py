@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class LargestOfRanks(Protocol):
+    """All-reduce over tensor-parallel ranks."""
+
+    def __call__(self, value: int, *same: int) -> int:
+        """The largest ``value`` of all ranks; ``same`` must be equal on all ranks."""
+
+
 class TreePort(Protocol):
     """The tree: nodes, locks, slots and rows."""
 
@@ -75,7 +82,7 @@ class TreePort(Protocol):
         """From the reader's next forward on, its tokens ``[0, end)`` are read from spans."""
 
     def largest(self, value: int, *same: int) -> int:
-        """See :class:`sgl_kvevict.prefix.packer.LargestOfRanks`."""
+        """See :class:`LargestOfRanks`."""
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Exchange numbers between tensor-parallel ranks, equally many on each; the result is by rank."""

@@ -19,7 +19,7 @@ from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.pending import Choice, Pending, RangeEvent, RangeFact, RangeStep, next_step
 from sgl_kvevict.lifecycle.saving import Saving
-from sgl_kvevict.prefix import Segment
+from sgl_kvevict.prefix import Segment, Sources, View
 
 TURNS_OF_CHOICE = 2
 """Turns of the scheduler's loop from launching a choice to its exchange: a step at least is launched between. Counted,
@@ -125,7 +125,10 @@ class Ranges(Part):
             return
         with self._guard.at(Place.COMPRESSION):
             begin = time.perf_counter()
-            joined, freed = self._packer.join(segments)
+            views = [View(segment, segment.start, segment.end) for segment in segments]
+            num_slots = sum(segment.num_slots for segment in segments)  # all: ranks do not fill them alike
+            joined, freed = self._packer.rewrite(Sources(self._packer.geometry, views), num_slots, bits=16)
+            joined.is_joined = True
             self.install(nodes, joined, freed, readers)
             done = Compression(joined, freed, 0, time.perf_counter() - begin, replaced=joined)
             self._table.listener.compressed(nodes, done)

@@ -19,8 +19,8 @@ from sgl_kvevict.lifecycle.job import ScoringJob
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, NodeSet, path_to
 from sgl_kvevict.lifecycle.pending import Pending
-from sgl_kvevict.prefix import Segment, SegmentPacker, Span
-from sgl_kvevict.prefix.packer import LargestOfRanks
+from sgl_kvevict.lifecycle.ports import LargestOfRanks
+from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, Span, live_view
 
 T = TypeVar("T")
 
@@ -364,9 +364,36 @@ class PrefixTable:
 
     @accounting()
     def squeeze(self, owner: Node, num_slots: int) -> Tensor:
-        """Shrink a segment to ``num_slots`` token slots; return those to release ([num_freed], int64)."""
+        """Evict the entries of least worth, until a segment has ``num_slots`` token slots, without a host sync.
+
+        Returns the token slots to release, [num_freed], int64.
+        """
         require(self.state(owner), Change.SQUEEZE)
-        return self._packer.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
+        spans = [self.spans[each] for each in self.spans.views_of(owner)]
+        sources = Sources(self._packer.geometry, [live_view(spans)])
+        return self._rewrite(spans, sources.best(num_slots), num_slots)
+
+    def _repack(self, spans: Sequence[Span], largest: LargestOfRanks) -> Tensor:
+        """Move the entries of live spans of one segment into as few slots as they take; return those to release.
+
+        Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
+        at the same time, and all take the largest number (``largest``).
+        """
+        view, segment = live_view(spans), spans[0].segment
+        # sync: only when a node below another view of its segment is dropped
+        sources = Sources(self._packer.geometry, [view])
+        segment.num_live_entries, segment.live_end = sources.selection.num_entries, view.end
+        num_slots = largest(sources.fewest_slots, view.start, view.end, segment.num_slots)
+        if num_slots == segment.num_slots:
+            return segment.token_slots[:0]
+        return self._rewrite(spans, sources, num_slots)
+
+    def _rewrite(self, spans: Sequence[Span], sources: Sources, num_slots: int) -> Tensor:
+        """Write the kept entries of all live spans of a segment anew; return token slots to release."""
+        segment, freed = self._packer.rewrite(sources, num_slots, bits=16)
+        for span in spans:
+            span.move_to(segment)
+        return freed
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
@@ -422,7 +449,7 @@ class PrefixTable:
             return DropResult(span, span.segment.token_slots[:0])
         assert node.parent is not None
         nodes = self.spans.nodes_of(node.parent, span.segment)
-        repacked = self._packer.repack([self.spans[each] for each in nodes], largest)
+        repacked = self._repack([self.spans[each] for each in nodes], largest)
         return DropResult(span, repacked, nodes[0])
 
     def clear(self) -> None:

@@ -56,18 +56,6 @@ class ArenaRows:
         """[*head_slots.shape, v_head_dim]: copies of values, in the arena's dtype."""
         return self._gather(self.v_arena, head_slots)
 
-    def _largest(self, keys: Tensor, indptr: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
-        """Numbers of the entries of largest key ([n], int32), and entries per run; no host sync.
-
-        ``indptr``, [num_runs + 1], are the runs' starts. Returns [num_entries], int64, ascending, and [num_layers,
-        num_kv_heads], int32.
-        """
-        mask = radix_select.top_mask(keys[None], num_entries)[0]
-        kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
-        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-        lens = before[indptr.long()].diff().int()
-        return kept, lens.view(self.geometry.num_layers, self.geometry.num_kv_heads)
-
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
         rows = torch.index_select(as_words(arena.flatten(0, 2)), 0, head_slots.flatten())
         return rows.view(arena.dtype).view(*head_slots.shape, arena.shape[-1])
@@ -76,3 +64,15 @@ class ArenaRows:
 def rows_by_head_slot(arena: Tensor) -> Tensor:
     """[num_head_slots, width]: the arena's rows in a dtype that torch can gather and write."""
     return as_moved(arena.flatten(0, 2))
+
+
+def largest_entries(keys: Tensor, indptr: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
+    """Numbers of the entries of largest key ([n], int32; ties to the lower number), and entries per run; no host sync.
+
+    ``indptr``, [num_runs + 1], int, are the runs' starts. Returns [num_entries], int64, ascending, and [num_runs],
+    int32.
+    """
+    mask = radix_select.top_mask(keys[None], num_entries)[0]
+    kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
+    before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+    return kept, before[indptr.long()].diff().int()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
@@ -21,7 +22,7 @@ from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix.arena_rows import ArenaRows, rows_by_head_slot
+from sgl_kvevict.prefix.arena_rows import ArenaRows, largest_entries, rows_by_head_slot
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,10 @@ class DraftRows(ArenaRows):
         indptr = torch.zeros(self.geometry.num_runs + 1, dtype=torch.int32, device=device)
         return Shadow(self.geometry, none, none, indptr, none.float())
 
-    def pack(self, token_slots: Tensor, start: int, slots: Tensor) -> Shadow:
-        """Move the rows that were paid most, of all layers and heads together, into a segment's slots.
+    def every(self, token_slots: Tensor, start: int) -> Shadow:
+        """All rows of uncompressed tokens, in their ordinary slots.
 
-        ``token_slots``, [num_tokens], int64, are those of uncompressed tokens from position ``start`` on; ``slots``
-        [num_slots], int64.
+        ``token_slots``, [num_tokens], int64, are those of consecutive tokens from position ``start`` on.
         """
         geometry, device, num_tokens = self.geometry, token_slots.device, token_slots.numel()
         runs = torch.arange(geometry.num_runs + 1, dtype=torch.int32, device=device)
@@ -136,11 +136,14 @@ class DraftRows(ArenaRows):
         head_slots: Tensor = head_slot_of(layers, token_slots.int(), heads, *sizes)
         positions = torch.arange(start, start + num_tokens, dtype=torch.int32, device=device)
         paid = self.paid[:, token_slots].transpose(1, 2).flatten()
-        every = Shadow(geometry, head_slots.flatten(), positions.repeat(geometry.num_runs), runs * num_tokens, paid)
-        return self.move(every, start + num_tokens, slots)
+        return Shadow(geometry, head_slots.flatten(), positions.repeat(geometry.num_runs), runs * num_tokens, paid)
 
-    def move(self, shadow: Shadow, end: int, slots: Tensor) -> Shadow:
-        """Move the rows that were paid most into ``slots``, [num_slots], int64; tokens from ``end`` on go first."""
+    def move(self, shadows: Sequence[Shadow], end: int, slots: Tensor) -> Shadow:
+        """Move the rows that were paid most, of all layers and heads together, into ``slots``, [num_slots], int64.
+
+        ``shadows`` are of consecutive ranges of a path; tokens from ``end`` on go first.
+        """
+        shadow = shadows[0] if len(shadows) == 1 else self._joined([(shadow, None) for shadow in shadows])
         keys = torch.where(shadow.positions < end, shadow.paid, -1.0)
         kept, moved = self._lay_out(keys, shadow.indptr, shadow.positions, shadow.paid, slots)
         if kept.numel():
@@ -152,6 +155,14 @@ class DraftRows(ArenaRows):
 
         Each with the bounds of the tokens that are copied; a host sync then reads how many rows these have. None: all.
         """
+        shadow = self._joined(parts)
+        slots = shadow.head_slots.long()
+        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._moved)
+        lens = shadow.indptr.diff().view(self.geometry.num_layers, self.geometry.num_kv_heads)
+        return CopiedShadow(lens, shadow.positions, k, v, shadow.paid)
+
+    def _joined(self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]]) -> Shadow:
+        """The rows of shadows of one path as one, run after run; see :meth:`copy`."""
         runs, positions, head_slots, paid = [], [], [], []
         numbers = torch.arange(self.geometry.num_runs, device=self.paid.device)
         for shadow, bounds in parts:
@@ -165,16 +176,15 @@ class DraftRows(ArenaRows):
             paid.append(shadow.paid[kept])
         of_rows = torch.cat(runs)
         order = of_rows.argsort(stable=True)
-        slots = torch.cat(head_slots)[order].long()
-        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._moved)
-        keep_lens = torch.zeros_like(numbers, dtype=torch.int32).index_add_(0, of_rows, torch.ones_like(of_rows).int())
-        shape = self.geometry.num_layers, self.geometry.num_kv_heads
-        return CopiedShadow(keep_lens.view(shape), torch.cat(positions)[order], k, v, torch.cat(paid)[order])
+        lens = torch.zeros_like(numbers, dtype=torch.int32).index_add_(0, of_rows, torch.ones_like(of_rows).int())
+        indptr = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        head_slot, position, much = (torch.cat(rows)[order] for rows in (head_slots, positions, paid))
+        return Shadow(self.geometry, head_slot, position, indptr, much)
 
     def place(self, copied: CopiedShadow, slots: Tensor) -> Shadow:
         """Write the copies that were paid most into ``slots``, [num_slots], int64."""
         paid, positions = copied.paid.to(slots.device), copied.positions.to(slots.device)
-        indptr = torch.nn.functional.pad(copied.lens.to(slots.device).flatten().cumsum(0), (1, 0))
+        indptr = pad(copied.lens.to(slots.device).flatten().cumsum(0), (1, 0))
         kept, placed = self._lay_out(paid, indptr, positions, paid, slots)
         into = placed.head_slots.long()
         for arena, rows in zip(self._moved, (copied.k, copied.v), strict=True):
@@ -191,6 +201,7 @@ class DraftRows(ArenaRows):
         num_entries = min(slots.numel() * self.geometry.num_runs, keys.numel())
         if not num_entries:
             return positions[:0].long(), self.absent()
-        kept, keep_lens = self._largest(keys.view(torch.int32), indptr, num_entries)  # ordered as the numbers are
+        kept, lens = largest_entries(keys.view(torch.int32), indptr, num_entries)  # ordered as the numbers are
+        keep_lens = lens.view(self.geometry.num_layers, self.geometry.num_kv_heads)
         indptr, head_slots = alloc_head_slots(keep_lens, slots, self.geometry.num_token_slots, num_entries)
         return kept, Shadow(self.geometry, head_slots, positions[kept], indptr, paid[kept])

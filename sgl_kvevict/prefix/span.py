@@ -7,6 +7,7 @@ slots in the accounting.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,46 @@ from sgl_kvevict.prefix.shadow import Shadow
 class EntryAttention:
     """Squared attention of readers to each entry of a segment: ``squares``, [num_entries], float32, summed.
 
-    A squeeze or repack updates it. ``is_open``: more passes will come; once closed, the sums are unused.
+    A rewrite of the segment updates it. ``is_open``: more passes will come; once closed, the sums are unused.
     """
 
     squares: Tensor
     is_open: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Everything that is known of some entries: tensors of [num_entries], in one order.
+
+    Attributes:
+        head_slots: int32, where the entries' rows lie.
+        positions: int32, logical positions of their tokens.
+        worth: int16, as in :class:`Segment`; None: unknown.
+        squares: float32, as in :class:`EntryAttention`; None: nobody observes these entries.
+    """
+
+    head_slots: Tensor
+    positions: Tensor
+    worth: Tensor | None = None
+    squares: Tensor | None = None
+
+    def at(self, numbers: Tensor) -> Entries:
+        """The entries with these numbers, [n], int64, in this order."""
+        worth = None if self.worth is None else self.worth[numbers]
+        squares = None if self.squares is None else self.squares[numbers]
+        return Entries(self.head_slots[numbers], self.positions[numbers], worth, squares)
+
+    @staticmethod
+    def joined(parts: Sequence[Entries]) -> Entries:
+        """All entries, one part after the other; what is not known of one part is not known of any."""
+        worths = [part.worth for part in parts if part.worth is not None]
+        squares = [part.squares for part in parts if part.squares is not None]
+        return Entries(
+            torch.cat([part.head_slots for part in parts]),
+            torch.cat([part.positions for part in parts]),
+            torch.cat(worths) if len(worths) == len(parts) else None,
+            torch.cat(squares) if len(squares) == len(parts) else None,
+        )
 
 
 @dataclass(eq=False)
@@ -51,7 +87,7 @@ class Segment:
             see :meth:`Spans.runs`.
         is_joined: it was written from several segments of one prompt; read like a generated one.
         shadow: the draft model's rows in the segment's slots; None: there is no draft model.
-        num_live_entries: entries in live spans (``num_spans``).
+        num_live_entries: entries in live spans (``num_spans``): those of tokens before ``live_end``.
     """
 
     geometry: KVGeometry
@@ -76,12 +112,18 @@ class Segment:
         self.num_slots = self.token_slots.numel()
         self.num_tokens = self.end - self.start
         self.tokens_per_slot = self.num_tokens / max(self.num_slots, 1)
-        self.num_live_entries = self.head_slots.numel()
+        self.num_live_entries, self.live_end = self.num_entries, self.end
 
     @property
     def num_entries(self) -> int:
         """Entries stored, including dead ones."""
         return self.head_slots.numel()
+
+    @property
+    def entries(self) -> Entries:
+        """All entries stored, run after run."""
+        squares = None if self.entry_attention is None else self.entry_attention.squares
+        return Entries(self.head_slots, self.positions, self.worth, squares)
 
     def run_of_entries(self) -> Tensor:
         """[num_entries], int64: each entry's run, ``layer * num_kv_heads + head``."""
@@ -108,7 +150,7 @@ class Segment:
 class Span:
     """The compressed KV of the tokens ``[start, end)`` of a path, held by one tree node.
 
-    The owner (``is_owner``) is the segment's topmost live span. A repack or squeeze moves entries to another segment;
+    The owner (``is_owner``) is the segment's topmost live span. A rewrite moves entries to another segment;
     then :meth:`runs` returns a new object.
     """
 
@@ -166,7 +208,7 @@ class Span:
         return upper, Span(self.segment, position, self.end, is_owner=False)
 
     def move_to(self, segment: Segment) -> None:
-        """Become a view of another segment, after a repack or squeeze."""
+        """Become a view of another segment, to which the entries were rewritten."""
         self.segment.num_spans -= 1
         segment.num_spans += 1
         self.segment = segment
@@ -199,6 +241,20 @@ class View:
     def is_whole(self) -> bool:
         """Whether the view covers its segment."""
         return (self.start, self.end) == (self.segment.start, self.segment.end)
+
+    @property
+    def num_entries(self) -> int | None:
+        """Entries of these tokens, if the host knows how many: those of all live spans."""
+        segment = self.segment
+        return segment.num_live_entries if (self.start, self.end) == (segment.start, segment.live_end) else None
+
+
+def live_view(spans: Sequence[Span]) -> View:
+    """What the spans hold: all live spans of one segment in path order, the owner first, else InvariantError."""
+    segment = spans[0].segment
+    if any(span.segment is not segment for span in spans) or len(spans) != segment.num_spans:
+        raise InvariantError(f"expected all {segment.num_spans} spans of one segment, got {len(spans)}")
+    return View(segment, spans[0].start, spans[-1].end)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from helpers.packing import pack, squeeze
 from helpers.references import accumulated_attention_reference
 from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.geometry import KVGeometry
@@ -108,9 +109,7 @@ def compressed(num_tokens: int) -> tuple[SegmentPacker, Span, Tensor]:
     where = kept.nonzero()
     lens = kept.sum(1, dtype=torch.int32).view(2, 3)
     worth = torch.arange(len(where), dtype=torch.int16)
-    segment, _ = store.pack(
-        SLOTS[:num_tokens], START, Selection(lens, where[:, 1].int(), len(where)), splittable=True, worth=worth
-    )
+    segment, _ = pack(store, SLOTS[:num_tokens], START, Selection(lens, where[:, 1].int(), len(where)), worth=worth)
     return store, Span(segment, START, START + num_tokens, is_owner=True), where
 
 
@@ -140,7 +139,7 @@ def test_what_was_seen_goes_on_with_the_entries_when_slots_are_short() -> None:
     observation.hand_over(span.segment)
     assert (observation.start, observation.end) == (START + 13, END) and observation.observes(span.segment)
     forward(observation, (second, 2, 3), segments=(span.segment,))
-    store.squeeze([span], 3)
+    squeeze(store, [span], 3)
     forward(observation, (second, 3, 5), segments=(span.segment,))
     kept = torch.arange(len(where))[-18:]  # 3 slots of 6 heads
     torch.testing.assert_close(span.segment.entry_attention.squares, paid(where, first, second)[kept])

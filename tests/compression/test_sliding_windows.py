@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from helpers.packing import squeeze
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
@@ -136,7 +137,7 @@ def test_a_squeeze_shortens_windows_from_their_beginning() -> None:
     segment, _ = compressed(compressor)
     span = Span(segment, START, START + NUM_TOKENS, is_owner=True)
     before = {layer: positions(segment, layer) for layer in (0, 3)}
-    freed = compressor.packer.squeeze([span], 15)
+    freed = squeeze(compressor.packer, [span], 15)
     new = span.segment
     assert new.num_slots == 15 and freed.numel() == segment.num_slots - 15
     for layer, window in enumerate(WINDOWS):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.packing import repack, squeeze
 from helpers.specialisations import recorded
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.span_runs import SpanRuns
@@ -68,7 +69,7 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
                 upper, lower = Span(segment, 0, num_tokens, is_owner=True).split(num_tokens // 3)
                 upper.runs()
                 lower.drop()
-                compressor.packer.repack([upper])
+                repack(compressor.packer, [upper])
                 read_and_squeeze(compressor, upper, queries)
     assert_nothing_new(warm, served)
 
@@ -79,7 +80,7 @@ def read_and_squeeze(compressor: Compressor, span: Span, queries: torch.Tensor) 
     if compressor.policy.needs_passes:
         read(compressor, span, queries)
         compressor.rank_by_attention(segment)
-    store.squeeze([span], segment.num_slots // 2)
+    squeeze(store, [span], segment.num_slots // 2)
 
 
 def read(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:

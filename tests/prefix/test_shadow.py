@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.packing import pack, repack, squeeze
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix import DraftRows, SegmentPacker, Span, View
@@ -39,7 +40,7 @@ class World:
         lens = torch.tensor([len(tokens) for tokens in kept], dtype=torch.int32).view(2, 2)
         indices = torch.tensor([token for tokens in kept for token in tokens], dtype=torch.int32)
         worth = None if worth is None else torch.tensor(worth, dtype=torch.int16)
-        self.segment, self.freed = self.packer.pack(SLOTS, START, Selection(lens, indices, len(indices)), worth=worth)
+        self.segment, self.freed = pack(self.packer, SLOTS, START, Selection(lens, indices, len(indices)), worth=worth)
         return Span(self.segment, START, START + TOKENS, is_owner=True)
 
     def read(self, span):
@@ -95,7 +96,7 @@ def test_both_halves_of_a_split_read_their_own_tokens(world, cut):
 def test_a_squeeze_keeps_what_was_paid_most(world):
     span = world.pack(KEPT, worth=range(10))
     before = world.segment
-    assert world.packer.squeeze([span], 1).numel() == 2 and span.segment is not before
+    assert squeeze(world.packer, [span], 1).numel() == 2 and span.segment is not before
     assert world.read(span) == [[0, 1], [4], [], [8]]
 
 
@@ -103,11 +104,11 @@ def test_a_repack_forgets_dropped_tokens(world):
     """Twice: what is left of a shadow may have rows of dropped tokens, which nobody reads."""
     upper, lower = world.pack([[0, 5, 8], [0, 5, 9], [4, 9, 10], [5, 11]]).split(START + 7)
     assert lower.drop() is None
-    world.packer.repack([upper])
+    repack(world.packer, [upper])
     assert upper.segment.num_slots == 2 and world.read(upper) == [[0, 1, 2, 3, 4, 5, 6], [4], [], []]
     upper, lower = upper.split(START + 2)
     assert lower.drop() is None
-    world.packer.repack([upper])
+    repack(world.packer, [upper])
     assert upper.segment.num_slots == 1 and world.read(upper) == [[0, 1], [], [], []]
 
 
@@ -119,7 +120,7 @@ def test_segments_from_elsewhere_have_no_rows(world):
     )
     span = Span(segment, START, START + TOKENS, is_owner=True)
     assert world.read(span) == [[]] * 4
-    world.packer.squeeze([span], 1)
+    squeeze(world.packer, [span], 1)
     assert world.read(span) == [[]] * 4
 
 
@@ -157,7 +158,7 @@ def test_rows_of_two_segments_come_back_as_of_one(world):
     for run, token in enumerate((7, 9, 8, 11)):
         world.drafts.paid[run // 2, 43 + token, run % 2] = 0.5
     one_each = Selection(torch.ones(2, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4)
-    lower, _ = world.packer.pack(torch.arange(50, 55), START + 7, one_each)
+    lower, _ = pack(world.packer, torch.arange(50, 55), START + 7, one_each)
     upper = View(world.segment, START, START + 7)
     span = moved(world, [upper, View(lower, START + 7, START + TOKENS)], [40, 42, 44])
     assert world.read(span) == [[0, 1, 2, 3, 4, 5, 6, 7], [4, 9], [8], [11]]
@@ -208,4 +209,4 @@ def test_attention_of_a_prefill_is_recorded_by_slot():
 def test_a_repack_that_keeps_no_slot_keeps_no_row(world):
     upper, lower = world.pack([[9], [], [], []]).split(START + 7)
     assert world.read(upper) != [[]] * 4 and lower.drop() is None
-    assert world.packer.repack([upper]).numel() == 1 and world.read(upper) == [[]] * 4
+    assert repack(world.packer, [upper]).numel() == 1 and world.read(upper) == [[]] * 4

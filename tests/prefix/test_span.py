@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.packing import pack, repack
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix import SegmentPacker, Span
@@ -71,7 +72,7 @@ def test_packing_wastes_nothing_and_keeps_every_entry(keep_lens):
     store = make_store()
     token_slots = torch.randperm(63)[:20] + 1
     selection, indices = make_selection(20, keep_lens)
-    segment, freed = store.pack(token_slots, START, selection)
+    segment, freed = pack(store, token_slots, START, selection)
     assert segment.num_slots == -(-sum(keep_lens) // 15)
     assert sorted(segment.token_slots.tolist() + freed.tolist()) == sorted(token_slots.tolist())
     span = Span(segment, START, START + 20, is_owner=True)
@@ -82,7 +83,7 @@ def test_packing_touches_no_other_slot():
     store = make_store()
     before = store.k_arena.clone()
     token_slots = torch.arange(10, 30)
-    segment, _ = store.pack(token_slots, START, make_selection(20, KEEP_LENS[1])[0])
+    segment, _ = pack(store, token_slots, START, make_selection(20, KEEP_LENS[1])[0])
     others = torch.ones(64, dtype=torch.bool)
     others[segment.token_slots] = False
     assert torch.equal(store.k_arena[:, others], before[:, others])
@@ -93,7 +94,7 @@ def test_split_is_a_view_of_both_halves(cut):
     store = make_store()
     token_slots = torch.arange(1, 21)
     selection, indices = make_selection(20, KEEP_LENS[1])
-    segment, _ = store.pack(token_slots, START, selection)
+    segment, _ = pack(store, token_slots, START, selection)
     upper, lower = Span(segment, START, START + 20, is_owner=True).split(START + cut)
     want = expected(indices, token_slots)
     assert read(store, upper) == [[e for e in run if e[0] < START + cut] for run in want]
@@ -106,7 +107,7 @@ def test_split_is_a_view_of_both_halves(cut):
 def test_split_of_a_split_adds_up():
     store = make_store()
     selection, _ = make_selection(20, KEEP_LENS[1])
-    segment, _ = store.pack(torch.arange(1, 21), START, selection)
+    segment, _ = pack(store, torch.arange(1, 21), START, selection)
     rest = Span(segment, START, START + 20, is_owner=True)
     lens = torch.zeros_like(selection.keep_lens)
     for cut in range(START + 1, START + 20):
@@ -117,20 +118,21 @@ def test_split_of_a_split_adds_up():
 
 @pytest.mark.parametrize("position", [START, START + 20, START - 1])
 def test_split_outside_is_refused(position):
-    segment, _ = make_store().pack(torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
+    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
     with pytest.raises(InvariantError, match="not inside"):
         Span(segment, START, START + 20, is_owner=True).split(position)
 
 
 def test_unsplittable_segment_refuses():
     selection, _ = make_selection(20, KEEP_LENS[0])
-    segment, _ = make_store().pack(torch.arange(1, 21), START, selection, splittable=False)
+    segment, _ = pack(make_store(), torch.arange(1, 21), START, selection)
+    segment.splittable = False
     with pytest.raises(InvariantError, match="any direction"):
         Span(segment, START, START + 20, is_owner=True).split(START + 5)
 
 
 def test_owner_goes_last():
-    segment, _ = make_store().pack(torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
+    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
     upper, lower = Span(segment, START, START + 20, is_owner=True).split(START + 5)
     assert lower.drop() is None
     slots = upper.drop()
@@ -138,7 +140,7 @@ def test_owner_goes_last():
 
 
 def test_owner_going_first_is_an_error():
-    segment, _ = make_store().pack(torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
+    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
     upper, _lower = Span(segment, START, START + 20, is_owner=True).split(START + 5)
     with pytest.raises(InvariantError, match="before 1 others"):
         upper.drop()
@@ -150,7 +152,7 @@ def test_repack_keeps_what_live_spans_read_and_frees_the_rest(cuts, keep_lens):
     store = make_store()
     token_slots = torch.randperm(63, generator=torch.Generator().manual_seed(1))[:20] + 1
     selection, _ = make_selection(20, keep_lens)
-    segment, _ = store.pack(token_slots, START, selection)
+    segment, _ = pack(store, token_slots, START, selection)
     rest = Span(segment, START, START + 20, is_owner=True)
     spans = []
     for cut in cuts:
@@ -158,7 +160,7 @@ def test_repack_keeps_what_live_spans_read_and_frees_the_rest(cuts, keep_lens):
         spans.append(upper)
     before = [read(store, span) for span in spans]
     assert rest.drop() is None
-    freed = store.repack(spans)
+    freed = repack(store, spans)
     assert [read(store, span) for span in spans] == before
     live = sum(len(run) for span in before for run in span)
     new = spans[0].segment
@@ -170,10 +172,10 @@ def test_repack_of_foreign_spans_is_an_error():
     store = make_store()
     spans = []
     for first in (1, 30):
-        segment, _ = store.pack(torch.arange(first, first + 20), START, make_selection(20, KEEP_LENS[0])[0])
+        segment, _ = pack(store, torch.arange(first, first + 20), START, make_selection(20, KEEP_LENS[0])[0])
         spans.append(Span(segment, START, START + 20, is_owner=True))
     with pytest.raises(InvariantError, match="all 1 spans of one segment"):
-        store.repack(spans)
+        repack(store, spans)
 
 
 def test_merge_stores_weighted_sums_of_old_rows():
@@ -189,7 +191,7 @@ def test_merge_stores_weighted_sums_of_old_rows():
         indices=torch.tensor([1, 0, 3]),
         weights=torch.tensor([0.75, 0.25, 1.0]),
     )
-    segment, freed = store.pack(token_slots, START, selection, merge=merge)
+    segment, freed = pack(store, token_slots, START, selection, merge=merge)
     rows = store.k_arena.view(-1, 4)[segment.head_slots.long()][:, 0].tolist()
     old = [head_slot(1, slot, 2) for slot in (1, 2, 3, 4)]
     assert rows == [0.75 * old[1] + 0.25 * old[0], old[3]]
@@ -207,7 +209,7 @@ def test_values_inside_keys_rows_are_packed_copied_and_placed_with_them():
 
     lens = torch.tensor([[5], [9], [7]], dtype=torch.int32)
     kept = [torch.randperm(20)[:n].sort().values for n in lens.flatten().tolist()]
-    segment, _ = store.pack(token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
+    segment, _ = pack(store, token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
     want = torch.cat([before[layer, token_slots[indices], 0] for layer, indices in enumerate(kept)])
     assert torch.equal(store.keys(segment.head_slots), want)
     assert torch.equal(store.values(segment.head_slots), want[:, :4])

@@ -42,7 +42,7 @@ def first_times(setting: Setting) -> list[dict[str, Any]]:
         timed(f"warm-up of {name}", lambda used=spec: warm_up(used, prefix.store.k_arena.dtype))
         timed(f"first compression, {name}", lambda used=policy: prefix.compress(used))
         timed(f"second compression, {name}", lambda used=policy: prefix.compress(used))
-    segment, _ = prefix.store.pack(prefix.token_slots, 0, prefix.selection())
+    segment = prefix.pack(prefix.selection())
     whole = Span(segment, 0, setting.prefix_tokens, is_owner=True)
     timed("first read of a whole span", whole.runs)
     upper, lower = whole.split(setting.prefix_tokens // 3)

@@ -15,7 +15,7 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, TokenRange
 from sgl_kvevict.ragged import Selection
 
 POLICIES = ("ada-snapkv", "reconstruction")
@@ -71,7 +71,12 @@ class Prefix:
     def compress(self, policy: Policy) -> None:
         """Scores, selection and packing, as the server does them."""
         decision = policy.select(self.show, self.geometry, self.num_kept, 0)
-        self.store.pack(self.token_slots, 0, decision.selection)
+        self.pack(decision.selection)
+
+    def pack(self, selection: Selection) -> Segment:
+        """Move the selected entries into a segment."""
+        sources = Sources(self.geometry, [TokenRange(self.token_slots, 0)], selection)
+        return self.store.rewrite(sources, sources.fewest_slots, bits=16)[0]
 
 
 def compaction(setting: Setting) -> list[dict[str, Any]]:
@@ -80,7 +85,7 @@ def compaction(setting: Setting) -> list[dict[str, Any]]:
     selection = prefix.selection()
     # Packing fills the first slots; what lies there already cannot move directly.
     through_temporary = float((selection.indices < prefix.geometry.slots_for(prefix.num_kept)).float().mean())
-    seconds = device_seconds(setting, lambda i: prefix.store.pack(prefix.token_slots, 0, selection))
+    seconds = device_seconds(setting, lambda i: prefix.pack(selection))
     moved = 2 * prefix.num_kept * setting.entry_bytes
     copied = copy_bandwidth(setting)
     return [

@@ -15,7 +15,7 @@ from paper_bench.compressed import Compressible, Kept
 from paper_bench.results import Results
 from paper_bench.texts import question_at_the_end
 from sgl_kvevict.attention import AttentionBatch, build_attention
-from sgl_kvevict.prefix.packer import SegmentPacker
+from sgl_kvevict.prefix import SegmentPacker, Sources, TokenRange
 
 PAPER = "ada-kv"
 #: Entries per head, the window's among them, as in the paper.
@@ -48,9 +48,9 @@ class Step:
         path, self.num_slots = (), prompt.num_tokens
         if kept is not None:
             decision, tokens = kept.decision, prompt.token_slots[: kept.num_range]
-            segment, freed = SegmentPacker(prompt.geometry, k, v).pack(
-                tokens, 0, decision.selection, merge=decision.merge
-            )
+            sources = Sources(prompt.geometry, [TokenRange(tokens, 0)], decision.selection)
+            packer = SegmentPacker(prompt.geometry, k, v)
+            segment, freed = packer.rewrite(sources, sources.fewest_slots, bits=16, merge=decision.merge)
             path, self.num_slots = (segment.runs(),), prompt.num_tokens - freed.numel()
         self.batch = AttentionBatch(
             paths=(path,),

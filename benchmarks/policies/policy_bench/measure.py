@@ -16,7 +16,7 @@ from sgl_kvevict.compression.prompt_observation import ObservationSpec
 from sgl_kvevict.distill import CachedRange, with_learned_scores
 from sgl_kvevict.policies import Decision, LayerView, Signal, build_policy
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.prefix import SegmentPacker, Sources, TokenRange
 
 TAIL_TOKENS = 32
 SINK_TOKENS = 4
@@ -108,7 +108,8 @@ class PolicyRun:
 
     def compact(self, decision: Decision, store: SegmentPacker) -> None:
         """Move rows."""
-        store.pack(self.token_slots, 0, decision.selection, merge=decision.merge, splittable=self.policy.splittable)
+        sources = Sources(store.geometry, [TokenRange(self.token_slots, 0)], decision.selection)
+        store.rewrite(sources, sources.fewest_slots, bits=16, merge=decision.merge)
 
     def copied_store(self) -> SegmentPacker:
         """A pool to write to; the prompt's own stays as it is."""

@@ -1,0 +1,168 @@
+"""Entries of several ranges of a path, packed or not, become one segment: each goes on with what is known of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.packing import pack
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.prefix import EntryAttention, Segment, SegmentPacker, Sources, Span, TokenRange, View, live_view
+from sgl_kvevict.ragged import MergePlan, Selection
+
+GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=4, num_token_slots=64)
+START = 100
+LOOKED_UP = list[list[tuple[int, float]]]
+"""Per run: position, and what the key says, of each entry."""
+
+
+@pytest.fixture
+def packer() -> SegmentPacker:
+    """Every row names its position (slot + 100 - 1) and its run: ``position + run / 10``."""
+    runs = torch.arange(4.0).view(2, 1, 2, 1) / 10
+    rows = torch.arange(64.0).view(1, -1, 1, 1) + START - 1 + runs
+    k = rows.expand(GEOMETRY.arena_shape).contiguous()
+    return SegmentPacker(GEOMETRY, k, -k)
+
+
+def selection(*runs: list[int]) -> Selection:
+    lens = torch.tensor([len(run) for run in runs], dtype=torch.int32).view(2, 2)
+    return Selection(lens, torch.tensor([index for run in runs for index in run], dtype=torch.int32), int(lens.sum()))
+
+
+def packed(packer: SegmentPacker, first: int, count: int, *runs: list[int]) -> Segment:
+    """Tokens ``first .. first + count`` of the path with an order: later entries of later runs are worth more."""
+    chosen = selection(*runs)
+    worth = torch.arange(chosen.num_entries, dtype=torch.int16)
+    return pack(packer, torch.arange(first + 1, first + count + 1), START + first, chosen, worth=worth)[0]
+
+
+def whole(segment: Segment) -> View:
+    return View(segment, segment.start, segment.end)
+
+
+def read(packer: SegmentPacker, segment: Segment) -> LOOKED_UP:
+    found = []
+    for begin, end in zip(segment.indptr[:-1].tolist(), segment.indptr[1:].tolist(), strict=True):
+        keys = packer.keys(segment.head_slots[begin:end])[:, 0].tolist()
+        found.append(list(zip(segment.positions[begin:end].tolist(), keys, strict=True)))
+    return found
+
+
+def named(*runs: list[int]) -> LOOKED_UP:
+    """What :func:`read` finds if runs have these tokens of the path."""
+    return [[(START + t, pytest.approx(START + t + run / 10, abs=1e-4)) for t in kept] for run, kept in enumerate(runs)]
+
+
+FIRST = ([0, 3], [1], [], [2, 3])
+SECOND = ([1], [], [0, 1, 2], [2])
+
+
+def test_segments_of_a_path_become_one_in_their_own_slots(packer: SegmentPacker) -> None:
+    parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
+    slots = torch.cat([part.segment.token_slots for part in parts])
+    joined, freed = packer.rewrite(Sources(GEOMETRY, parts), 4, bits=16)
+    assert freed.numel() == 0 and joined.token_slots.equal(slots) and (joined.start, joined.end) == (100, 109)
+    assert read(packer, joined) == named([0, 3, 5], [1], [4, 5, 6], [2, 3, 6])
+    assert joined.worth is not None and joined.worth.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
+
+
+def test_the_best_entries_of_all_ranges_are_kept(packer: SegmentPacker) -> None:
+    """Of ten entries four: worth 4, 4, 3, 3."""
+    parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
+    sources = Sources(GEOMETRY, parts).best(1)
+    small, freed = packer.rewrite(sources, sources.fewest_slots, bits=16)
+    assert read(packer, small) == named([], [], [6], [2, 3, 6]) and freed.numel() == 3
+    assert small.worth is not None and small.worth.tolist() == [3, 3, 4, 4]
+
+
+def test_of_equal_entries_the_lower_run_and_position_is_kept(packer: SegmentPacker) -> None:
+    segment = packed(packer, 0, 4, *FIRST)
+    assert segment.worth is not None
+    segment.worth.zero_()
+    small, _ = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
+    assert read(packer, small) == named([0, 3], [1], [], [2])
+
+
+def test_a_segment_and_tokens_after_it_become_one(packer: SegmentPacker) -> None:
+    """The numbers of a selection go on from the segment's entries of a run to the tokens."""
+    old = packed(packer, 0, 4, *FIRST)
+    parts = [whole(old), TokenRange(torch.arange(5, 8), old.end)]
+    chosen = selection([1, 2], [0, 1, 3], [0], [])
+    grown, freed = packer.rewrite(Sources(GEOMETRY, parts, chosen), 2, bits=16)
+    assert read(packer, grown) == named([3, 4], [1, 4, 6], [4], []) and freed.tolist() == [5, 6, 7]
+    assert grown.worth is None and grown.splittable and grown.end == START + 7
+
+
+def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
+    old = packed(packer, 0, 4, *FIRST)
+    parts = [whole(old), TokenRange(torch.arange(5, 8), old.end)]
+    plan = MergePlan(
+        indptr=torch.tensor([0, 1, 4], dtype=torch.int32),
+        layers=torch.tensor([0, 1, 1, 1], dtype=torch.int32),
+        heads=torch.tensor([0, 1, 1, 1], dtype=torch.int32),
+        indices=torch.tensor([1, 4, 0, 2], dtype=torch.int32),
+        weights=torch.tensor([1.0, 0.5, 0.25, 0.25]),
+    )
+    sources = Sources(GEOMETRY, parts, selection([1], [], [], [4]))
+    merged, _ = packer.rewrite(sources, 1, bits=16, merge=plan)
+    keys = packer.keys(merged.head_slots)[:, 0].tolist()
+    assert keys == pytest.approx([103.0, 0.5 * 106.3 + 0.25 * 102.3 + 0.25 * 104.3])
+    assert merged.positions.tolist() == [103, 106]
+
+
+def test_sums_of_readers_and_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
+    old = packed(packer, 0, 4, *FIRST)
+    sums = old.entry_attention = EntryAttention(torch.arange(5.0))
+    old.policy_state, old.splittable, old.is_generated, old.is_joined, old.is_measured = (
+        object(),
+        False,
+        True,
+        True,
+        True,
+    )
+    new, _ = packer.rewrite(Sources(GEOMETRY, [whole(old)]).best(1), 1, bits=16)
+    assert new.entry_attention is sums and sums.squares.tolist() == [1.0, 2.0, 3.0, 4.0]
+    names = ("policy_state", "splittable", "is_generated", "is_joined", "is_measured")
+    assert [getattr(new, name) for name in names] == [getattr(old, name) for name in names]
+
+
+def test_what_is_dead_is_not_kept(packer: SegmentPacker) -> None:
+    """The slots of dead entries hold them, and go with the others; the number of live ones is read once."""
+    segment = packed(packer, 0, 4, [0, 1, 2, 3], *FIRST[1:])
+    upper, lower = Span(segment, 100, 104, is_owner=True).split(103)
+    lower.drop()
+    view = live_view([upper])
+    assert view.num_entries is None
+    segment.num_live_entries, segment.live_end = 5, 103
+    assert view.num_entries == 5
+    small, freed = packer.rewrite(Sources(GEOMETRY, [view]).best(1), 1, bits=16)
+    assert read(packer, small) == named([1, 2], [1], [], [2]) and freed.numel() == 1 and small.end == 103
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0, 32])
+def test_other_bits_are_refused(packer: SegmentPacker, bits: int) -> None:
+    sources = Sources(GEOMETRY, [whole(packed(packer, 0, 4, *FIRST))])
+    with pytest.raises(ValueError, match=f"^bits: got {bits}; allowed: 16$"):
+        packer.rewrite(sources, 2, bits=bits)
+
+
+@pytest.mark.parametrize("num_slots", [3, 1, 0, -1])
+def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker, num_slots: int) -> None:
+    before = packer.k_arena.clone()
+    sources = Sources(GEOMETRY, [TokenRange(torch.tensor([1, 2]), START)], selection([0], [1], [0, 1], [1]))
+    with pytest.raises(
+        ValueError, match=f"num_slots: got {num_slots} for 5 entries of ranges of 2 slots; allowed: 2 to 2"
+    ):
+        packer.rewrite(sources, num_slots, bits=16)
+    assert packer.k_arena.equal(before)
+
+
+def test_entries_without_an_order_cannot_shrink(packer: SegmentPacker) -> None:
+    segment = packed(packer, 0, 4, *FIRST)
+    with pytest.raises(InvariantError, match="known worth in 2 slots cannot shrink to 3 slots"):
+        Sources(GEOMETRY, [whole(segment)]).best(3)
+    segment.worth = None
+    with pytest.raises(InvariantError, match="unknown worth"):
+        Sources(GEOMETRY, [whole(segment)]).best(1)
