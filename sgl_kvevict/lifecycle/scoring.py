@@ -115,7 +115,6 @@ class PrefixScoring(Part):
     # ---- passes -----------------------------------------------------------------------------------------------
 
     @property
-    @property
     def num_bytes(self) -> int:
         """Memory of observations of passes."""
         return self.jobs.num_bytes
