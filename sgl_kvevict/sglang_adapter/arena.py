@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 
 from sgl_kvevict.config import load_config
 from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.settings import published
 
 WINDOWED = "SWA"
 """SGLang's label of the separate pool for sliding-window layers."""
@@ -35,7 +35,7 @@ class Arena:
 
 def kvevict_is_selected() -> bool:
     """Whether the server was started with ``--radix-cache-backend kvevict``."""
-    return bool(get_server_args().radix_cache_backend == BACKEND_NAME)
+    return bool(published("radix_cache_backend") == BACKEND_NAME)
 
 
 def _fits() -> bool:
