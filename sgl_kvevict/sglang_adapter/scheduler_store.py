@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.settings import ServerSettings, has_weights
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind, open_backend
 
@@ -34,9 +34,22 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.0005
 """Sleep of the scheduler, to let other threads run, when all requests wait for the store."""
 ROTARY_POSITIONS = 256
+NEVER_IN_KV = frozenset(
+    {
+        "context_len",  # SGLang's note of --context-length
+        "max_position_embeddings",  # rope scaling that depends on it is in the rotary embedding's table
+        "transformers_version",
+        *("dtype", "torch_dtype"),  # what the model computes with is apart
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
+        *("initializer_range", "attention_dropout"),  # of training
+        *("encoder_only", "language_only", "language_model_only"),  # SGLang's notes of its flags
+    }
+)
+"""Fields of a model's configuration that change neither keys nor values of tokens: servers that differ in them share a
+store."""
 SHUTDOWN_S = 10.0
 """Time limit for pending writes at shutdown; SGLang kills a scheduler after 15 s."""
-_ADAPTER_ID = re.compile(r"[0-9a-f]{32}\Z")
 
 
 def open_access(
@@ -67,9 +80,8 @@ def open_access(
     segments = SegmentStore(open_backend(config.store, config.store_bytes), identity, draft=draft)
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
-    keeps = without_adapter if ctx.server_args.enable_lora else None
     logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])
-    return StoreAccess(identity, WriteBehind(segments), reader, keeps)
+    return StoreAccess(identity, WriteBehind(segments), reader)
 
 
 def identity_of(
@@ -80,8 +92,8 @@ def identity_of(
     ``geometry`` and ``dtype`` are those of its pool. None: it has no files that identify it.
     """
     model, rotary = runner.model_config, rotary_of(runner)
-    is_dummy = "dummy" in (runner.server_args.load_format, runner.draft_load_format)
-    fingerprint = None if is_dummy else model_fingerprint(model.model_path, model.revision)
+    has_files = has_weights(runner, ServerSettings.read())
+    fingerprint = model_fingerprint(model.model_path, model.revision) if has_files else None
     if fingerprint is None:
         return None
     kept = ("policy", "policy_options", "budget", "budget_includes_tail", "tail_tokens", "sink_tokens")
@@ -89,7 +101,7 @@ def identity_of(
     turned = rotary.cos_sin[:ROTARY_POSITIONS].to("cpu", torch.float16).contiguous()
     turns = hashlib.sha256(f"{tuple(turned.shape)} {rotary.is_neox} {rotary.start}".encode() + turned.numpy().tobytes())
     architectures = " ".join(model.hf_config.architectures or ())
-    settings = hashlib.sha256(_settings_of(model.hf_config).encode()).hexdigest()[:16]
+    settings = hashlib.sha256(settings_of(model.hf_config).encode()).hexdigest()[:16]
     return StoreIdentity(
         model=fingerprint,
         architecture=f"{architectures}, {model.dtype}, quantization {model.quantization}, settings {settings}",
@@ -107,30 +119,30 @@ def identity_of(
     )
 
 
-def _settings_of(hf_config: Any) -> str:
-    """The model's configuration with command-line overrides, without its path."""
-    values: dict[str, Any] = hf_config.to_dict()
-    known = {name: value for name, value in values.items() if name[0] != "_" and name != "transformers_version"}
-    return json.dumps(known, sort_keys=True, default=str)
+def settings_of(hf_config: Any) -> str:
+    """The model's configuration with command-line overrides, as far as it may change keys and values."""
+    return json.dumps(_relevant(hf_config.to_dict()), sort_keys=True, default=str)
 
 
-def without_adapter(extra_key: str | None) -> bool:
-    """Whether a namespace belongs to no LoRA adapter, on a server that has them.
-
-    SGLang appends an adapter's id (32 hexadecimal digits) to the client's key. The id does not identify the weights.
-    """
-    return extra_key is None or _ADAPTER_ID.search(extra_key) is None
+def _relevant(values: dict[str, Any]) -> dict[str, Any]:
+    """Without paths and :data:`NEVER_IN_KV`, in the configurations of a model's parts too."""
+    return {
+        name: _relevant(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if not str(name).startswith("_") and name not in NEVER_IN_KV
+    }
 
 
 def after_queueing(
     _result: None, scheduler: Scheduler, req: Req, is_retracted: bool = False, *_args: object, **_kwargs: object
 ) -> None:
-    """Hook after a request was queued: fetch what the store has of its prompt meanwhile."""
+    """Hook after a request was queued: fetch what the store has of its prompt meanwhile; nothing with an adapter."""
     tree = scheduler.tree_cache
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
-    if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers[req].is_exact:
+    if loading is None or is_retracted or req.lora_id is not None or req.to_finish is not None:
         return
-    loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
+    if not tree.manager.readers[req].is_exact:
+        loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 
 
 def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
