@@ -130,6 +130,8 @@ def after_queueing(
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
     if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers[req].is_exact:
         return
+    if req.positional_embed_overrides is not None:  # SGLang matches nothing
+        return
     loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 
 
