@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
-	test-compile campaign bench-serving bench-quality bench-peers bench-policies bench-papers
+	test-compile campaign bench-serving bench-cache-pressure bench-quality bench-peers bench-policies bench-papers
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
 
@@ -90,8 +90,12 @@ campaign: model ## random operations, input, requests, faults and a soak; many h
 	@PYTHONPATH=tools:tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 ##@ Benchmarks: each writes its page and its raw figures below docs/
-bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, rag, store, prefill, profile, generation, insertion, scale, commits)
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, hits, multi_turn, rag, store, prefill, profile, generation, insertion, scale, commits)
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
+
+bench-cache-pressure: model ## PyPI's cache-pressure against stock and ours, in an environment of its own; writes docs/results/serving/cache-pressure.md
+	@scripts/setup_cache_pressure.sh
+	@$(BIN)/python -W ignore benchmarks/serving/cache_pressure.py $(ARGS)
 
 bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1"; --aware)
 	@$(BIN)/python benchmarks/quality/run.py $(ARGS)

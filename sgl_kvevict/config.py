@@ -158,8 +158,8 @@ class KVEvictConfig(BaseModel):
         default=0.005,
         gt=0,
         le=1,
-        description="share of the decode steps that may have a scoring pass (of 128 tokens) before them while requests "
-        "wait or run",
+        description="share of the time that scoring passes (of 128 tokens each) may take while requests wait or run; a "
+        "pass delays the requests beside it by its own duration",
     )
     score_weights: _Path | None = Field(
         default="auto",

@@ -1,8 +1,8 @@
-"""One prefix that several clients read without a pause: what is gained once it is compressed, and what passes cost.
+"""One prefix that several clients read without a pause: what is gained once it is compressed, and how soon it is.
 
 Steady state: the prefix is cached, each client asks the next question as soon as it has its answer, and tokens are
-counted for some seconds. Passes: the same clients from the moment on at which the prefix becomes due; beside it the
-same load on a server that never runs passes, and on one that does not limit them, until the prefix is compressed.
+counted for some seconds. Passes: the same clients from the moment on at which the prefix becomes due, on a server that
+does not limit passes, until the prefix is compressed. What passes cost by default: ``bench_hits.py``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from serving_bench.clients import Load, figures, run_clients, tokens_between
-from serving_bench.fleet import COMMON_FLAGS, DEFAULT, Fleet, compared_systems, flush_all, running
+from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream_all
@@ -30,16 +29,11 @@ from sgl_kvevict.measure import flush, in_turn, wait_until_scored
 POOL_SLOTS = 12_000
 RAMP_S = 0.6
 STEADY_S = 2.0
-PASSES_S = 15.0
-MIN_PASSES = 2
-"""Beside users passes are rare; clients go on until so many were there."""
 LIMIT_S = 120.0
 """Until clients leave in any case."""
 ANSWERS = {"short": 12, "long": 96}
 FULL = "budget 1"
-PASSES = "passes"
 UNLIMITED = "pass_share 1"
-NO_PASSES = "no passes"
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ class Point:
 
 POINTS = (
     *(Point(*sizes) for sizes in itertools.product((1, 4, 16), (3000, 6000), ANSWERS)),
-    *(Point(4, 3000, answers, has_passes=True) for answers in ANSWERS),
+    Point(4, 3000, "long", has_passes=True),
 )
 QUICK = (Point(4, 3000, "long"), Point(4, 3000, "long", has_passes=True))
 
@@ -82,10 +76,8 @@ PAGE = Page(
     summary=(
         f"Clients that ask one question after the other on one prefix, without a pause; answers of {ANSWERS['short']} "
         f"or {ANSWERS['long']} tokens, a pool of {POOL_SLOTS:,} token slots. Steady state: {STEADY_S:g} s, the prefix "
-        f"long cached, `{FULL}` is the same attention backend without compression. Points with passes: `{PASSES}` "
-        f"is `{DEFAULT}`, which scores the prefix in passes while it is read, for {PASSES_S:g} s, or until there were "
-        f"{MIN_PASSES} passes; `{NO_PASSES}` is the same load with `score_after_matches: null`; `{UNLIMITED}` lets "
-        "passes take every other step until the prefix is compressed. "
+        f"long cached, `{FULL}` is the same attention backend without compression. Point with passes: `{UNLIMITED}` "
+        "lets passes follow each other while the prefix is read, until it is compressed. "
         "Steps to compressed: decode steps from the end of the last pass on."
     ),
     tables=(
@@ -103,11 +95,11 @@ PAGE = Page(
 
 @dataclass
 class Bench:
-    """Servers and where their events come from."""
+    """Servers and where the events of the one with passes come from."""
 
     fleet: Fleet
     recorder: Recorder
-    endpoints: Mapping[str, str]
+    endpoint: str
     numbers: Any = field(default_factory=lambda: itertools.count(1, 1_000_000))
 
     @property
@@ -122,13 +114,13 @@ def main() -> None:
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     chosen = [points[name] for name in options.chosen(list(points))]
     recorder = Recorder(PAGE, options, list(points))
-    endpoints = {name: f"tcp://127.0.0.1:{free_port()}" for name in (PASSES, UNLIMITED)}
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
     for has_passes in (False, True):
         part = [point for point in chosen if point.has_passes is has_passes]
-        systems = systems_with_passes(endpoints) if has_passes else steady_systems(options.beside)
+        systems = [system_with_passes(endpoint)] if has_passes else steady_systems(options.beside)
         if part:
             with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-                bench = Bench(fleet, recorder, endpoints)
+                bench = Bench(fleet, recorder, endpoint)
                 for point in part:
                     (measure_passes if has_passes else measure_steady)(bench, point)
     recorder.close()
@@ -139,22 +131,11 @@ def steady_systems(beside: tuple[str, ...]) -> list[System]:
     return [s for s in compared_systems(POOL_SLOTS, budgets=(1.0,), beside=beside) if s.name != "stock"]
 
 
-def systems_with_passes(endpoints: Mapping[str, str]) -> list[System]:
-    """Ours with passes, as many as by default or without limit, whose events are published, and without."""
+def system_with_passes(endpoint: str) -> System:
+    """Ours with passes without limit, whose events are published."""
     flags = ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS)
-    changed: dict[str, dict[str, Any]] = {
-        PASSES: {},
-        UNLIMITED: {"pass_share": 1.0},
-        NO_PASSES: {"score_after_matches": None},
-    }
-    found = []
-    for name, fields in changed.items():
-        config = dict(fields)
-        if name in endpoints:
-            silent = {"replay_endpoint": None, "inspect_endpoint": None}
-            config["events"] = {"endpoint": endpoints[name], **silent}
-        found.append(kvevict_system(name, config, flags))
-    return found
+    events = {"endpoint": endpoint, "replay_endpoint": None, "inspect_endpoint": None}
+    return kvevict_system(UNLIMITED, {"pass_share": 1.0, "events": events}, flags)
 
 
 def load_of(point: Point, model: Path, repetition: int = 0) -> Load:
@@ -194,36 +175,27 @@ def measure_passes(bench: Bench, point: Point) -> None:
         load = load_of(point, bench.model, repetition)
         flush(server)
         cache_prefix(server, load)
-        if name in bench.endpoints:
-            found = with_passes(bench, name, load)
-        else:
-            begin = time.perf_counter()
-            streams = run_clients(server.url, load, next(bench.numbers), PASSES_S)
-            found = figures(streams, begin, begin + PASSES_S)
-        bench.recorder.add(point.name, name, repetition, found)
+        bench.recorder.add(point.name, name, repetition, with_passes(bench, server, load))
 
-    names = [name for name in bench.fleet if name != UNLIMITED or point.answers == "long"]
-    in_turn(bench.fleet, bench.recorder.options.repeats, one, names)
+    in_turn(bench.fleet, bench.recorder.options.repeats, one)
 
 
-def with_passes(bench: Bench, name: str, load: Load) -> dict[str, float]:
+def with_passes(bench: Bench, server: RunningServer, load: Load) -> dict[str, float]:
     """What clients get while passes run, and how soon the prefix is compressed afterwards."""
-    with watching(bench.endpoints[name]) as watch:
+    with watching(bench.endpoint) as watch:
         begin = time.perf_counter()
         ends: list[float] = []
 
         def is_over() -> bool:
-            now = time.perf_counter()
-            has_enough = name == PASSES and now > begin + PASSES_S and watch.count(ScoringPass) >= MIN_PASSES
-            if has_enough or watch.first(Compressed) is not None:
-                ends.append(now)
+            if watch.first(Compressed) is not None:
+                ends.append(time.perf_counter())
             return bool(ends)
 
-        streams = run_clients(bench.fleet[name].url, load, next(bench.numbers), LIMIT_S, is_over)
+        streams = run_clients(server.url, load, next(bench.numbers), LIMIT_S, is_over)
         compressed = watch.first(Compressed)
         passes = [moment for moment, event in watch.events if isinstance(event, ScoringPass)]
     if not passes:
-        raise RuntimeError(f"{name}: no pass ran within {LIMIT_S:g} s")
+        raise RuntimeError(f"no pass ran within {LIMIT_S:g} s")
     end = min(compressed or math.inf, *ends, begin + LIMIT_S)
     found = figures(streams, begin, end) | {"passes": float(sum(moment <= end for moment in passes))}
     if compressed is None:

@@ -98,10 +98,10 @@ class HostTier(Part):
         record = self._readers[reader]
         if not record.is_loaded and not record.is_exact and not record.is_pass:
             record.is_loaded = True
-            self.load(prompt)
+            self.load(reader, prompt)
 
-    def load(self, prompt: Prompt) -> None:
-        """Put the segments that continue what the tree has of a prompt into it."""
+    def load(self, reader: Reader, prompt: Prompt) -> None:
+        """Put the segments that continue what the tree has of a request's prompt into it."""
         if not len(self.segments) or prompt.num_tokens < self._min_tokens:
             return
         with self._guard.at(Place.HOST):
@@ -117,6 +117,9 @@ class HostTier(Part):
                 if not num_tokens:
                     return
                 self.segments.use(record.key, in_pool=True)
+                reads = self._readers[reader]
+                if reads.host_start is None:
+                    reads.host_start = record.end - num_tokens
                 num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
                 begin, since = time.perf_counter(), begin
                 start, seconds = record.end - num_tokens, begin - since

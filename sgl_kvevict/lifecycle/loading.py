@@ -99,7 +99,7 @@ class Loading(Part):
         for request in queue[:READ_AHEAD]:
             waiting = self._waiting.get(request)
             if waiting is not None and not waiting.is_begun:
-                self._begin(waiting)
+                self._begin(request, waiting)
         there = {request: self._waiting[request] for request in queue[:MAX_LOOKED_AT] if request in self._waiting}
         still = set()
         for (request, waiting), answer in zip(there.items(), self._agree(list(there.values())), strict=True):
@@ -107,15 +107,15 @@ class Loading(Part):
                 still.add(request)
             elif waiting.is_begun:
                 del self._waiting[request]
-                self._end(waiting, answer)
+                self._end(request, waiting, answer)
         return still
 
-    def _begin(self, waiting: Waiting) -> None:
+    def _begin(self, request: Any, waiting: Waiting) -> None:
         """Start a fetch if the store may have more of a prompt than the tree and the host."""
         waiting.is_begun = True
         prompt = waiting.prompt
         if self._host is not None:
-            self._host.load(prompt)
+            self._host.load(request, prompt)
         with self._guard.at(Place.STORE):
             waiting.fetch = self._reader.start(self._adoption.wanted(prompt, self._access.identity))
 
@@ -142,7 +142,7 @@ class Loading(Part):
             return Answer.HERE
         return Answer.LATE if self._reader.is_late(waiting.fetch) else Answer.COMING
 
-    def _end(self, waiting: Waiting, answer: Answer) -> None:
+    def _end(self, request: Any, waiting: Waiting, answer: Answer) -> None:
         """Place what was fetched for a request that waits no longer, or report why there is nothing."""
         if waiting.fetch is None:
             return
@@ -152,16 +152,19 @@ class Loading(Part):
             self._table.listener.tell(LoadFailed("error", error))
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
-                self._place(waiting.fetch.records, waiting.prompt)
+                self._place(request, waiting.fetch.records, waiting.prompt)
         else:
             self._reader.abandon(waiting.fetch)
 
-    def _place(self, records: Sequence[SegmentRecord], prompt: Prompt) -> None:
+    def _place(self, request: Any, records: Sequence[SegmentRecord], prompt: Prompt) -> None:
+        reads = self._readers[request]
         for record in records:
             num_tokens = self._adoption.place(record, prompt)
             if num_tokens == 0:
                 self._table.listener.tell(LoadFailed("no-place"))
                 continue
+            if reads.store_start is None:
+                reads.store_start = record.end - num_tokens
             self._table.listener.tell(Loaded(short_key(record.key), record.end - num_tokens, record.end))
 
 

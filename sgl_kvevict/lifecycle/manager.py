@@ -131,11 +131,16 @@ class PrefixManager:
 
     # ---- events of requests -----------------------------------------------------------------------------------
 
-    def matched(self, reader: Reader) -> ReaderRecord:
-        """A request matches its prompt, possibly not for the first time, and is about to be prefilled."""
+    def matched(self, reader: Reader, *, is_cached: bool = True) -> ReaderRecord:
+        """A request matches its prompt, possibly not for the first time, and is about to be prefilled.
+
+        Without ``is_cached`` nothing that it computes will be in the tree: nothing is observed, because nothing of it
+        can be compressed.
+        """
         record = self.readers[reader]
         record.is_live = True
-        if self.compressor is not None:
+        record.observation = None
+        if self.compressor is not None and (is_cached or record.is_pass):
             record.observation = self.compressor.new_observation()
         return record
 

@@ -114,20 +114,16 @@ class PassPort(Protocol):
         """Limit (exclusive) of a pass's tokens, prefix included."""
 
     @property
-    def num_users(self) -> int:
-        """Users' requests that wait for admission or run; the same on every rank."""
+    def now(self) -> float:
+        """Seconds of a monotonic clock; each rank has its own."""
 
     @property
-    def was_prefill(self) -> bool:
-        """Whether the last step was a prefill while other requests were decoding."""
+    def has_users(self) -> bool:
+        """Whether requests other than passes wait for admission or run; the same on every rank."""
 
     @property
-    def num_turns(self) -> int:
-        """Turns of a spinning scheduler that the time since the last turn stands for; the same on every rank."""
-
-    @property
-    def quiet_turns(self) -> int:
-        """Turns of the scheduler without a user (some tenth of a second) before the server counts as idle."""
+    def has_waiting(self) -> bool:
+        """Whether requests other than passes wait for admission; the same on every rank."""
 
     @property
     def is_paused(self) -> bool:

@@ -21,7 +21,10 @@ class ReaderRecord:
         is_exact: it must read no compressed entry (``exact``).
         is_long: its prompt is longer than the pool, and its chunks shrink while it is prefilled.
         is_loaded: what the host has of its prompt was loaded; since then it was not released.
-        observation: of its prefill; None before, and once the complete prompt was dealt with.
+        host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
+        store_start: the same of the store, which has what neither pool nor host had.
+        observation: of its prefill; None before, once the complete prompt was dealt with, and if nothing of it will be
+            cached.
         suffix: its generated tokens and their compression; None: they are not compressed.
     """
 
@@ -30,6 +33,8 @@ class ReaderRecord:
     is_long: bool = False
     is_pass: bool = False
     is_loaded: bool = False
+    host_start: int | None = None
+    store_start: int | None = None
     observation: PromptObservation | None = None
     suffix: Generated | None = None
 
@@ -37,6 +42,12 @@ class ReaderRecord:
     def is_complete(self) -> bool:
         """Whether the whole prompt was prefilled, and :meth:`PrefixManager.prompt_complete` is due."""
         return self.observation is not None and self.observation.is_complete
+
+    def sources(self, num_tokens: int) -> tuple[int, int, int]:
+        """How many of the first ``num_tokens`` tokens, which it has found, came from pool, host and store."""
+        store_start = num_tokens if self.store_start is None else min(self.store_start, num_tokens)
+        host_start = store_start if self.host_start is None else min(self.host_start, store_start)
+        return host_start, store_start - host_start, num_tokens - store_start
 
 
 class ReaderTable:

@@ -132,15 +132,13 @@ class PrefixScoring(Part):
         """Start the next pass or layer of a lesson if it is time; return the result of a completed lesson."""
         if self._pass is not None:
             self._check_pass(self._pass, passes)
+        has_pass = self._pass is not None
+        num_tokens = self._pacing.turn(passes.now, has_users=passes.has_users, has_pass=has_pass)
+        if has_pass or not len(self.jobs):
             return None
-        if not len(self.jobs) or passes.is_paused:
-            return None
-        num_tokens = self._pacing.step(
-            passes.num_users,
-            is_counted=not passes.was_prefill,
-            num_turns=passes.num_turns,
-            quiet_turns=passes.quiet_turns,
-        )
+        if passes.is_paused or passes.has_waiting:
+            num_tokens = 0
+        num_tokens = -self._tree.largest(-num_tokens)  # each rank has a clock of its own; all must allow it
         if num_tokens == 0:
             return None
         job = self.jobs.next(self._teaches)
@@ -165,6 +163,7 @@ class PrefixScoring(Part):
         """Take a waiting pass out of the queue; its job gets another pass later."""
         if self._pass is not None and passes.state(self._pass) is PassState.WAITING:
             passes.withdraw(self._pass)
+            self._pacing.withdrawn()
             self.let_go()
 
     def let_go(self) -> None:
@@ -189,13 +188,13 @@ class PrefixScoring(Part):
             self._end(job, JobEvent.DROPPED)
 
     def _check_pass(self, reader: Reader, passes: PassPort) -> None:
-        """Handle a pass that was taken out of the queue elsewhere; withdraw one whose prefix is gone."""
+        """Handle a pass that was taken out of the queue elsewhere; withdraw one whose prefix is gone, or for a user."""
         state = passes.state(reader)
         if state is PassState.GONE:
             self._pass = None
             if self._job is not None:
                 self._end(self._job, JobEvent.ABORTED)
-        elif state is PassState.WAITING and self._job is None:
+        elif state is PassState.WAITING and (self._job is None or passes.has_waiting):
             self.withdraw(passes)
 
     # ---- events of jobs ---------------------------------------------------------------------------------------
@@ -293,7 +292,7 @@ class PrefixScoring(Part):
         job.started = time.perf_counter()
         self._pass, self._job = passes.start(job.node, probe), job
         self._readers[self._pass].is_pass = True
-        self._pacing.started(len(probe))
+        self._pacing.started(num_tokens)
 
     def _count_pass(self, job: ScoringJob) -> None:
         observation, probes = job.observation, job.probes

@@ -39,7 +39,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
     ranks = TensorRanks(ctx.params.attn_tp_cache_group)
     free = int(free_host_gib() * GIB) // ServerSettings.read().ranks_per_host
     block_bytes = BLOCK_SLOTS * packer.slot_bytes
-    wanted = config.host_bytes
+    wanted: int | None = config.host_bytes
     if wanted is not None and not block_bytes <= wanted <= free:
         raise UnsupportedSetupError(
             [f"host_bytes: got {wanted}; allowed here: 0 (off), or {block_bytes} to {free} on each rank (free memory)"]

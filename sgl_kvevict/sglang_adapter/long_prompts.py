@@ -37,7 +37,7 @@ class LongPromptAdmission:
     Attributes:
         limit: prompts with at least so many tokens are long (SGLang's own limit).
         prefilling: the long prompt whose chunks are being computed; others are admitted after its last chunk.
-        is_parked: there was no room for its next chunk.
+        is_parked: in this turn there was no room for its next chunk.
     """
 
     plan: LongPrompts
@@ -104,6 +104,8 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
     assert tree.compressor is not None
     plan, most = admission.plan, admission.limit - 1
     got = f"input_ids: got {num_tokens} tokens, more than the pool's {plan.num_slots} token slots"
+    if req.skip_radix_cache_insert:
+        return f"{got}, with {why_uncached(req)}; allowed: at most {most}, because nothing of it is cached, or shrinks"
     if tree.manager.readers[req].is_exact:
         return f"{got}, with exact; allowed: at most {most}, because an exact request reads nothing compressed"
     if num_tokens > plan.longest():
@@ -123,6 +125,13 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
     tree.manager.readers[req].is_long = True
     tree.compressor.is_short = True
     return None
+
+
+def why_uncached(req: Req) -> str:
+    """The field of a request for which SGLang caches nothing of it."""
+    if req.positional_embed_overrides is not None:
+        return "positional_embed_overrides"
+    return f"bootstrap_host {req.bootstrap_host!r}"
 
 
 def around_check(
@@ -193,7 +202,8 @@ def after_admission(result: Any, scheduler: Scheduler, *_args: object, **_kwargs
         return
     req = scheduler.chunked_req
     admission.prefilling = req if is_long(scheduler.tree_cache, req) else None
-    if admission.prefilling is None or not admission.is_parked:
+    was_parked, admission.is_parked = admission.is_parked, False  # a turn that tries no chunk says nothing about room
+    if admission.prefilling is None or not was_parked:
         return
     if result.batch_to_run is None and result.running_batch.is_empty():
         logger.error("kvevict: request %s: %s", req.rid, STUCK)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_kvevict.lifecycle.nodes import key_of, namespace_of, path_to
 from sgl_kvevict.lifecycle.ports import PassState
-from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
     from transformers import PreTrainedTokenizerBase
-
-QUIET_TURNS = 500
-"""Idle turns of a spinning scheduler: 0.14 s at the 3,500 turns per second measured on a busy CPU."""
-TURNS_OF_MESSAGE = 50
-"""Turns that an idle turn of a sleeping scheduler (``--sleep-on-idle``) stands for if a message ended it: the next
-request may follow a question about the server's state at once. Without a message it took 1 s: ``QUIET_TURNS``."""
 
 _NUMBERS = itertools.count(1)
 
@@ -36,9 +31,8 @@ class SchedulerPasses:
     and inserts nothing, so exactly its own slots are released.
     """
 
-    def __init__(self, scheduler: Scheduler, *, has_messages: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._has_messages = has_messages
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -52,49 +46,39 @@ class SchedulerPasses:
         return int(self._scheduler.max_req_input_len)
 
     @property
-    def num_users(self) -> int:
-        """Number of distinct waiting or running requests; only called while no pass waits or runs.
+    def now(self) -> float:
+        """Seconds of this process's monotonic clock."""
+        return time.monotonic()
+
+    @property
+    def has_users(self) -> bool:
+        """Whether a user's request waits, runs, or compiles its grammar.
 
         Users of the last batch count once more when they have finished: with the overlap schedule the turn after
         their last step may process another one, and does not sleep. With data-parallel attention a rank without
-        requests takes part in every step of the others: that is one user.
+        requests takes part in every step of the others: it counts as having users.
         """
         scheduler = self._scheduler
+        if self.has_waiting or any(map(self._is_users, scheduler.grammar_manager.grammar_queue)):
+            return True
         batch = scheduler.last_batch
-        last = set(batch.reqs) if batch else set()
-        num_admitted = sum(
-            not req.finished() or (req in last and not req.rid.startswith(scheduler.tree_cache.pass_name))
-            for req in set(admitted(scheduler))
-        )
-        own = len(scheduler.waiting_queue) + num_admitted
-        return own or int(batch is not None and batch.forward_mode.is_idle())
+        if batch is not None and (batch.forward_mode.is_idle() or any(map(self._is_users, batch.reqs))):
+            return True
+        return any(self._is_users(req) and not req.finished() for req in admitted(scheduler))
 
     @property
-    def was_prefill(self) -> bool:
-        """Whether the last batch was a prefill that delayed decoding requests."""
-        last = self._scheduler.last_batch
-        return last is not None and last.forward_mode.is_extend() and bool(self._scheduler.running_batch.reqs)
+    def has_waiting(self) -> bool:
+        """Whether a user's request is in the queue."""
+        return any(map(self._is_users, self._scheduler.waiting_queue))
 
-    @property
-    def num_turns(self) -> int:
-        """Turns of a spinning scheduler that the last idle one stands for.
-
-        All ranks get the same messages. Read from the setting, because only the first rank has ``idle_sleeper``.
-        """
-        if not published("sleep_on_idle"):
-            return 1
-        return TURNS_OF_MESSAGE if self._has_messages else QUIET_TURNS
-
-    @property
-    def quiet_turns(self) -> int:
-        """Turns without users before the server counts as idle; all ranks make the same number of turns."""
-        return QUIET_TURNS
+    def _is_users(self, req: Req) -> bool:
+        """Whether a request is neither a pass nor a probe of the server's health, of which some come every second."""
+        return not req.rid.startswith((self._scheduler.tree_cache.pass_name, HEALTH_CHECK_RID_PREFIX))
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing may be started. Agreed between ranks: each ends its wait for a flush by its own clock."""
-        is_flushing = self._scheduler.flush_wrapper._pending is not None
-        return bool(self._scheduler._engine_paused) or self._scheduler.tree_cache.ranks.largest(is_flushing) > 0
+        """Whether nothing may be started; may differ between ranks: each ends its wait for a flush by its own clock."""
+        return bool(self._scheduler._engine_paused) or self._scheduler.flush_wrapper._pending is not None
 
     def start(self, node: UnifiedTreeNode, probe: Sequence[int]) -> Req:
         """Queue a complete request directly, bypassing the checks and limits for clients."""
@@ -148,11 +132,11 @@ def admitted(scheduler: Scheduler) -> list[Req]:
     return found if scheduler.chunked_req is None else [*found, scheduler.chunked_req]
 
 
-def after_ingest(received: Sequence[object], scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
+def after_ingest(_received: Sequence[object], scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
     """Hook after SGLang took in new requests: runs once per turn of the loop, between two steps."""
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree):
         tree.clock.tick()
-        result = tree.manager.between_steps(SchedulerPasses(scheduler, has_messages=bool(received)))
+        result = tree.manager.between_steps(SchedulerPasses(scheduler))
         if result is not None and tree.distilling is not None:
             tree.distilling.learned(result)

@@ -15,7 +15,7 @@ from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.probes import question_probes
 from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.adapters import namespace_of_request
-from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error
+from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error, why_uncached
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -61,6 +61,9 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
         _check_namespace(req, tree)
         options = parse_request_options(req.sampling_params.custom_params, config)
         if options is not None:
+            if options.warm and req.skip_radix_cache_insert:
+                why = f"nothing of a request with {why_uncached(req)} is cached"
+                raise ConfigError(f"custom_params.{REQUEST_KEY}.warm: got True; allowed: False, because {why}")
             _check_questions(options, req, scheduler, tree, config)
             if options.exact:
                 tree.manager.readers[req].is_exact = True

@@ -141,8 +141,9 @@ def after_queueing(
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
     if loading is None or is_retracted or req.lora_id is not None or req.to_finish is not None:
         return
-    if not tree.manager.readers[req].is_exact:
-        loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
+    if req.positional_embed_overrides is not None or tree.manager.readers[req].is_exact:
+        return  # of the former SGLang matches nothing
+    loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 
 
 def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.adoption import Prompt
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import NamespaceKey, namespace_of, path_to, tokens_of
+from sgl_kvevict.lifecycle.readers import ReaderRecord
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions, parse_request_options
@@ -316,15 +317,19 @@ class KVEvictTree(UnifiedRadixCache):
         learned only tokens whose queries are seen can shrink, so a prompt longer than the pool computes others again.
         """
         req, key = params.req, self._pairs(params.key)
+        record = None
         if req is not None:
             self.port.adapters.note(req)
-            record = self.manager.matched(req)
+            record = self.manager.matched(req, is_cached=not req.skip_radix_cache_insert)
             if record.is_exact and self._blocking.begins_compressed(key):
                 key = key[:0]
             elif record.is_long and self.compressor is not None and not self.compressor.has_learned:
                 key = key[: self._blocking.num_compressed(key)]
         key = self._allowed(key)
-        return super().match_prefix(params if key is params.key else replace(params, key=key))
+        result = super().match_prefix(params if key is params.key else replace(params, key=key))
+        if record is not None:
+            _tell_sources(req, record, result.device_prefix_len)
+        return result
 
     def touch_prefix(self, key: RadixKey) -> None:
         """Touch as stock, up to the first blocking node: SGLang splits a node where the key ends."""
@@ -468,3 +473,15 @@ def _keeps_own_chunks(req: Req, up_to: int) -> bool:
     and the next chunk's log-probabilities would be computed from that.
     """
     return bool(req.return_logprob and 0 <= req.logprob_start_len < up_to < len(req.origin_input_ids))
+
+
+def _tell_sources(req: Req, record: ReaderRecord, num_tokens: int) -> None:
+    """Set what SGLang reports as ``cached_tokens_details`` of a request that was loaded from the host or the store.
+
+    Of the tokens found at the first admission, as in SGLang, which does not report again after a retraction.
+    """
+    is_loaded = record.host_start is not None or record.store_start is not None
+    if is_loaded and not req.retracted_stain and req.already_computed == 0:
+        found = record.sources(num_tokens)
+        req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage = found
+        req._cache_breakdown_computed = True

@@ -53,6 +53,22 @@ def test_what_was_dropped_is_found_again_with_the_same_answers(server):
     assert_nothing_leaked(server)
 
 
+def test_clients_are_told_that_it_came_from_the_hosts_memory(server):
+    """The first to ask is; the second finds it in the pool."""
+    document = numbers(TOKENS, 0)
+    body = {"input_ids": [*document, 5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+    for seed in range(30, 36):  # push it out
+        generate(server, numbers(TOKENS, seed) + numbers(16, 98), 1)
+    before = idle_state(server)["moved_in_tokens"]
+    reply = json.loads(server.post("/generate", body))["meta_info"]
+    loaded = idle_state(server)["moved_in_tokens"] - before
+    details = reply["cached_tokens_details"]
+    assert loaded > 0 and details["host"] == loaded and "storage" not in details
+    assert details["device"] + details["host"] == reply["cached_tokens"]
+    again = json.loads(server.post("/generate", body))["meta_info"]
+    assert again["cached_tokens_details"]["host"] == 0 and again["cached_tokens"] >= TOKENS
+
+
 def test_other_tenants_and_exact_requests_find_nothing(server):
     document = numbers(TOKENS, 0)
     assert ask(server, document, "tenant")[1] == 0

@@ -19,7 +19,7 @@ from sgl_kvevict.measure import plugin_state, wait_until_scored
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
-CONFIG = {"policy": "reconstruction", "min_prefix_tokens": 48, "tail_tokens": 16, "pass_share": 0.02}
+CONFIG = {"policy": "reconstruction", "min_prefix_tokens": 48, "tail_tokens": 16, "pass_share": 0.2}
 NUM_CLIENTS = 4
 LONG_ANSWER = 600
 

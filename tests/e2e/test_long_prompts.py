@@ -102,11 +102,31 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_answered(server):
     refused = {
         "allowed: at most 2": ask(server, prompt(9 * POOL, seed=2)),
         "with exact; allowed: at most 393": ask(server, long, sampling={"custom_params": {"kvevict": {"exact": True}}}),
+        "with bootstrap_host '2.2.2.2'; allowed: at most 393": ask(server, long, bootstrap_host="2.2.2.2"),
         "with logprob_start_len 0; allowed: at least 10": ask(server, long, return_logprob=True, logprob_start_len=0),
     }
     for message, (status, error) in refused.items():
         assert status == 400 and message in error["error"]["message"], error
     assert ask(server, long, return_logprob=True)[0] == 200
+
+
+def test_requests_of_which_nothing_is_cached_are_served_and_harm_nobody(server):
+    """Twenty at once in a pool that holds two, so that some are retracted, beside ordinary ones; then one too long."""
+    cached = prompt(200, seed=70)
+    assert ask(server, cached)[0] == 200
+    lengths = [150 + 5 * i for i in range(20)]
+    fields = [{"bootstrap_host": "2.2.2.2"}, {"bootstrap_host": "2.2.2.2"}, {}]
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        jobs = [pool.submit(ask, server, prompt(n, 71 + n), 60, **fields[n // 5 % 3]) for n in lengths]
+        answers = [job.result() for job in jobs]
+    assert [(status, len(answer["output_ids"])) for status, answer in answers] == [(200, 60)] * len(lengths)
+    before = idle_state(server)
+    assert ask(server, prompt(int(1.5 * POOL), seed=72), bootstrap_host="2.2.2.2")[0] == 400
+    after = idle_state(server)
+    names = ("compressions", "squeezes", "dropped_spans", "free_slots")
+    assert [after[name] for name in names] == [before[name] for name in names]
+    assert ask(server, cached, num_new=0, bootstrap_host="2.2.2.2")[0] == 200
+    assert_nothing_leaked(server)
 
 
 def test_several_at_once_and_others_beside_them(server):

@@ -228,15 +228,14 @@ class FakePasses:
     """Implements the scheduler's port.
 
     Attributes:
+        now: seconds; they pass only if a test says so, so a server without users is idle from its start.
         started: passes, as (last node of the prefix, probe).
     """
 
     tokenizer = None
     room = 1000
-    num_users = quiet_turns = 0
-    num_turns = 1
-    was_prefill = False
-    is_paused = False
+    now = 0.0
+    has_users = has_waiting = is_paused = False
 
     def __init__(self, tree: FakeTree) -> None:
         self.tree = tree

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -170,6 +171,12 @@ class Harness:
         custom_params = None if options is None else {"kvevict": options}
         sampling = SamplingParams(max_new_tokens=8, temperature=0, custom_params=custom_params)
         return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key, lora_id=lora_id)
+
+    def uncached_request(self, tokens: list[int], options: dict | None = None) -> Req:
+        """Create a request that SGLang puts nothing of into the tree: what its client gives as ``bootstrap_host``."""
+        req = self.request(tokens, options=options)
+        req.bootstrap_host, req.skip_radix_cache_insert = FAKE_BOOTSTRAP_HOST, True
+        return req
 
     def admit(self, req: Req) -> bool:
         """Match and lock a request; False if no row is free."""

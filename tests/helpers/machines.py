@@ -56,9 +56,11 @@ class CacheMachine(RuleBasedStateMachine):
         max_new_tokens=st.sampled_from([1, 8, 8]),
         first_chunk=st.sampled_from([0, 5, 20, 200, 200, 200]),
         rid=st.sampled_from(["same", "kvevict-pass-1", "other"]),
+        is_cached=st.sampled_from([True, True, True, False]),
     )
-    def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk, rid):
+    def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk, rid, is_cached):
         req = self.harness.request(base[:shared] + suffix, extra_key)
+        req.skip_radix_cache_insert = not is_cached
         req.rid = rid  # clients choose names, also ones that are in use
         req.sampling_params.max_new_tokens = max_new_tokens
         self._admit(req, first_chunk)

@@ -26,21 +26,29 @@ class Letters:
         return "".join("." if token == self.FULL_STOP else "a" for token in tokens)
 
 
-class NoQuietTurns(SchedulerPasses):
-    """The first turn without a user counts as idle."""
+TURN_S = 0.0625
+"""Seconds of a turn of the loop: exact in binary, so that tests can count turns."""
 
-    num_turns = 1
-    quiet_turns = 0
+
+class CountedTurns(SchedulerPasses):
+    """Its clock goes by turns."""
+
+    @property
+    def now(self) -> float:
+        now: float = self._scheduler.now
+        return now
 
 
 class MiniScheduler:
     """Lets the tree start passes, and runs them."""
 
-    port = NoQuietTurns
+    port = CountedTurns
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
+        self.now, self.turn_s = 0.0, TURN_S
         self.waiting_queue: list[object] = []
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.tokenizer = Letters()
         self.model_config = SimpleNamespace(hf_eos_token_id={0}, vocab_size=64)
         self.max_req_input_len = 500
@@ -63,6 +71,7 @@ class MiniScheduler:
 
     def turn(self) -> None:
         """One turn of the loop, in which nothing is run."""
+        self.now += self.turn_s
         result = self.harness.tree.manager.between_steps(self.port(self))
         if result is not None:
             self.results.append(result)

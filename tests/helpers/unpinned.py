@@ -22,6 +22,6 @@ def ignoring_pins(make: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-torch.Tensor.pin_memory = lambda self, *_args: self
+torch.Tensor.pin_memory = lambda self, *_args: self  # type: ignore[method-assign]
 for name in ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like", "arange"):
     setattr(torch, name, ignoring_pins(getattr(torch, name)))

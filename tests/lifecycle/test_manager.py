@@ -248,6 +248,17 @@ def test_what_becomes_of_a_job(happens, outcome):
     assert tree.manager.scoring.jobs.outcomes == {ticket_digest(TICKET): outcome}
 
 
+def test_a_request_that_will_not_be_cached_is_not_observed():
+    """Nothing would ever use what was seen, and end it."""
+    tree, _ = cache(needs_passes=True)
+    node = tree.add(20)
+    tree.release(tree.prompt(node))
+    reader = tree.reader(node)
+    assert tree.manager.matched(reader, is_cached=False).observation is None
+    assert tree.manager.chunk_observed(reader, node, 20, 24, 24) == []
+    assert tree.manager.readers[reader].is_live
+
+
 def test_new_weights_leave_nothing_to_do():
     tree, _ = cache(needs_passes=True)
     passes = FakePasses(tree)

@@ -27,6 +27,12 @@ def serve(harness, tokens, extra_key=None) -> int:
     return found
 
 
+def found_by_source(req) -> tuple[int, int, int]:
+    """What SGLang tells its client: tokens from the pool, the host and the store."""
+    assert req._cache_breakdown_computed
+    return req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
+
+
 def totals(harness):
     return harness.tree.manager.listener.totals
 
@@ -51,6 +57,32 @@ def test_what_was_dropped_comes_back_in_the_step_that_admits_a_prompt(splittable
     assert totals(harness).moved_in_segments == 4 and totals(harness).moved_in_tokens == 4 * 56
     assert totals(harness).moved_in_seconds > 0
     assert not any(harness.tree.guard.errors.values())
+
+
+def test_clients_are_told_what_came_from_the_hosts_memory():
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    in_pool = harness.request([*DOCUMENTS[0], 1, 1])
+    assert harness.admit(in_pool)
+    # Nothing of it was loaded: SGLang's own count stands.
+    assert not in_pool._cache_breakdown_computed
+    harness._cancel(in_pool)
+    drop_all(harness)
+    from_host = harness.request([*DOCUMENTS[0], 1, 1])
+    for _ in range(2):  # the first time it waits for a row
+        assert harness.admit(from_host)
+        assert found_by_source(from_host) == (0, 56, 0)
+        harness._cancel(from_host)
+    assert harness.admit(from_host) and harness.prefill(from_host)
+    later = harness.request([*DOCUMENTS[0][:30], 9, 9])
+    assert harness.admit(later) and later.prefix_len == 30 and not later._cache_breakdown_computed
+    harness._cancel(later)
+    from_host.already_computed = 58
+    harness.retract(from_host)
+    from_host.retracted_stain = True
+    drop_all(harness)
+    assert harness.admit(from_host)
+    assert found_by_source(from_host) == (0, 56, 0)  # what it was told before
 
 
 def test_without_the_hosts_memory_it_is_computed_again():

@@ -11,7 +11,12 @@ from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.long_machine import CONFIG
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.sglang_adapter.long_prompts import admission_of, after_chunked_prefill, around_request_level
+from sgl_kvevict.sglang_adapter.long_prompts import (
+    admission_of,
+    after_admission,
+    after_chunked_prefill,
+    around_request_level,
+)
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED
 
@@ -205,6 +210,22 @@ def test_one_that_is_stuck_is_aborted_with_an_error(monkeypatch):
     prefill(scheduler, other)
 
 
+def test_a_turn_that_tries_no_chunk_aborts_nobody():
+    """An earlier turn found no room, beside requests that have gone since."""
+    scheduler = serve()
+    req = submit(scheduler, text(2 * POOL))
+    scheduler.round()
+    admission = admission_of(scheduler.token_to_kv_pool_allocator)
+    idle = SimpleNamespace(batch_to_run=None, running_batch=SimpleNamespace(is_empty=lambda: True))
+    beside = SimpleNamespace(batch_to_run=None, running_batch=SimpleNamespace(is_empty=lambda: False))
+    admission.is_parked = True
+    after_admission(beside, scheduler)
+    after_admission(idle, scheduler)
+    assert scheduler._pending_chunked_abort_req is None
+    prefill(scheduler, req)
+    assert not scheduler.aborted
+
+
 @pytest.mark.parametrize("ends", ["retract", "abort"])
 def test_chunks_of_one_that_stops_in_the_middle_are_found_again(ends):
     scheduler = serve()
@@ -280,10 +301,42 @@ def test_what_cannot_be_served_is_refused_with_the_numbers():
     exact = harness.request(text(2 * POOL))
     scheduler.tree_cache.manager.readers[exact].is_exact = True
     assert f"with exact; allowed: at most {POOL - 7}" in scheduler.submit(exact)
+    uncached = harness.uncached_request(text(2 * POOL))
+    assert f"with bootstrap_host '2.2.2.2'; allowed: at most {POOL - 7}, because" in scheduler.submit(uncached)
+    uncached.positional_embed_overrides = object()
+    assert f"with positional_embed_overrides; allowed: at most {POOL - 7}," in scheduler.submit(uncached)
+    assert not scheduler.tree_cache.manager.readers[uncached].is_long and scheduler.queue == []
     with_logprobs = harness.request(text(2 * POOL))
     with_logprobs.return_logprob, with_logprobs.logprob_start_len = True, 0
     room = POOL - 2 - 8 - scheduler.plan.slots_at_peak(2 * POOL)
     assert f"with logprob_start_len 0; allowed: at least {2 * POOL - room}," in scheduler.submit(with_logprobs)
+
+
+@pytest.mark.parametrize("has_learned", [True, False])
+def test_prompts_that_are_never_cached_are_served_beside_others_and_leave_nothing(has_learned):
+    """Twenty of most of the pool, some retracted in the middle, beside one that is longer than the pool."""
+    scheduler = serve(has_learned=has_learned)
+    harness = scheduler.harness
+    long = submit(scheduler, text(2 * POOL))
+    prefill(scheduler, long)
+    harness.finish(long)
+    for seed in range(20):
+        req = harness.uncached_request(text(POOL - 40 - seed, seed + 1))
+        assert scheduler.submit(req) is None
+        for _ in range(seed % 3):
+            scheduler.round()
+        if req in harness.live and seed % 2:
+            harness.retract(req)
+            scheduler.chunked_req = None
+            scheduler.queue.insert(0, req)
+        prefill(scheduler, req)
+        assert harness.tree.manager.readers[req].observation is None
+        harness.decode(req)
+        harness.finish(req)
+    assert not scheduler.aborted and not any(harness.tree.guard.errors.values())
+    assert harness.allocator.available_size() + harness.tree.evictable_size() == POOL
+    again = submit(scheduler, text(2 * POOL))
+    prefill(scheduler, again)
 
 
 def test_tokens_with_log_probabilities_stay_out_of_the_cache_until_the_prompt_is_complete():

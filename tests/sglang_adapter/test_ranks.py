@@ -13,11 +13,12 @@ import torch
 from torch import distributed
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
-from helpers.passes import MiniScheduler
+from helpers.passes import TURN_S, MiniScheduler
 from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.lifecycle.pacing import QUIET_S
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
@@ -179,6 +180,33 @@ def test_no_rank_starts_a_pass_while_another_waits_for_a_flush():
         return [*waiting, len(scheduler.waiting_queue)]
 
     assert on_two_ranks(run) == [[0, 0, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("has_users", [False, True])
+def test_a_pass_starts_when_the_clocks_of_all_ranks_allow_it(has_users):
+    """Also after users have met a pass, and beside them."""
+
+    def run(rank, group):
+        harness = cache_of_rank(rank, group, needs_passes=True)
+        scheduler = MiniScheduler(harness)
+        scheduler.turn_s *= 3 if rank else 1
+        user = harness.request([1, 2, 3])
+        harness.finish(harness.run(DOCUMENTS[0], options={"warm": True}))
+        starts = []
+        for turn in range(400):
+            scheduler.running_batch.reqs = [user] if turn % 120 < 3 or (has_users and turn > 120) else []
+            scheduler.turn()
+            if scheduler.waiting_queue:
+                starts.append(turn)
+                scheduler.waiting_queue.clear()  # it is gone, and its job with it
+                scheduler.turn()
+                harness.finish(harness.run([9, turn % 7, *DOCUMENTS[0][2:]], options={"warm": True}))
+        return starts, scheduler.now
+
+    (starts, now), (others, others_now) = on_two_ranks(run)
+    assert starts == others and others_now == 3 * now
+    assert starts[0] == 3 + QUIET_S / TURN_S - 1  # by the slow clock
+    assert len(starts) > 3
 
 
 @pytest.mark.parametrize(

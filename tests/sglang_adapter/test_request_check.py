@@ -35,6 +35,7 @@ def refusals(custom_params, needs_passes=True, tokenizer=None, **fields) -> list
         sampling_params=SamplingParams(custom_params=custom_params),
         return_logprob=False,
         logprob=SimpleNamespace(),
+        skip_radix_cache_insert=False,
         set_finish_with_abort=lambda reason, _: reasons.append(reason),
     )
     scheduler = SimpleNamespace(
@@ -109,6 +110,18 @@ def test_a_server_with_stock_s_cache_is_left_alone():
 def test_beams_are_refused_by_our_cache_only():
     assert around_beams(lambda *_: None, SimpleNamespace(tree_cache=Harness().tree), object()) == BEAMS
     assert around_beams(lambda *_: "stock's", SimpleNamespace(tree_cache=object()), object()) == "stock's"
+
+
+@pytest.mark.parametrize("options", [WARM, {**WARM, "questions": ["a"]}])
+def test_a_prefix_that_is_never_cached_cannot_be_warmed(options):
+    """Its ticket would never be told."""
+    harness = Harness(policy=PseudoRandomPolicy(needs_passes=True))
+    reason = refusal(MiniScheduler(harness), harness.tree, harness.uncached_request([1, 2], options={**options}))
+    assert reason == (
+        "custom_params.kvevict.warm: got True; allowed: False, because nothing of a request with "
+        "bootstrap_host '2.2.2.2' is cached"
+    )
+    assert refusal(MiniScheduler(harness), harness.tree, harness.uncached_request([1, 2])) is None
 
 
 @pytest.mark.parametrize("limit", [1, 2])

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
-from helpers.passes import Letters, MiniScheduler
+from helpers.passes import TURN_S, Letters, MiniScheduler
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.lifecycle.pacing import BUSY_TOKENS
+from sgl_kvevict.lifecycle.pacing import ASSUMED_PASS_S, BUSY_TOKENS, QUIET_S
 from sgl_kvevict.lifecycle.probes import REPEAT
 from sgl_kvevict.lifecycle.scoring import ANSWER_REACH
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter import passes
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, TURNS_OF_MESSAGE, SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TICKET = "a-random-text-of-the-asker"
@@ -143,46 +142,107 @@ def turns_until_a_pass(scheduler, num_others):
     raise AssertionError("no pass was started")
 
 
-@pytest.mark.parametrize("users", ["wait", "run", "are prefilled", "are in the middle of a prefill"])
-def test_beside_users_passes_take_a_share_of_the_steps(users):
+BUSY_TURNS = math.ceil(ASSUMED_PASS_S * (1 / 0.2 - 1) / TURN_S) + 1
+"""Turns until the first pass of a server with ``pass_share=0.2`` that is never idle."""
+
+
+@pytest.mark.parametrize("users", ["run", "are prefilled", "are in the middle of a prefill"])
+def test_beside_users_passes_take_a_share_of_the_time(users):
     harness, scheduler = cache(pass_share=0.2, scoring_pass_tokens=200, num_slots=900)
     harness.finish(harness.run([i % 251 for i in range(220)], options={"warm": True}))
     user = harness.request(DOCUMENT)
-    waiting = [user] if users == "wait" else []
-    scheduler.waiting_queue += waiting
     scheduler.running_batch.reqs = [user] if users == "run" else []
     extend = SimpleNamespace(reqs=[user], forward_mode=ForwardMode.EXTEND)
     scheduler.last_batch = extend if users == "are prefilled" else None
     scheduler.chunked_req = user if users == "are in the middle of a prefill" else None
-    assert turns_until_a_pass(scheduler, len(waiting)) == 5
+    assert turns_until_a_pass(scheduler, 0) == BUSY_TURNS
     scheduler.turn()
-    assert len(scheduler.waiting_queue) == len(waiting) + 1  # one pass at a time
-    scheduler.waiting_queue = scheduler.waiting_queue[len(waiting) :]
+    assert len(scheduler.waiting_queue) == 1  # one pass at a time
     assert scheduler.run_pass()
-    scheduler.waiting_queue += waiting
     lead = len(Letters().encode(REPEAT + "\n\n", False))
     assert len(scheduler.passes[0].origin_input_ids) == 220 + lead + BUSY_TOKENS
-    for _ in range(5):
+    for _ in range(3):
         scheduler.turn()
-    assert scheduler.waiting_queue == waiting
+    assert scheduler.waiting_queue == []
     user.finished_reason = FINISH_ABORT()
-    scheduler.waiting_queue.clear()
     scheduler.last_batch = None
+    scheduler.now += QUIET_S
     assert scheduler.run_pass()  # nobody is left to wait for
     assert len(scheduler.passes[1].origin_input_ids) == 220 + lead + 220 - BUSY_TOKENS
     assert not scheduler.run_pass() and len(spans(harness)) == 1
 
 
-def test_prefills_of_users_are_not_counted_while_others_decode():
-    harness, scheduler = cache(pass_share=0.5)
+def test_no_pass_starts_while_a_request_waits_and_a_waiting_one_makes_room():
+    harness, scheduler = cache(pass_share=1.0)
     harness.finish(harness.run(DOCUMENT, options=WARM))
-    scheduler.running_batch.reqs = [harness.request(DOCUMENT)]
-    scheduler.last_batch = SimpleNamespace(reqs=[], forward_mode=ForwardMode.EXTEND)
-    for _ in range(50):
+    user = harness.request(DOCUMENT)
+    scheduler.waiting_queue.append(user)
+    for _ in range(20):
+        scheduler.turn()
+    assert scheduler.waiting_queue == [user]
+    scheduler.waiting_queue.clear()
+    scheduler.turn()
+    assert len(scheduler.waiting_queue) == 1 and harness.tree.manager.scoring.running in scheduler.waiting_queue
+    scheduler.waiting_queue.append(user)
+    scheduler.turn()
+    assert scheduler.waiting_queue == [user] and harness.tree.manager.scoring.running is None
+    scheduler.waiting_queue.clear()
+    assert scheduler.run_all() == 3 and spans(harness) == [(0, 56)]  # nothing of it is lost
+
+
+def test_a_request_that_comes_soon_after_an_answer_meets_no_pass():
+    """Although nothing waited for a pass while it ran: jobs come when prompts are complete."""
+    harness, scheduler = cache()
+    user = harness.request([1, 2, 3])
+    for _ in range(3):
+        scheduler.running_batch.reqs = [user]
+        for _ in range(10):
+            scheduler.turn()
+        scheduler.running_batch.reqs = []
+        harness.finish(harness.run(DOCUMENT, options=WARM))
+        for _ in range(int(2 / TURN_S)):
+            scheduler.turn()
+        assert scheduler.waiting_queue == []
+    assert turns_until_a_pass(scheduler, 0) <= (QUIET_S - 2) / TURN_S + 1
+
+
+def test_users_who_come_during_a_pass_are_noticed():
+    """The next one waits for a quiet time again, and is short."""
+    harness, scheduler = cache(num_slots=1500, scoring_pass_tokens=512)
+    harness.finish(harness.run([i % 251 for i in range(300)], options=WARM))
+    scheduler.turn()
+    (running,) = scheduler.waiting_queue
+    assert harness.admit(running) and harness.prefill(running, 310)
+    scheduler.waiting_queue.clear()
+    scheduler.running_batch.reqs = [running, harness.request(DOCUMENT)]
+    scheduler.turn()
+    scheduler.running_batch.reqs = []
+    assert harness.prefill(running)
+    for _ in range(int(2 / TURN_S)):
+        scheduler.turn()
+    assert scheduler.waiting_queue == []
+    turns_until_a_pass(scheduler, 0)
+    lead = len(Letters().encode(REPEAT + "\n\n", False))
+    assert len(scheduler.waiting_queue[0].origin_input_ids) == 300 + lead + BUSY_TOKENS
+
+
+def test_a_grammar_that_is_compiled_is_a_user():
+    harness, scheduler = cache()
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    scheduler.grammar_manager.grammar_queue.append(harness.request(DOCUMENT))
+    for _ in range(int(QUIET_S / TURN_S)):
         scheduler.turn()
     assert not scheduler.waiting_queue
-    scheduler.last_batch.forward_mode = ForwardMode.DECODE
-    assert turns_until_a_pass(scheduler, 0) == 2
+
+
+def test_a_probe_of_the_servers_health_is_no_user():
+    """One comes every few seconds, and a server is idle for all that."""
+    harness, scheduler = cache()
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    probe = harness.request(DOCUMENT)
+    probe.rid = f"{HEALTH_CHECK_RID_PREFIX}_1"
+    scheduler.running_batch.reqs = [probe]
+    assert turns_until_a_pass(scheduler, 0) == 1
 
 
 def test_an_idle_step_beside_other_ranks_counts_as_a_user():
@@ -190,25 +250,7 @@ def test_an_idle_step_beside_other_ranks_counts_as_a_user():
     harness, scheduler = cache(pass_share=0.2)
     harness.finish(harness.run(DOCUMENT, options=WARM))
     scheduler.last_batch = SimpleNamespace(reqs=[], forward_mode=ForwardMode.IDLE)
-    assert turns_until_a_pass(scheduler, 0) == 5
-
-
-@pytest.mark.parametrize(
-    ("sleeps", "has_messages", "turns"),
-    [
-        (False, False, QUIET_TURNS),
-        (False, True, QUIET_TURNS),
-        (True, False, 1),
-        (True, True, QUIET_TURNS // TURNS_OF_MESSAGE),  # each message woke it, maybe at once
-    ],
-)
-def test_a_scheduler_is_idle_after_turns_without_a_user(sleeps, has_messages, turns, monkeypatch):
-    """By the setting: only the first of several ranks has what sleeps, and all must start a pass in the same turn."""
-    monkeypatch.setattr(passes, "get_device", lambda: SimpleNamespace(sleep_on_idle=sleeps))
-    harness, scheduler = cache()
-    scheduler.port = partial(SchedulerPasses, has_messages=has_messages)
-    harness.finish(harness.run(DOCUMENT, options=WARM))
-    assert turns_until_a_pass(scheduler, 0) == turns + 1
+    assert turns_until_a_pass(scheduler, 0) == BUSY_TURNS
 
 
 def test_a_turn_after_a_users_last_step_is_not_quiet():
@@ -221,6 +263,7 @@ def test_a_turn_after_a_users_last_step_is_not_quiet():
     scheduler.turn()
     assert not scheduler.waiting_queue
     scheduler.last_batch = None
+    scheduler.now += QUIET_S
     assert scheduler.run_pass()
     scheduler.last_batch = SimpleNamespace(reqs=scheduler.passes, forward_mode=ForwardMode.EXTEND)
     assert scheduler.run_pass()  # a pass is no user

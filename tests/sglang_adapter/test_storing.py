@@ -295,6 +295,37 @@ def test_a_working_set_of_many_times_the_pool_comes_back_from_the_store(tmp_path
     assert cache_state(server.harness.tree)["leaked_slots"] == 0
 
 
+def test_clients_are_told_what_came_from_the_pool_the_host_and_the_store(tmp_path):
+    """A path of three turns: the first in the pool, the second on the host, the third in the store."""
+    turns = [DOCUMENT, [*DOCUMENT, *DOCUMENT[::-1]], [*DOCUMENT, *DOCUMENT[::-1], *DOCUMENT]]
+    first = Server(tmp_path, num_slots=300)
+    for turn in turns:
+        first.serve(turn)
+    second = Server(tmp_path, num_slots=300, host_blocks=200)
+    req = second.queue(turns[1])
+    assert second.settle(req) == set() and second.harness.admit(req)
+    assert (req.cached_tokens_device, req.cached_tokens_host) == (0, 0)
+    assert req.cached_tokens_storage == req.prefix_len > len(DOCUMENT)
+    second.harness._cancel(req)
+    store_start = len(turns[1]) - 4
+    while (held := second.harness.tree.held_slots()) and second.harness.evict(1):
+        assert second.harness.tree.held_slots() < held
+    again = second.queue(turns[2])
+    assert second.settle(again) == set() and second.harness.admit(again)
+    found = again.cached_tokens_device, again.cached_tokens_host, again.cached_tokens_storage
+    assert found == (0, store_start, again.prefix_len - store_start) and again.prefix_len == len(turns[2])
+
+
+def test_a_prompt_with_overridden_embeddings_waits_for_no_fetch(tmp_path):
+    """SGLang finds nothing for it: other tokens' K and V."""
+    server = Server(tmp_path)
+    server.serve(DOCUMENT)
+    req = server.harness.request([*DOCUMENT, 9])
+    req.positional_embed_overrides = object()
+    after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), req)
+    assert server.loading.num_waiting == 0
+
+
 def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
     """What SGLang appends to a key cannot be told from a key that ends like it (a uuid): the request is asked."""
     adapter = "0123456789abcdef" * 2

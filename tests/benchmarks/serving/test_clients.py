@@ -52,6 +52,15 @@ def test_every_context_comes_once_before_any_comes_again() -> None:
     assert {text for _, text in order[:6]} == {"0"} and {text for _, text in order[6:]} == {"1"}
 
 
+def test_a_hit_lasts_from_the_request_to_the_whole_answer() -> None:
+    from bench_hits import figures
+    from serving_bench.streams import Stream
+
+    hits = [Stream(10.0, ((10.2, 1), (10.0 + seconds, 2)), 100, 95, (1, 2)) for seconds in (3.0, 1.0, 2.0, 9.0)]
+    assert figures(hits) == {"hit_s": 2.5, "hit_p95_s": 9.0, "found_pct": 95.0}
+    assert figures(hits[:3] * 20)["hit_p95_s"] == 3.0
+
+
 def test_points_with_and_without_passes_share_no_text() -> None:
     from bench_hot import POINTS
 
@@ -61,17 +70,19 @@ def test_points_with_and_without_passes_share_no_text() -> None:
 def test_every_bar_is_about_a_point_and_a_system_that_is_measured() -> None:
     """A renamed point would show as "not measured yet" for good."""
     import bars
+    import bench_hits
     import bench_hot
     import bench_pressure
     import bench_shared_prefix
 
     points = {
+        "hits": {bench_hits.all_of(point.name) for point in bench_hits.POINTS},
         "hot": {point.name for point in bench_hot.POINTS},
         "pressure": {name for point in bench_pressure.POINTS for name in bench_pressure.names_of(point)},
         "shared-prefix": {point.name for point in bench_shared_prefix.POINTS},
     }
     for bar in bars.BARS:
         assert bar.point in points.get(bar.benchmark, {bar.point}), bar
-    systems = {"passes", "no passes", "pass_share 1", "budget 1", "default"}
+    systems = {"pass_share 1", "budget 1", "default"}
     hot = [bar for bar in bars.BARS if bar.benchmark == "hot"]
     assert {bar.system for bar in hot} | {bar.baseline for bar in hot if not bar.is_absolute} <= systems
