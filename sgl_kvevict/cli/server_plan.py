@@ -209,10 +209,10 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
     for flag in ("--model-path", "--model"):
         if flag_value(flags, flag) is not None:
             problems.append(f"{flag}: give the model as the first argument instead")
-    problems += flag_reasons(partial(_argument, flags))
-    problems += speculation_reasons(partial(_argument, flags), config)
+    value_of = partial(_argument, flags)
+    problems += flag_reasons(value_of) + speculation_reasons(value_of, config)
     problems += pool_size_reasons(flag_value(flags, "--max-total-tokens"), config)
-    widths = [_argument(flags, name) for name in ("dp_size", "attn_dp_size")]
+    widths = [value_of(name) for name in ("dp_size", "attn_dp_size")]
     problems += resource_reasons(config, max(width if isinstance(width, int) else 1 for width in widths))
     if listens:
         port = flag_value(flags, "--port")
@@ -221,8 +221,13 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
 
 
 def _argument(flags: Sequence[str], field: str) -> object:
-    """The value of a field of SGLang's ``ServerArgs`` in the flags: True without a value, None if absent."""
+    """The value of a field of SGLang's ``ServerArgs`` in the flags: True without a value, None if absent.
+
+    ``--enable-dp-attention --dp-size N`` is SGLang's older way to write ``--attn-dp-size N``.
+    """
     flag = f"--{field.replace('_', '-')}"
+    if field == "attn_dp_size" and flag_value(flags, flag) is None and "--enable-dp-attention" in flags:
+        flag = "--dp-size"
     value = flag_value(flags, flag)
     if value is None:
         return None

@@ -83,7 +83,7 @@ class Loading(Part):
     def queued(self, request: Any, prompt: Prompt) -> None:
         """Register a queued request, if the store may have its prefix."""
         identity = self._access.identity
-        if self._access.uses(prompt.namespace) and prompt.num_tokens >= identity.min_prefix_tokens:
+        if self._access.is_on and prompt.num_tokens >= identity.min_prefix_tokens:
             self._waiting[request] = Waiting(prompt, self._reader.deadline())
 
     def settle(self, queue: Sequence[Any]) -> set[Any]:

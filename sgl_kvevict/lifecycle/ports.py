@@ -28,6 +28,9 @@ class TreePort(Protocol):
     def lookahead(self) -> int:
         """Tokens after a path that are looked up to find it: 1 if keys are pairs of tokens, else 0."""
 
+    def adapter_of(self, namespace: NamespaceKey) -> str | None:
+        """Id of the LoRA adapter with which a namespace's prefixes were computed; None: the model alone."""
+
     def num_locks(self, node: Node) -> int:
         """Number of a node's locks; a lock on a node is one on all nodes above it."""
 

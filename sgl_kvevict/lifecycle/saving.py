@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgl_kvevict.events.types import Stored
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.nodes import NamespaceKey, Node, namespace_of, path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.table import Spans
@@ -27,19 +27,13 @@ class StoreAccess:
 
     Attributes:
         reader: None: nothing is loaded.
-        keeps: whether a namespace, by its ``extra_key``, means the same to every server at any time; None: all do.
         is_on: False once the weights have changed: the identity is that of the files.
     """
 
     identity: StoreIdentity
     writer: WriteBehind
     reader: ReadAhead | None = None
-    keeps: Callable[[str | None], bool] | None = None
     is_on: bool = True
-
-    def uses(self, namespace: NamespaceKey) -> bool:
-        """Whether prefixes of a namespace are saved and loaded now."""
-        return self.is_on and (self.keeps is None or self.keeps(namespace[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +145,10 @@ class Saving(Part):
     def at_budget(self, last: Node) -> None:
         """Copy the segment whose last span the node ``last`` holds, and hand it to the writer.
 
-        Waits only for small reads from the device, and only if a part of an earlier segment is copied with it.
+        Waits only for small reads from the device, and only if a part of an earlier segment is copied with it. What a
+        LoRA adapter computed is not stored: an adapter's id says nothing about its weights.
         """
-        if not self._access.uses(namespace_of(last)):
+        if not self._access.is_on or self._tree.adapter_of(namespace_of(last)) is not None:
             return
         with self._guard.at(Place.STORE):
             writer, packer, spans = self._access.writer, self._packer, self._spans

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.settings import published
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Arena:
 
 def kvevict_is_selected() -> bool:
     """Whether the server was started with ``--radix-cache-backend kvevict``."""
-    return bool(get_server_args().radix_cache_backend == BACKEND_NAME)
+    return bool(published("radix_cache_backend") == BACKEND_NAME)
 
 
 def create_arena_buffers(pool: MHATokenToKVPool) -> None:

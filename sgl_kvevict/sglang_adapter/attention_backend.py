@@ -35,6 +35,7 @@ from sgl_kvevict.sglang_adapter.latents import use_absorbed_queries
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons, verification_reasons
+from sgl_kvevict.sglang_adapter.settings import ServerSettings
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.verification import MASKS, drafts_of
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
@@ -98,7 +99,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         kv_dtype = pool.dtype
         reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, is_latent=is_latent)
         windows = find_windows(model_runner.model, self.places)
-        reasons += verification_reasons(model_runner.server_args, windows, has_window_pool=windows_pool is not None)
+        reasons += verification_reasons(ServerSettings.read(), windows, has_window_pool=windows_pool is not None)
         if reasons:
             raise UnsupportedSetupError(reasons)
         assert arena is not None

@@ -91,7 +91,7 @@ HOOKS = (
     LATENT_POOL_HOOK,
     Hook(
         target="handle_deprecated_dp_attention",
-        function="sgl_kvevict.sglang_adapter.launching.before_resolution",
+        function="sgl_kvevict.sglang_adapter.launching.after_first_step",
         why="the first step of a start: setups that cannot work would be refused after a model is loaded",
     ),
     Hook(

@@ -26,6 +26,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of
 from sgl_kvevict.sglang_adapter.model_parts import find_rotary
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.settings import ServerSettings, has_weights
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -51,9 +52,10 @@ class Distilling:
         model_config = ctx.model_config
         self._ranks = ranks = TensorRanks(ctx.params.attn_tp_cache_group)
         self._save_to = config.save_score_weights
-        rotary = rotary_of(ctx.tp_worker.model_runner)
-        has_files = ctx.server_args.load_format != "dummy"
-        fingerprint = None if not has_files else model_fingerprint(model_config.model_path, model_config.revision)
+        runner = ctx.tp_worker.model_runner
+        rotary = rotary_of(runner)
+        has_files = has_weights(runner, ServerSettings.read())
+        fingerprint = model_fingerprint(model_config.model_path, model_config.revision) if has_files else None
         self._identity = None
         if fingerprint is not None:
             num_heads = 1 if geometry.is_latent else model_config.get_total_num_kv_heads()

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sgl_kvevict.compression import Compressor, SideStream, needs_rotary, warm_up
@@ -40,6 +39,7 @@ from sgl_kvevict.sglang_adapter.refusals import (
     window_reasons,
 )
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
+from sgl_kvevict.sglang_adapter.settings import ServerSettings, published
 from sgl_kvevict.sglang_adapter.start_checks import flag_reasons, speculation_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -63,20 +63,20 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     arena = arena_of(pool)
-    value_of = partial(getattr, resolved_view(ctx.server_args))
-    reasons = flag_reasons(value_of) + speculation_reasons(value_of, config)
+    settings = ServerSettings.read()
+    reasons = flag_reasons(published) + speculation_reasons(published, config)
     reasons += model_reasons(ctx.model_config)
     reasons += image_reasons(policy, ctx.tp_worker.model_runner.model, ctx.model_config)
-    reasons += place_reasons(config, policy, ctx)
+    reasons += place_reasons(config, policy, ctx, settings)
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
     reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
-    reasons += data_parallel_reasons(ctx, torch.device(pool.device).type)
-    reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
+    reasons += data_parallel_reasons(settings, torch.device(pool.device).type, is_hybrid_ssm=ctx.is_hybrid_ssm)
+    reasons += generation_reasons(config, policy, settings, torch.device(pool.device).type)
     if isinstance(backend, KVEvictAttentionBackend):
         reasons += window_reasons(config, policy, backend.geometry)
-        reasons += prefill_reasons(config, ctx, backend.geometry)
-        reasons += latent_reasons(config, policy, backend.geometry, ctx.server_args)
+        reasons += prefill_reasons(config, ctx, backend.geometry, settings)
+        reasons += latent_reasons(config, policy, backend.geometry, settings)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
@@ -85,14 +85,14 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     backend.attach(tree)
     if drafts is not None:
         drafts.attach(tree)
-    start_monitoring(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
+    start_monitoring(tree, config, settings, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
     if not tree.ranks.is_first:
         return tree
     logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))
     caution = None if policy is None else policy.caution(backend.geometry.num_kv_heads)
     if caution is not None:
         logger.warning("kvevict: policy %s: %s", config.policy, caution)
-    if tree.manager.scoring is not None and ctx.server_args.skip_tokenizer_init:
+    if tree.manager.scoring is not None and not settings.has_tokenizer:
         logger.warning("kvevict: no tokenizer (--skip-tokenizer-init): scoring passes repeat a prefix without words")
     return tree
 

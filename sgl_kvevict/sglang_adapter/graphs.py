@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
-from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend, with_phase
 
@@ -16,6 +14,8 @@ from sgl_kvevict.attention.backend import PLANNED_ON_HOST, resolve_attention
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.settings import decide, is_graph_chosen, resolving
+from sgl_kvevict.sglang_adapter.start_checks import attention_backends
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -29,20 +29,20 @@ def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerA
     A user's explicit choice is left, and refused when the backend is built.
     """
     previous(server_args)
-    if BACKEND_NAME not in attention_backends_of(resolved_view(server_args)):
+    value_of = resolving(server_args)
+    if BACKEND_NAME not in attention_backends(value_of):
         return
     reasons = {Phase.PREFILL: "a captured prefill cannot follow requests to other spans"}
     attention = load_config().attention
     if attention in PLANNED_ON_HOST:
         reasons[Phase.DECODE] = f"attention {attention!r} plans on the host"
     for phase, reason in reasons.items():
-        config = resolving_view(server_args).cuda_graph_config
-        is_users_choice = (phase, "backend") in server_args._cuda_graph_config_locked
-        if is_users_choice or config[phase].backend == Backend.DISABLED:
+        config = value_of("cuda_graph_config")
+        if is_graph_chosen(server_args, phase) or config[phase].backend == Backend.DISABLED:
             continue
         logger.warning("CUDA graphs of %s steps are switched off: %s.", phase, reason)
         off = with_phase(config, phase, backend=Backend.DISABLED)
-        declare_resolution(server_args, f"{BACKEND_NAME}: after_attention_backend", cuda_graph_config=off)
+        decide(server_args, f"{BACKEND_NAME}: after_attention_backend", cuda_graph_config=off)
 
 
 def around_replay_view(build: Callable[..., SimpleNamespace], *args: Any, **kwargs: Any) -> SimpleNamespace:

@@ -11,6 +11,7 @@ from sgl_kvevict.lifecycle.host import MIN_TOKENS
 from sgl_kvevict.machine import GIB, free_host_gib
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.settings import ServerSettings
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.store import StoreIdentity
 from sgl_kvevict.store.host import HostSegments
@@ -36,7 +37,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
     if config.host_bytes == 0 or ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
         return None
     ranks = TensorRanks(ctx.params.attn_tp_cache_group)
-    free = int(free_host_gib() * GIB) // (ctx.server_args.tp_size * ctx.server_args.dp_size)
+    free = int(free_host_gib() * GIB) // ServerSettings.read().ranks_per_host
     block_bytes = BLOCK_SLOTS * packer.slot_bytes
     wanted = config.host_bytes
     if wanted is not None and not block_bytes <= wanted <= free:

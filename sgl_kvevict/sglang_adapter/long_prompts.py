@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import evict_from_tree_cache
-from sglang.srt.runtime_context import get_serving
 
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.long_prompts import LongPrompts
+from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED, KVEvictTree
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def after_chunked_prefill(_result: None, scheduler: Scheduler) -> None:
     They stay with ``--allow-auto-truncate``, with speculative decoding, and for models with windows or several pools.
     """
     tree = scheduler.tree_cache
-    if not isinstance(tree, KVEvictTree) or tree.compressor is None or get_serving().allow_auto_truncate:
+    if not isinstance(tree, KVEvictTree) or tree.compressor is None or published("allow_auto_truncate"):
         return
     if tree.is_swa_enabled or tree.supports_mamba() or not tree.compressor.splittable:
         return

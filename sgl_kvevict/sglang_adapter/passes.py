@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.runtime_context import get_device
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_kvevict.lifecycle.nodes import key_of, path_to
+from sgl_kvevict.lifecycle.nodes import key_of, namespace_of, path_to
 from sgl_kvevict.lifecycle.ports import PassState
+from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class SchedulerPasses:
 
         All ranks get the same messages. Read from the setting, because only the first rank has ``idle_sleeper``.
         """
-        if not get_device().sleep_on_idle:
+        if not published("sleep_on_idle"):
             return 1
         return TURNS_OF_MESSAGE if self._has_messages else QUIET_TURNS
 
@@ -111,7 +111,7 @@ class SchedulerPasses:
             extra_key=node.key.extra_key,
             cache_salt=node.key.cache_salt,
         )
-        req.lora_id = _adapter_of(scheduler, node.key.extra_key)
+        req.lora_id = _loaded_adapter(scheduler, node)
         req.tokenizer = scheduler.tokenizer
         req.logprob_start_len = -1
         req.skip_radix_cache_insert = True
@@ -134,12 +134,12 @@ class SchedulerPasses:
         self._scheduler.waiting_queue.remove(reader)
 
 
-def _adapter_of(scheduler: Scheduler, extra_key: str | None) -> str | None:
-    """LoRA adapter of a prefix's namespace: SGLang appends its id to the client's ``extra_key``."""
-    if not scheduler.enable_lora or extra_key is None:
+def _loaded_adapter(scheduler: Scheduler, node: UnifiedTreeNode) -> str | None:
+    """LoRA adapter of a prefix; None: the model alone, or it was unloaded, so no request finds the prefix any more."""
+    adapter: str | None = scheduler.tree_cache.port.adapter_of(namespace_of(node))
+    if adapter is None or adapter not in scheduler.tp_worker.model_runner.lora_manager.lora_refs:
         return None
-    loaded: Iterable[str] = scheduler.tp_worker.model_runner.lora_manager.lora_refs
-    return next((adapter for adapter in loaded if extra_key.endswith(adapter)), None)
+    return adapter
 
 
 def admitted(scheduler: Scheduler) -> list[Req]:

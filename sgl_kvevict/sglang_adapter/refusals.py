@@ -23,12 +23,12 @@ from sgl_kvevict.machine import BUILD_TOOLS, check_machine, read_machine
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import WindowAttentionScorer
 from sgl_kvevict.policies.signals import Signal
+from sgl_kvevict.sglang_adapter.settings import ServerSettings
 from sgl_kvevict.sglang_adapter.start_checks import MODEL_KEYS, WHAT_WORKS
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ def model_reasons(model_config: ModelConfig) -> list[str]:
     return [*reasons, WHAT_WORKS] if reasons else []
 
 
-def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext) -> list[str]:
+def place_reasons(
+    config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext, settings: ServerSettings
+) -> list[str]:
     """Settings refused with a separate sliding-window pool or recurrent layers.
 
     Prompts of such a model continue a cached prefix only where a window, or a state, is stored.
@@ -69,7 +71,7 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
             "--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and 'extra_buffer': in its "
             "decode steps a request gives up the state of the prefix that it reads"
         )
-    if ctx.is_hybrid_ssm and ctx.server_args.speculative_algorithm is not None:
+    if ctx.is_hybrid_ssm and settings.speculative_algorithm is not None:
         reasons.append(
             "--speculative-algorithm: the model has recurrent layers, and a verification step leaves a state for each "
             "draft; were the tree given one of a rejected draft, every prompt that continues there would be answered "
@@ -150,12 +152,14 @@ def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -
     ]
 
 
-def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args: ServerArgs, device: str) -> list[str]:
+def generation_reasons(
+    config: KVEvictConfig, policy: Policy | None, settings: ServerSettings, device: str
+) -> list[str]:
     """Settings refused with ``decode_block``."""
     if config.decode_block is None or policy is None:
         return []
     reasons = []
-    if server_args.strip_thinking_cache:
+    if settings.strips_thinking:
         reasons.append("--strip-thinking-cache takes answers out of the cache, in which decode_block compresses them")
     looks = {Signal.WINDOW_QUERIES, Signal.ACCUMULATED_ATTENTION} & policy.needs
     if looks and device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
@@ -167,14 +171,15 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
     return reasons
 
 
-def data_parallel_reasons(ctx: TreeCacheBuildContext, device: str) -> list[str]:
-    """Settings refused with data-parallel attention."""
-    if ctx.server_args.attn_dp_size == 1:
+def data_parallel_reasons(settings: ServerSettings, device: str, *, is_hybrid_ssm: bool) -> list[str]:
+    """What only the model and device show of settings refused with data-parallel attention.
+
+    ``is_hybrid_ssm``: the model has recurrent layers.
+    """
+    if settings.attn_dp_size == 1:
         return []
     reasons = []
-    if ctx.server_args.speculative_algorithm is not None:
-        reasons.append("--attn-dp-size: with --speculative-algorithm a batch is padded with drafts of no request")
-    if ctx.is_hybrid_ssm:
+    if is_hybrid_ssm:
         reasons.append(
             "--attn-dp-size: the model has recurrent layers, and SGLang makes up requests for ranks that have none, "
             "whose states the tree does not know"
@@ -187,7 +192,9 @@ def data_parallel_reasons(ctx: TreeCacheBuildContext, device: str) -> list[str]:
     return reasons
 
 
-def prefill_reasons(config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
+def prefill_reasons(
+    config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry, settings: ServerSettings
+) -> list[str]:
     """Settings refused with ``prefill_budget``."""
     if config.prefill_budget is None:
         return []
@@ -197,9 +204,8 @@ def prefill_reasons(config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry:
             "prefill_budget ends segments between chunks, and models with sliding windows or recurrent layers keep a "
             "window, or a state, at the end of a prompt"
         )
-    chunk = ctx.server_args.chunked_prefill_size
-    if chunk is None or chunk <= 0:
-        reasons.append(f"prefill_budget: --chunked-prefill-size is {chunk}, so a prompt is prefilled in one piece")
+    if settings.chunked_prefill_size is None:
+        reasons.append("prefill_budget: --chunked-prefill-size is off, so a prompt is prefilled in one piece")
     return reasons
 
 
@@ -219,7 +225,7 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
 
 
 def latent_reasons(
-    config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry, server_args: ServerArgs
+    config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry, settings: ServerSettings
 ) -> list[str]:
     """Settings refused for latent attention (MLA)."""
     if not geometry.is_latent:
@@ -237,7 +243,7 @@ def latent_reasons(
             f"policy {policy.name!r} weighs values by the output projection, but another projection lies between it "
             "and a latent (MLA)"
         )
-    if server_args.speculative_algorithm is not None:
+    if settings.speculative_algorithm is not None:
         reasons.append(
             "--speculative-algorithm: drafts of a model with latents (MLA) keep latents, too, and a segment's slots "
             "hold a draft's keys and values"
@@ -245,11 +251,11 @@ def latent_reasons(
     return reasons
 
 
-def verification_reasons(server_args: ServerArgs, windows: Sequence[int], *, has_window_pool: bool) -> list[str]:
+def verification_reasons(settings: ServerSettings, windows: Sequence[int], *, has_window_pool: bool) -> list[str]:
     """Features of a model that speculative decoding does not support; ``windows`` as in :attr:`KVGeometry.windows`."""
-    if server_args.speculative_algorithm is None:
+    if settings.speculative_algorithm is None:
         return []
-    num_drafts, narrowest = server_args.speculative_num_draft_tokens, min(filter(None, windows), default=0)
+    num_drafts, narrowest = settings.speculative_num_draft_tokens, min(filter(None, windows), default=0)
     reasons = []
     if has_window_pool:
         reasons.append(

@@ -14,6 +14,7 @@ from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.probes import question_probes
 from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
+from sgl_kvevict.sglang_adapter.adapters import namespace_of_request
 from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -57,6 +58,7 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     try:
         check_tokens(_words(req), scheduler.model_config.vocab_size)
         check_sampling(req, scheduler.model_config.vocab_size)
+        _check_namespace(req, tree)
         options = parse_request_options(req.sampling_params.custom_params, config)
         if options is not None:
             _check_questions(options, req, scheduler, tree, config)
@@ -85,6 +87,12 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     if outside.any():
         at = int(outside.argmax())
         raise ConfigError(f"input_ids: got {ids[at]} at position {at}; allowed: 0 to {vocab_size - 1}")
+
+
+def _check_namespace(req: Req, tree: KVEvictTree) -> None:
+    """Raise :class:`ConfigError` if a request without an adapter names the namespace of requests with one."""
+    if req.lora_id is None and tree.port.adapter_of(namespace_of_request(req)) is not None:
+        raise ConfigError(f"extra_key: got {req.extra_key!r}, which is a LoRA adapter's; allowed: any other")
 
 
 def check_sampling(req: Req, vocab_size: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.settings import ServerSettings, has_weights
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind, open_backend
 
@@ -36,7 +36,6 @@ IDLE_WAIT_S = 0.0005
 ROTARY_POSITIONS = 256
 SHUTDOWN_S = 10.0
 """Time limit for pending writes at shutdown; SGLang kills a scheduler after 15 s."""
-_ADAPTER_ID = re.compile(r"[0-9a-f]{32}\Z")
 
 
 def open_access(
@@ -67,9 +66,8 @@ def open_access(
     segments = SegmentStore(open_backend(config.store, config.store_bytes), identity, draft=draft)
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
-    keeps = without_adapter if ctx.server_args.enable_lora else None
     logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])
-    return StoreAccess(identity, WriteBehind(segments), reader, keeps)
+    return StoreAccess(identity, WriteBehind(segments), reader)
 
 
 def identity_of(
@@ -80,8 +78,8 @@ def identity_of(
     ``geometry`` and ``dtype`` are those of its pool. None: it has no files that identify it.
     """
     model, rotary = runner.model_config, rotary_of(runner)
-    is_dummy = "dummy" in (runner.server_args.load_format, runner.draft_load_format)
-    fingerprint = None if is_dummy else model_fingerprint(model.model_path, model.revision)
+    has_files = has_weights(runner, ServerSettings.read())
+    fingerprint = model_fingerprint(model.model_path, model.revision) if has_files else None
     if fingerprint is None:
         return None
     kept = ("policy", "policy_options", "budget", "budget_includes_tail", "tail_tokens", "sink_tokens")
@@ -114,23 +112,16 @@ def _settings_of(hf_config: Any) -> str:
     return json.dumps(known, sort_keys=True, default=str)
 
 
-def without_adapter(extra_key: str | None) -> bool:
-    """Whether a namespace belongs to no LoRA adapter, on a server that has them.
-
-    SGLang appends an adapter's id (32 hexadecimal digits) to the client's key. The id does not identify the weights.
-    """
-    return extra_key is None or _ADAPTER_ID.search(extra_key) is None
-
-
 def after_queueing(
     _result: None, scheduler: Scheduler, req: Req, is_retracted: bool = False, *_args: object, **_kwargs: object
 ) -> None:
-    """Hook after a request was queued: fetch what the store has of its prompt meanwhile."""
+    """Hook after a request was queued: fetch what the store has of its prompt meanwhile; nothing with an adapter."""
     tree = scheduler.tree_cache
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
-    if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers[req].is_exact:
+    if loading is None or is_retracted or req.lora_id is not None or req.to_finish is not None:
         return
-    loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
+    if not tree.manager.readers[req].is_exact:
+        loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 
 
 def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:

@@ -102,6 +102,8 @@ def speculation_reasons(value_of: Callable[[str], object], config: KVEvictConfig
     num_drafts = value_of("speculative_num_draft_tokens")
     if num_drafts is not None and not 1 <= int(str(num_drafts)) <= MAX_DRAFTS:
         reasons.append(f"--speculative-num-draft-tokens is {num_drafts}; allowed: 1 to {MAX_DRAFTS}")
+    if value_of("attn_dp_size") not in (None, 1):
+        reasons.append("--attn-dp-size: with --speculative-algorithm a batch is padded with drafts of no request")
     if config.decode_block is not None:
         reasons.append(
             "decode_block: a verification step writes draft tokens behind the answer, and its queries are not observed "
@@ -110,18 +112,22 @@ def speculation_reasons(value_of: Callable[[str], object], config: KVEvictConfig
     return reasons
 
 
+def attention_backends(value_of: Callable[[str], object]) -> set[object]:
+    """Attention backends of prefills and decode steps; argument as in :func:`flag_reasons`."""
+    attention = value_of("attention_backend")
+    return {value_of(f"{phase}_attention_backend") or attention for phase in ("prefill", "decode")}
+
+
 def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
     """Reasons if radix cache or attention are not ours; argument as in :func:`flag_reasons`."""
-    radix, attention, *phases = (value_of(name) for name in BACKENDS)
-    reasons = []
+    radix, reasons = value_of("radix_cache_backend"), []
     if radix != BACKEND_NAME:
         reasons.append(
             f"--attention-backend {BACKEND_NAME} needs the matching --radix-cache-backend {BACKEND_NAME}, got {radix!r}"
         )
-    ours = {phase or attention for phase in phases}
-    if ours != {BACKEND_NAME}:
-        others = ", ".join(repr(other) for other in ours - {BACKEND_NAME})
-        reasons.append(f"the attention backend is {others}; start with --attention-backend {BACKEND_NAME}")
+    if others := attention_backends(value_of) - {BACKEND_NAME}:
+        got = ", ".join(map(repr, others))
+        reasons.append(f"the attention backend is {got}; start with --attention-backend {BACKEND_NAME}")
     return reasons
 
 

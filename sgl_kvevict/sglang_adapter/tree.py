@@ -35,6 +35,7 @@ from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
+from sgl_kvevict.sglang_adapter.adapters import AdapterNamespaces, namespace_of_request
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.kv_pools import state_slots
@@ -58,9 +59,18 @@ PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
 class UnifiedTreePort:
     """Implements :class:`sgl_kvevict.lifecycle.ports.TreePort`, which describes the methods."""
 
-    def __init__(self, cache: UnifiedRadixCache, ranks: TensorRanks) -> None:
+    def __init__(self, cache: KVEvictTree, ranks: TensorRanks) -> None:
         self.ranks = ranks
         self._cache = cache
+        self.adapters = AdapterNamespaces(self._namespaces_in_use)
+
+    def _namespaces_in_use(self) -> Iterator[NamespaceKey]:
+        yield from map(namespace_of, self._cache.root_node.children.values())
+        yield from map(namespace_of_request, self._cache.manager.readers)
+
+    def adapter_of(self, namespace: NamespaceKey) -> str | None:
+        """See :meth:`AdapterNamespaces.of`."""
+        return self.adapters.of(namespace)
 
     @property
     def lookahead(self) -> int:
@@ -307,6 +317,7 @@ class KVEvictTree(UnifiedRadixCache):
         """
         req, key = params.req, self._pairs(params.key)
         if req is not None:
+            self.port.adapters.note(req)
             record = self.manager.matched(req)
             if record.is_exact and self._blocking.begins_compressed(key):
                 key = key[:0]
@@ -330,7 +341,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     def prompt_of(self, req: Req, tokens: Sequence[int]) -> Prompt:
         """What the cache may have of a request's tokens; the last one is always computed."""
-        return Prompt(tokens, len(tokens) - 1 - self.port.lookahead, (req.extra_key, req.cache_salt or None))
+        return Prompt(tokens, len(tokens) - 1 - self.port.lookahead, namespace_of_request(req))
 
     def _pairs(self, key: RadixKey) -> RadixKey:
         """A key as the tree's are: its tokens, or pairs of them."""

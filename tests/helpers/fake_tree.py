@@ -17,7 +17,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import Guard
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.lifecycle.nodes import path_to
+from sgl_kvevict.lifecycle.nodes import NamespaceKey, path_to
 from sgl_kvevict.lifecycle.ports import PassPort, PassState, TreePort
 from sgl_kvevict.prefix import SegmentPacker
 
@@ -95,6 +95,9 @@ class FakeTree:
         self.cuts: list[int] = []
         self._next_slot = 1
         self._count = 0
+
+    def adapter_of(self, namespace: NamespaceKey) -> str | None:
+        return None
 
     # ---- what a test does -----------------------------------------------------------------------------------------
 

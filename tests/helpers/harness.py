@@ -158,12 +158,18 @@ class Harness:
 
     # ---- what a scheduler does ------------------------------------------------------------------------------
 
-    def request(self, tokens: list[int], extra_key: str | None = None, options: dict | None = None) -> Req:
+    def request(
+        self,
+        tokens: list[int],
+        extra_key: str | None = None,
+        options: dict | None = None,
+        lora_id: str | None = None,
+    ) -> Req:
         """Create a request; ``options`` are those for the plugin."""
         self._count += 1
         custom_params = None if options is None else {"kvevict": options}
         sampling = SamplingParams(max_new_tokens=8, temperature=0, custom_params=custom_params)
-        return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key)
+        return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key, lora_id=lora_id)
 
     def admit(self, req: Req) -> bool:
         """Match and lock a request; False if no row is free."""
@@ -227,9 +233,10 @@ class Harness:
         extra_key: str | None = None,
         chunk: int | None = None,
         options: dict | None = None,
+        lora_id: str | None = None,
     ) -> Req | None:
         """Admit and prefill a whole prompt; None if resources are short."""
-        req = self.request(tokens, extra_key, options)
+        req = self.request(tokens, extra_key, options, lora_id)
         if not self.admit(req):
             return None
         end = req.prefix_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 from helpers.harness import Harness
@@ -12,6 +13,7 @@ from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.saving import StoreAccess, export_segment
+from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
 from sgl_kvevict.store import (
     ReadAhead,
     SegmentRecord,
@@ -112,10 +114,10 @@ class Server:
         assert self.reader._workers.drain(300)
         return self.loading.settle(queue)
 
-    def serve(self, prompt, *, extra_key=None):
+    def serve(self, prompt, *, extra_key=None, lora_id=None):
         """Queue a request, wait for the store, and run it; return how much it found."""
-        req = self.harness.request(prompt, extra_key)
-        self.loading.queued(req, Prompt(prompt, len(prompt) - 1, (extra_key, None)))
+        req = self.harness.request(prompt, extra_key, lora_id=lora_id)
+        after_queueing(None, SimpleNamespace(tree_cache=self.harness.tree), req)
         assert self.settle(req) == set()
         self.harness.check()
         assert self.harness.admit(req)

@@ -48,7 +48,6 @@ class MiniScheduler:
         self.passes: list[Req] = []
         self.results: list[LessonResult] = []
         self.processed_tokens_counter = 0
-        self.enable_lora = False
         self.running_batch = SimpleNamespace(reqs=[])
         self.last_batch = self.chunked_req = None
         self._engine_paused = False

@@ -115,7 +115,6 @@ ASSIGNED = {
         "running_batch",
         "result_queue",
         "enable_overlap",
-        "enable_lora",
         "tp_worker",
     ),
     TpModelWorker: ("model_runner",),

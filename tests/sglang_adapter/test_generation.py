@@ -10,6 +10,7 @@ from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 from helpers.harness import Harness, publish_server_args
+from helpers.settings import settings
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -274,7 +275,7 @@ def test_requests_without_a_lane_are_followed_when_one_is_free():
 
 def test_what_cannot_be_done_while_requests_generate_is_refused(monkeypatch):
     config, policy = KVEvictConfig(policy="h2o", decode_block=8), build_policy("h2o", {})
-    fine, strips = SimpleNamespace(strip_thinking_cache=False), SimpleNamespace(strip_thinking_cache=True)
+    fine, strips = settings(), settings(strips_thinking=True)
     assert generation_reasons(config, policy, fine, "cpu") == []
     (reason,) = generation_reasons(config, policy, strips, "cpu")
     assert "--strip-thinking-cache" in reason

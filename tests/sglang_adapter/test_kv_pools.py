@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from helpers.harness import publish_server_args
+from helpers.settings import settings
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, arena_of
@@ -52,43 +53,42 @@ def test_layers_of_one_pool_are_in_their_order():
     assert full_layers_of(pool) == {2: 0, 3: 1, 4: 2}
 
 
-def context(*, windows: bool = False, states: bool = False, lazy: bool = False, full_tokens: int = 100, algorithm=None):
+def context(*, windows: bool = False, states: bool = False, lazy: bool = False, full_tokens: int = 100):
     return SimpleNamespace(
         is_hybrid_swa=windows,
         is_hybrid_ssm=states,
         full_tokens_per_layer=full_tokens,
         params=SimpleNamespace(enable_mamba_extra_buffer_lazy=lazy),
-        server_args=SimpleNamespace(speculative_algorithm=algorithm),
     )
 
 
 def test_what_two_pools_rule_out_is_named():
     plain = KVEvictConfig()
-    assert place_reasons(plain, None, context(windows=True)) == []
-    assert place_reasons(plain, build_policy("snapkv", {}), context(windows=True)) == []
-    (reason,) = place_reasons(plain, None, context(windows=True, full_tokens=0))
+    assert place_reasons(plain, None, context(windows=True), settings()) == []
+    assert place_reasons(plain, build_policy("snapkv", {}), context(windows=True), settings()) == []
+    (reason,) = place_reasons(plain, None, context(windows=True, full_tokens=0), settings())
     assert reason.startswith("every layer of the model has a sliding window")
-    (reason,) = place_reasons(KVEvictConfig(store="file:///tmp/prefixes"), None, context(windows=True))
+    (reason,) = place_reasons(KVEvictConfig(store="file:///tmp/prefixes"), None, context(windows=True), settings())
     assert reason.startswith("store: the model has a KV pool for layers with a sliding window")
-    (reason,) = place_reasons(KVEvictConfig(host_bytes=10**9), None, context(windows=True))
+    (reason,) = place_reasons(KVEvictConfig(host_bytes=10**9), None, context(windows=True), settings())
     assert reason.startswith("host_bytes: the model has a KV pool for layers with a sliding window")
-    assert place_reasons(KVEvictConfig(host_bytes=0), None, context(windows=True)) == []
+    assert place_reasons(KVEvictConfig(host_bytes=0), None, context(windows=True), settings()) == []
 
 
 def test_what_recurrent_layers_rule_out_is_named():
-    assert place_reasons(KVEvictConfig(), None, context(states=True)) == []
-    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True, lazy=True))
+    assert place_reasons(KVEvictConfig(), None, context(states=True), settings()) == []
+    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True, lazy=True), settings())
     assert reason.startswith("--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and")
-    (reason,) = place_reasons(KVEvictConfig(policy="h2o", decode_block=64), None, context(states=True))
+    (reason,) = place_reasons(KVEvictConfig(policy="h2o", decode_block=64), None, context(states=True), settings())
     assert reason.startswith("decode_block: a recurrent state")
-    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True, algorithm="NGRAM"))
+    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True), settings(speculative_algorithm="NGRAM"))
     assert reason.startswith("--speculative-algorithm: the model has recurrent layers")
 
 
 def test_policies_whose_prefixes_cannot_be_cut_need_places_everywhere():
     policy = build_policy("d2o", {"direction": "any"})
-    assert place_reasons(KVEvictConfig(), policy, context()) == []
-    assert place_reasons(KVEvictConfig(), build_policy("d2o", {}), context(states=True)) == []
+    assert place_reasons(KVEvictConfig(), policy, context(), settings()) == []
+    assert place_reasons(KVEvictConfig(), build_policy("d2o", {}), context(states=True), settings()) == []
     for layers in (context(windows=True), context(states=True)):
-        (reason,) = place_reasons(KVEvictConfig(), policy, layers)
+        (reason,) = place_reasons(KVEvictConfig(), policy, layers, settings())
         assert reason.startswith(f"policy {policy.name!r} merges tokens into earlier ones")

@@ -29,7 +29,7 @@ def start(monkeypatch, program: str, config: dict[str, Any], **arguments: Any) -
     monkeypatch.setenv(ENV_VAR, json.dumps(config))
     monkeypatch.setattr(launching, "LAUNCHER_HOOK", SimpleNamespace(register=lambda: resolved.append("hook")))
     monkeypatch.setattr(launching, "port_reasons", lambda host, port: [f"port {port}"] if port else [])
-    launching.before_resolution(Arguments(**arguments), resolved.append)
+    launching.after_first_step(Arguments(**arguments), resolved.append)
     return resolved
 
 

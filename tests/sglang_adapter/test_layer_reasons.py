@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
+from helpers.settings import settings
 from kvevict_kernels.device_limits import DeviceLimits
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -61,14 +62,13 @@ def test_a_pool_too_wide_for_the_shared_memory_is_named(monkeypatch: pytest.Monk
 
 def test_speculation_knows_windows() -> None:
     """A draft token may not lie outside of the window of another one; pools of windows plan no drafts."""
-    ngram = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=12)
+    ngram = settings(speculative_algorithm="NGRAM", speculative_num_draft_tokens=12)
     assert verification_reasons(ngram, (0, 12, 40), has_window_pool=False) == []
     (reason,) = verification_reasons(ngram, (0, 11, 40), has_window_pool=False)
     assert reason == "--speculative-num-draft-tokens is 12; allowed: at most 11, the narrowest window"
     (reason,) = verification_reasons(ngram, (), has_window_pool=True)
     assert "whose steps are planned for one new token a request, not for drafts" in reason
-    plain = SimpleNamespace(speculative_algorithm=None)
-    assert verification_reasons(plain, (1,), has_window_pool=True) == []
+    assert verification_reasons(settings(), (1,), has_window_pool=True) == []
 
 
 def test_plain_layers_are_fine() -> None:
@@ -153,24 +153,19 @@ def test_what_windows_rule_out_is_named() -> None:
 
 def test_what_data_parallel_attention_rules_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "check_cuda_graph_backend", lambda *_: False)
-    server_args = SimpleNamespace(attn_dp_size=2, speculative_algorithm="NGRAM")
-    ctx = SimpleNamespace(is_hybrid_ssm=True, server_args=server_args)
-    parts = ("padded with drafts of no request", "the model has recurrent layers", "replays the captured step")
-    reasons = data_parallel_reasons(ctx, "cuda")
-    assert [part in reason for reason, part in zip(reasons, parts, strict=True)] == [True] * 3
-    plain = SimpleNamespace(
-        is_hybrid_ssm=False, server_args=SimpleNamespace(attn_dp_size=2, speculative_algorithm=None)
-    )
-    assert data_parallel_reasons(plain, "cpu") == []
-    server_args.attn_dp_size = 1
-    assert data_parallel_reasons(ctx, "cuda") == []
+    two = settings(attn_dp_size=2)
+    parts = ("the model has recurrent layers", "replays the captured step")
+    reasons = data_parallel_reasons(two, "cuda", is_hybrid_ssm=True)
+    assert [part in reason for reason, part in zip(reasons, parts, strict=True)] == [True] * 2
+    assert data_parallel_reasons(two, "cpu", is_hybrid_ssm=False) == []
+    assert data_parallel_reasons(settings(), "cuda", is_hybrid_ssm=True) == []
 
 
 def test_what_latents_rule_out_is_named() -> None:
-    latents, no_drafts = KVGeometry(3, 4, 1, 48, 100, latent_dim=32), SimpleNamespace(speculative_algorithm=None)
+    latents, no_drafts = KVGeometry(3, 4, 1, 48, 100, latent_dim=32), settings()
     assert latent_reasons(KVEvictConfig(), build_policy("distilled", {}), latents, no_drafts) == []
     config = KVEvictConfig(wait_for_passes=False, prefill_budget=0.5)
-    drafts, weighs = SimpleNamespace(speculative_algorithm="NGRAM"), build_policy("defensive", {})
+    drafts, weighs = settings(speculative_algorithm="NGRAM"), build_policy("defensive", {})
     reasons = latent_reasons(config, weighs, latents, drafts)
     begins = (
         "wait_for_passes is false",
@@ -188,17 +183,17 @@ def test_what_latents_rule_out_is_named() -> None:
         ((), False, 512, None),
         ((8, 0, 0), False, 512, "prefill_budget ends segments between chunks"),
         ((), True, 512, "prefill_budget ends segments between chunks"),
-        ((), False, -1, "--chunked-prefill-size is -1, so a prompt is prefilled in one piece"),
+        ((), False, None, "--chunked-prefill-size is off, so a prompt is prefilled in one piece"),
     ],
 )
 def test_what_rules_out_prefill_budget_is_named(
-    windows: tuple[int, ...], states: bool, chunk: int, reason: str | None
+    windows: tuple[int, ...], states: bool, chunk: int | None, reason: str | None
 ) -> None:
-    server_args = SimpleNamespace(chunked_prefill_size=chunk)
-    ctx = SimpleNamespace(is_hybrid_swa=False, is_hybrid_ssm=states, server_args=server_args)
+    ctx = SimpleNamespace(is_hybrid_swa=False, is_hybrid_ssm=states)
+    own = settings(chunked_prefill_size=chunk)
     geometry = KVGeometry(3, 4, 2, 16, 100, windows=windows)
-    assert prefill_reasons(KVEvictConfig(), ctx, geometry) == []
-    found = prefill_reasons(KVEvictConfig(prefill_budget=0.5), ctx, geometry)
+    assert prefill_reasons(KVEvictConfig(), ctx, geometry, own) == []
+    found = prefill_reasons(KVEvictConfig(prefill_budget=0.5), ctx, geometry, own)
     assert found == [] if reason is None else reason in found[0]
 
 

@@ -32,9 +32,9 @@ def cache(needs_passes=True, **policy) -> tuple[Harness, MiniScheduler]:
     return harness, MiniScheduler(harness)
 
 
-def warm(harness, tokens=DOCUMENT, extra_key=None, ticket=None):
+def warm(harness, tokens=DOCUMENT, extra_key=None, ticket=None, lora_id=None):
     options = {"warm": True} | ({} if ticket is None else {"ticket": ticket})
-    harness.finish(harness.run(tokens, extra_key, options=options))
+    harness.finish(harness.run(tokens, extra_key, options=options, lora_id=lora_id))
 
 
 def outcome(harness, ticket) -> str | None:
@@ -96,14 +96,15 @@ def test_an_abort_by_prefix_matches_no_pass():
 
 def test_a_pass_reads_with_the_adapter_of_its_prefix_until_that_is_unloaded():
     harness, scheduler = cache()
-    scheduler.tree_cache, scheduler.enable_lora = harness.tree, True
+    scheduler.tree_cache = harness.tree
     manager = SimpleNamespace(lora_refs={"1b2c": "first", "3d4e": "second"})
     scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
-    for extra_key, adapter in ((None, None), ("tenant", None), ("tenant3d4e", "3d4e"), ("1b2c", "1b2c")):
-        warm(harness, extra_key=extra_key)
+    cases = ((None, None), ("tenant", None), ("tenant", "3d4e"), (None, "1b2c"), ("key that ends like 1b2c", None))
+    for extra_key, adapter in cases:
+        warm(harness, extra_key=extra_key, lora_id=adapter)
         scheduler.turn()
         (waiting,) = scheduler.waiting_queue
-        assert (waiting.lora_id, waiting.extra_key) == (adapter, extra_key)
+        assert (waiting.lora_id, waiting.extra_key or "") == (adapter, (extra_key or "") + (adapter or ""))
         operations.before_unload(scheduler, SimpleNamespace(lora_id="5f6a"))
         assert waiting.lora_id == adapter
         operations.before_unload(scheduler, SimpleNamespace(lora_id=adapter))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_events import (
     ZmqEventPublisher,
@@ -20,16 +19,14 @@ from sgl_kvevict.events.service import EventService
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
+from sgl_kvevict.sglang_adapter.settings import ServerSettings
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
 
 def start_monitoring(
-    tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, enable_metrics: bool
+    tree: KVEvictTree, config: KVEvictConfig, settings: ServerSettings, *, enable_metrics: bool
 ) -> None:
     """Give the tree its configured listeners; raises :class:`ConfigError` if an event address cannot be bound."""
     events, totals, started = config.events, Totals(), time.time()
@@ -37,7 +34,7 @@ def start_monitoring(
         tree.guard, totals, policy=config.policy, exposes_tokens=events is not None and events.expose_tokens
     )
     if events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
-        service = _start_service(config, events, tree, server_args, started, totals)
+        service = _start_service(config, events, tree, settings, started, totals)
         if events.endpoint is not None:
             listener.subscribers.append(service.publish)
         if events.inspect_endpoint is not None:
@@ -56,7 +53,7 @@ def _start_service(
     config: KVEvictConfig,
     events: EventsConfig,
     tree: KVEvictTree,
-    server_args: ServerArgs,
+    settings: ServerSettings,
     started: float,
     totals: Totals,
 ) -> EventService:
@@ -71,8 +68,8 @@ def _start_service(
         budget=config.budget,
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
-        model=server_args.model_path,
-        tokenizer=server_args.tokenizer_path or server_args.model_path,
+        model=settings.model_path,
+        tokenizer=settings.tokenizer_path,
         endpoint=events.endpoint,
         replay_endpoint=events.replay_endpoint,
         topic=events.topic,
