@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sgl_kvevict.config_file import CONFIG_SUFFIXES, SUFFIXES_IN_WORDS, decode_config, read_config_file
 from sgl_kvevict.errors import ConfigError, shown
@@ -177,8 +177,8 @@ class KVEvictConfig(BaseModel):
         ge=1,
         description="`distilled`: prefixes learned from before learned scores are tried",
     )
-    observation_bytes: int = Field(
-        default=256 * 1024**2,
+    observation_bytes: ByteSize = Field(
+        default=ByteSize(256 * 1024**2),
         ge=0,
         description="memory outside the pool for observations of prefixes that wait for compression (256 MiB); beyond "
         "it the oldest is dropped",
@@ -202,12 +202,14 @@ class KVEvictConfig(BaseModel):
     expose_kept: bool = Field(
         default=False, description="`GET /server_info` also shows which tokens of the largest span each head kept"
     )
-    host_bytes: int | None = Field(
+    host_bytes: ByteSize | None = Field(
         default=None,
         ge=0,
         description="host memory of each rank for compressed prefixes that the pool drops; null: at most a quarter of "
         "what is free on all ranks together (docs/design.md#host-memory)",
-        json_schema_extra={"allowed": "null (twice the pool), 0 (off), or a number of bytes"},
+        json_schema_extra={
+            "allowed": "null (twice the pool), 0 (off), or an amount like 64MiB, 40GB or a number of bytes"
+        },
     )
     store: _Path | None = Field(
         default=None,
@@ -217,8 +219,8 @@ class KVEvictConfig(BaseModel):
             "mooncake://HOST:PORT/NAME"
         },
     )
-    store_bytes: int = Field(
-        default=64 * 1024**3,
+    store_bytes: ByteSize = Field(
+        default=ByteSize(64 * 1024**3),
         ge=1,
         description="size of a store that is a folder (64 GiB); beyond it the least recently used segment is removed",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 
@@ -33,6 +34,8 @@ def _in_words(kind: Any, limits: dict[str, Any], integer: str) -> str:
         return " or ".join(repr(choice) for choice in get_args(kind))
     if kind is bool:
         return "true or false"
+    if kind is ByteSize:
+        return f"an amount like 64MiB, 40GB or a number of bytes, >= {limits['ge']}"
     if kind is float and "gt" in limits:
         return f"a float in ({limits['gt']}, " + (f"{limits['le']}]" if "le" in limits else f"{limits['lt']})")
     if kind in (int, float):

@@ -76,9 +76,13 @@ def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind
         ("store", "a\0b", "the path of a folder"),
         ("store", "", "the path of a folder"),
         ("score_weights", "", "the path of a file"),
-        ("host_bytes", -1, "null (twice the pool), 0 (off), or a number of bytes"),
+        ("host_bytes", -1, "null (twice the pool), 0 (off), or an amount like 64MiB, 40GB or a number of bytes"),
         ("host_bytes", 1.5, "null (twice the pool)"),
-        ("host_bytes", "1GB", "null (twice the pool)"),
+        ("host_bytes", "1 GiBi", "null (twice the pool)"),
+        ("host_bytes", True, "null (twice the pool)"),
+        ("store_bytes", 0, "an amount like 64MiB, 40GB or a number of bytes, >= 1"),
+        ("store_bytes", None, "an amount like 64MiB"),
+        ("observation_bytes", "much", "an amount like 64MiB, 40GB or a number of bytes, >= 0"),
         ("tail_tokens", 0, "an integer >= 1"),
         ("decode_block", 0, "an integer >= 1, or null"),
         ("tail_tokens", 32.0, "an integer >= 1"),
@@ -114,6 +118,16 @@ def test_shares_that_cannot_follow_each_other_are_refused(values: dict[str, floa
     with pytest.raises(ConfigError) as caught:
         load(json.dumps(values))
     assert message in str(caught.value)
+
+
+def test_every_field_of_bytes_takes_what_people_write() -> None:
+    names = [name for name in KVEvictConfig.model_fields if name.endswith("_bytes")]
+    assert len(names) == 3
+    for name in names:
+        for text, amount in (("64MiB", 64 * 2**20), ("1.5 GB", 1_500_000_000), ("4096", 4096), (4096, 4096)):
+            config = load(json.dumps({name: text}))
+            assert getattr(config, name) == amount
+            assert load(config.model_dump_json(exclude_unset=True)) == config
 
 
 @pytest.mark.parametrize("budget", [0.05, 0.6, 1.0, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -24,13 +25,15 @@ SCAN_SHARE = 16
 """Each time this process has written 1/16 of the limit it measures the folder: other processes write, too."""
 TRIM_TO = 0.9
 """Share of the limit that trimming leaves, so that not every write has to trim."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a place that has no room: the disk, or what its user may take of it."""
 
 
 class DirectoryBackend(Backend):
     """Files below a folder, on a local or a shared file system; the first write creates it.
 
-    A read sets the file's modification time; when the files exceed ``max_bytes`` (None: no limit), the least recently
-    used ones are removed. Updates of items are serialized by one lock file.
+    A read sets the file's modification time; when the files exceed ``max_bytes`` (None: no limit), or the disk is full,
+    the least recently used ones are removed. Updates of items are serialized by one lock file.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
@@ -50,12 +53,22 @@ class DirectoryBackend(Backend):
         """See :meth:`Backend.update`; under the lock, so no change is lost."""
         with self._errors("written", check_name(name)), self._lock():
             path = self._folder / name
-            self._write(name, change(path.read_bytes() if path.exists() else None))
+            data = change(path.read_bytes() if path.exists() else None)
+            try:
+                self._write(name, data)
+            except OSError as error:
+                self._make_room(len(data), error)
+                self._write(name, data)
 
     def _put(self, name: str, data: bytes) -> None:
         if self._max_bytes is not None and len(data) > self._max_bytes:
             raise StoreError(f"store {self.url!r}: an item of {len(data)} bytes; its limit is {self._max_bytes}")
-        self._write(name, data)
+        try:
+            self._write(name, data)
+        except OSError as error:
+            with self._lock():
+                self._make_room(len(data), error)
+            self._write(name, data)
         if self._max_bytes is not None and self._is_scan_due(len(data), self._max_bytes):
             with self._lock():
                 self._trim(self._max_bytes)
@@ -110,6 +123,16 @@ class DirectoryBackend(Backend):
                 return False
             self._unmeasured = 0
             return True
+
+    def _make_room(self, num_bytes: int, error: OSError) -> None:
+        """Make room on a full disk as if what the folder holds now were its limit; under the lock.
+
+        Raises ``error`` if the disk is not full, or the whole folder is smaller than ``num_bytes``.
+        """
+        size = sum(item.size for item in self.list())
+        if error.errno not in _FULL or size < num_bytes:
+            raise error
+        self._trim(size - num_bytes)
 
     def _trim(self, max_bytes: int) -> None:
         """Remove the least recently used items of a folder above its limit, and unfinished files of dead writers."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.modes import assert_nothing_leaked
-from helpers.tiny_model import VOCAB_SIZE
+from helpers.tiny_model import VOCAB_SIZE, save_adapter
 from helpers.traffic import generate, idle_state
 from sgl_kvevict import client
 from sgl_kvevict.launcher import LaunchError
@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
 CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 NUM_DOCUMENTS = 3
+UNPINNED = "helpers.unpinned"
 HANDBOOK = Path(__file__).resolve().parents[2] / "examples" / "data" / "station_handbook.txt"
 QUESTIONS = ("Which instruments are named above?", "Who wrote this, and for whom?")
 
@@ -140,6 +141,43 @@ def test_a_store_that_goes_away_costs_nothing_but_the_wait(start, tiny_llama, fi
     assert state["loaded_segments"] == 0 and state["failed_loads"] >= 1 and state["not_stored"] >= 1
     assert_nothing_leaked(server)
     server.stop(grace_s=0)
+
+
+def adapted(server, prompt: list[int], adapter: str | None = "adA", extra_key: str | None = None) -> tuple[list, int]:
+    """What a server answers with an adapter, and how much of the prompt it found."""
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "lora_path": adapter, "extra_key": extra_key}
+    reply = json.loads(server.post("/generate", body))
+    return reply["output_ids"], reply["meta_info"]["cached_tokens"]
+
+
+def test_an_adapter_that_was_replaced_is_computed_afresh(start, tiny_llama, tmp_path):
+    """``--lora-paths`` alone: SGLang switches adapters on later, and names this one by its path."""
+    path, prompt, uuid = tmp_path / "adapter", prompts()[0], "0123456789abcdef" * 2
+    lora = ("--lora-paths", f"adA={path}", "--lora-backend", "torch_native", "--max-loras-per-batch", "2")
+    config = {**CONFIG, "store": str(tmp_path / "store")}
+    save_adapter(path, seed=1)
+    first = start(tiny_llama, *FLAGS, *lora, config=config, patch=UNPINNED)
+    old = adapted(first, prompt)
+    assert adapted(first, prompt)[1] > 300  # in the pool
+    assert store_state(first)["stored_segments"] == 0 and segments(tmp_path / "store") == []
+    adapted(first, prompt, None, uuid)
+    assert store_state(first, stored=1)["stored_segments"] == 1  # a key that ends as an adapter's is the client's
+    plain = adapted(first, prompt, None, uuid)
+    first.stop(grace_s=0)
+    save_adapter(path, seed=2)
+    second = start(tiny_llama, *FLAGS, *lora, config=config, patch=UNPINNED)
+    new, found = adapted(second, prompt)
+    assert found == 0 and new != old[0]
+    tokens, found = adapted(second, prompt, None, uuid)
+    assert found > 300 and tokens == plain[0] and tokens not in (old[0], new)
+    state = store_state(second)
+    assert state["loaded_segments"] == 1 and state["failed_loads"] == 0
+    assert_nothing_leaked(second)
+    second.stop(grace_s=0)
+    third = start(tiny_llama, *FLAGS, *lora, config=CONFIG, patch=UNPINNED)
+    assert adapted(third, prompt) == (new, 0)
+    third.stop(grace_s=0)
 
 
 def test_a_store_that_cannot_be_used_is_refused_by_name(start, tiny_llama, tmp_path):

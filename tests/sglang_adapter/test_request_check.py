@@ -10,6 +10,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.sglang_adapter import adapters
 from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing, refusal
 
 WARM = {"warm": True}
@@ -27,6 +28,9 @@ def refusals(custom_params, needs_passes=True, tokenizer=None, **fields) -> list
     reasons = []
     req = SimpleNamespace(
         origin_input_ids=[1],
+        lora_id=None,
+        extra_key=None,
+        cache_salt=None,
         multimodal_inputs=None,
         sampling_params=SamplingParams(custom_params=custom_params),
         return_logprob=False,
@@ -64,6 +68,37 @@ def test_impossible_wishes_are_refused_with_a_reason(needs_passes, options, toke
 def test_other_requests_pass(custom_params):
     assert refusals(custom_params) == []
     assert refusals(custom_params, needs_passes=False) == []
+
+
+def test_nobody_else_names_the_namespace_of_an_adapter():
+    """SGLang appends an adapter's id to the client's key; a client could write the same text."""
+    harness = Harness()
+    scheduler = SimpleNamespace(
+        tree_cache=harness.tree, tokenizer=None, max_queued_requests=None, model_config=SimpleNamespace(vocab_size=64)
+    )
+    adapter = "0123456789abcdef" * 2
+
+    def refused(extra_key, lora_id=None):
+        return refusal(scheduler, harness.tree, harness.request([1, 2, 3], extra_key, lora_id=lora_id))
+
+    assert refused("tenant" + adapter) is None  # no request has that adapter
+    harness.finish(harness.run([*range(20)], "tenant", lora_id=adapter))
+    assert refused("tenant" + adapter).startswith(f"extra_key: got 'tenant{adapter}', which is a LoRA adapter's;")
+    assert refused("tenant", adapter) is refused("tenant") is refused(adapter) is refused(None) is None
+
+
+def test_namespaces_of_adapters_are_forgotten_when_they_are_out_of_use(monkeypatch):
+    monkeypatch.setattr(adapters, "LEAST_KNOWN", 4)
+    harness = Harness(num_slots=120)
+    known = harness.tree.port.adapters
+    known._limit = 4
+    running = harness.run([7] * 20, "running", lora_id="a")
+    for i in range(100):
+        harness.finish(harness.run([*range(20)], f"client {i}", lora_id="a"))
+    cached = {node.key.extra_key for node in harness.tree.nodes()}
+    assert len(known) <= 2 * len(cached | {"runninga"})
+    assert all(known.of((name, None)) == "a" for name in cached) and known.of(("runninga", None)) == "a"
+    harness.finish(running)
 
 
 def test_a_server_with_stock_s_cache_is_left_alone():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import multiprocessing
 import os
 import threading
@@ -260,6 +261,51 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatc
     with pytest.raises(StoreError, match="No space left"):
         backend.put("a/b", b"data")
     assert list(backend.list()) == [] and list((tmp_path / SCRATCH).iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_loses_what_was_used_longest_ago(tmp_path, monkeypatch, code):
+    """As a folder that reached its limit: what is new is stored, whether it is a segment or a list of them."""
+    disk, write = 10_000, Path.write_bytes
+
+    def limited(path: Path, data: bytes) -> int:
+        used = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
+        if used + len(data) > disk:
+            write(path, data[: disk - used])
+            raise OSError(code, os.strerror(code))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", limited)
+    backend = DirectoryBackend(tmp_path, max_bytes=1_000_000)
+    for i in range(9):
+        backend.put(f"a/{i}", bytes(1000))
+        os.utime(tmp_path / "a" / str(i), (1000 + i, 1000 + i))
+    backend.get("a/0")
+    for i in range(9, 40):
+        backend.put(f"a/{i}", bytes(1000))
+        os.utime(tmp_path / "a" / str(i), (time.time() + i,) * 2)
+        backend.update("manifest", lambda old: (old or b"") + b"12345678" * 8)
+        names = {item.name for item in backend.list()}
+        assert f"a/{i}" in names and "manifest" in names and len(names) >= 6
+        assert i > 12 or ("a/0" in names and "a/1" not in names) or i < 10
+    assert list((tmp_path / SCRATCH).iterdir()) == []
+    with pytest.raises(StoreError, match=os.strerror(code)):
+        backend.put("larger", bytes(disk + 1))
+    assert {item.name for item in backend.list()} == names  # nothing is removed for what cannot fit
+
+
+def test_another_error_of_a_disk_removes_nothing(tmp_path, monkeypatch):
+    backend = DirectoryBackend(tmp_path)
+    backend.put("a", b"old")
+
+    def fail(_path: Path, _data: bytes) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    for write in (lambda: backend.put("b", b"new"), lambda: backend.update("b", lambda _old: b"new")):
+        with pytest.raises(StoreError, match="Input/output"):
+            write()
+    assert [item.name for item in backend.list()] == ["a"]
 
 
 def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_store(tmp_path):
