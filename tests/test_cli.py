@@ -118,6 +118,17 @@ def test_the_demo_model_is_made_and_served(model_folder: str, monkeypatch: pytes
         plan = plan_serve("demo", KVEvictConfig(), [])
         assert flag_value(plan.command, "--model-path") == model_folder
         assert flag_value(plan.command, "--dtype") == dtype
+        assert flag_value(plan.command, "--served-model-name") == "demo"
+    own = plan_serve("demo", KVEvictConfig(), ["--served-model-name", "mine"])
+    assert flag_value(own.command, "--served-model-name") == "mine" and "demo" not in own.command
+    assert flag_value(plan_serve(model_folder, KVEvictConfig(), []).command, "--served-model-name") == model_folder
+
+
+@pytest.mark.parametrize("groups", [["--enable-dp-attention", "--dp-size", "2"], ["--attn-dp-size=2"]])
+def test_both_ways_to_write_data_parallel_attention_are_checked(model_folder: str, groups: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--attn-dp-size: with --speculative-algorithm"):
+        plan_serve(model_folder, KVEvictConfig(), ["--speculative-algorithm", "NGRAM", *groups])
+    plan_serve(model_folder, KVEvictConfig(), ["--speculative-algorithm", "NGRAM", "--dp-size", "2"])
 
 
 def test_the_server_replaces_the_process(

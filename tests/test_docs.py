@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,3 +39,12 @@ def test_the_navigation_has_every_page_once_in_four_kinds() -> None:
 def test_the_readme_and_the_pages_stay_short() -> None:
     assert num_words(ROOT / "README.md") <= 900
     assert num_words(ROOT / "README.md", *DOCS.glob("*.md")) <= 25_000  # without docs/results, which commands write
+
+
+def test_a_page_that_shows_custom_parameters_says_where_they_are_ignored() -> None:
+    """SGLang ignores unknown fields at the top level of a body, so a misplaced ``exact`` is lost without an error."""
+    pages = [page for page in (ROOT / "README.md", *DOCS.glob("*.md")) if "custom_params" in page.read_text()]
+    assert len(pages) >= 4
+    for page in pages:
+        text = " ".join(page.read_text().split())
+        assert re.search(r"at the top level of a body (is|`kvevict` is) ignored", text), page

@@ -147,7 +147,7 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str], *
     on_cpu = device == "cpu" if device else not _torch_has_cuda()
     path = resolve_model(model)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", path]
-    wanted = {"--radix-cache-backend": BACKEND_NAME, "--attention-backend": BACKEND_NAME}
+    wanted = {"--radix-cache-backend": BACKEND_NAME, "--attention-backend": BACKEND_NAME, "--served-model-name": model}
     environ = {ENV_VAR: config.model_dump_json(exclude_unset=True)}
     if on_cpu:
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}

@@ -34,6 +34,20 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.0005
 """Sleep of the scheduler, to let other threads run, when all requests wait for the store."""
 ROTARY_POSITIONS = 256
+NEVER_IN_KV = frozenset(
+    {
+        "context_len",  # SGLang's note of --context-length
+        "max_position_embeddings",  # rope scaling that depends on it is in the rotary embedding's table
+        "transformers_version",
+        *("dtype", "torch_dtype"),  # what the model computes with is apart
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
+        *("initializer_range", "attention_dropout"),  # of training
+        *("encoder_only", "language_only", "language_model_only"),  # SGLang's notes of its flags
+    }
+)
+"""Fields of a model's configuration that change neither keys nor values of tokens: servers that differ in them share a
+store."""
 SHUTDOWN_S = 10.0
 """Time limit for pending writes at shutdown; SGLang kills a scheduler after 15 s."""
 
@@ -87,7 +101,7 @@ def identity_of(
     turned = rotary.cos_sin[:ROTARY_POSITIONS].to("cpu", torch.float16).contiguous()
     turns = hashlib.sha256(f"{tuple(turned.shape)} {rotary.is_neox} {rotary.start}".encode() + turned.numpy().tobytes())
     architectures = " ".join(model.hf_config.architectures or ())
-    settings = hashlib.sha256(_settings_of(model.hf_config).encode()).hexdigest()[:16]
+    settings = hashlib.sha256(settings_of(model.hf_config).encode()).hexdigest()[:16]
     return StoreIdentity(
         model=fingerprint,
         architecture=f"{architectures}, {model.dtype}, quantization {model.quantization}, settings {settings}",
@@ -105,11 +119,18 @@ def identity_of(
     )
 
 
-def _settings_of(hf_config: Any) -> str:
-    """The model's configuration with command-line overrides, without its path."""
-    values: dict[str, Any] = hf_config.to_dict()
-    known = {name: value for name, value in values.items() if name[0] != "_" and name != "transformers_version"}
-    return json.dumps(known, sort_keys=True, default=str)
+def settings_of(hf_config: Any) -> str:
+    """The model's configuration with command-line overrides, as far as it may change keys and values."""
+    return json.dumps(_relevant(hf_config.to_dict()), sort_keys=True, default=str)
+
+
+def _relevant(values: dict[str, Any]) -> dict[str, Any]:
+    """Without paths and :data:`NEVER_IN_KV`, in the configurations of a model's parts too."""
+    return {
+        name: _relevant(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if not str(name).startswith("_") and name not in NEVER_IN_KV
+    }
 
 
 def after_queueing(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
 
-from helpers.harness import NO_ROTARY, publish_server_args
+from helpers.harness import NO_ROTARY, TINY_LLAMA, publish_server_args
 from helpers.harness_store import DRAFT, Server
 from helpers.stored import keys_in
 from helpers.verify_machines import VerifyingHarness
@@ -31,6 +34,7 @@ from sgl_kvevict.sglang_adapter.scheduler_store import (
     around_admission,
     identity_of,
     in_order,
+    settings_of,
 )
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -93,6 +97,27 @@ def test_a_draft_model_is_known_by_its_weights_and_configuration(tmp_path, monke
     assert first is not None and first == digest("b", 1.0)
     assert len({first, digest("c", 2.0), digest("d", 1.0, rope_theta=1e6)}) == 3
     assert digest("e", None) is None and digest("f", 1.0, "dummy") is None
+
+
+def test_servers_that_differ_in_what_no_key_depends_on_share_a_store(tmp_path):
+    """``--context-length``, for one; rope scaling by context changes keys."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+
+    def settings(**flags):
+        args = ServerArgs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, **flags)
+        return settings_of(ModelConfig.from_server_args(args).hf_config)
+
+    def override(**values):
+        return settings(json_model_override_args=json.dumps(values))
+
+    plain = settings()
+    assert plain == settings(context_length=1024) == settings(context_length=2048, dtype="float16")
+    assert plain == override(eos_token_id=3) == override(max_position_embeddings=512)
+    assert plain != override(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    assert plain != override(rope_theta=1e6) and plain != override(rms_norm_eps=1e-3)
+    whole = {"text_config": {"rms_norm_eps": 1e-6, "context_len": 1}, "_name_or_path": "a"}
+    other = {"text_config": {"rms_norm_eps": 1e-6, "_name_or_path": "b"}, "dtype": "float16"}
+    assert settings_of(SimpleNamespace(to_dict=lambda: whole)) == settings_of(SimpleNamespace(to_dict=lambda: other))
 
 
 def test_a_tail_comes_back_for_prompts_that_go_on_with_it(tmp_path):
