@@ -365,7 +365,7 @@ def test_an_answer_has_the_room_that_the_prompt_leaves_at_its_peak():
 def lifted(monkeypatch, harness: Harness, *, truncates: bool = False, chunk: int | None = 100, spec: bool = False):
     """A scheduler whose model has a context of 1,000 tokens, after its start."""
     monkeypatch.setattr(
-        "sgl_kvevict.sglang_adapter.long_prompts.get_serving", lambda: SimpleNamespace(allow_auto_truncate=truncates)
+        "sgl_kvevict.sglang_adapter.long_prompts.published", {"allow_auto_truncate": truncates}.__getitem__
     )
     scheduler = SimpleNamespace(
         tree_cache=harness.tree,
