@@ -141,7 +141,7 @@ class KVEvictConfig(BaseModel):
         default=None,
         ge=1,
         description="an answer is compressed to `budget` each time it has grown by so many tokens; null: never. For "
-        "policies `h2o`, `d2o`, `streaming-llm`, `snapkv`, `knorm`, `keydiff` (docs/design.md#what-requests-generate)",
+        "policies `h2o`, `d2o`, `streaming-llm`, `snapkv` (docs/design.md#what-requests-generate)",
     )
     score_after_matches: int | None = Field(
         default=1,

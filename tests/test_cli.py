@@ -235,7 +235,7 @@ def test_a_second_word_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str
         (["--tail-tokens", "0"], "tail_tokens: got 0; allowed: an integer >= 1"),
         (["--tail-tokens", "x"], "tail-tokens"),
         (["--policy", "nope"], "'nope'"),
-        (["--policy", "knorm@paper"], "policy: got 'knorm@paper'; allowed with @paper: streaming-llm@paper, "),
+        (["--policy", "random@paper"], "policy: got 'random@paper'; allowed with @paper: streaming-llm@paper, "),
         (["--policy", "chunkkv", "--policy-option", "mode=paper"], "tail_tokens: got 32 for policy 'chunkkv'"),
         (["--policy", "snapkv@paper", "--budget", "32"], "budget: got 32, which includes the tail of tail_tokens=32"),
         (["--policy-option", "window_sizes=3"], "window_sizes"),
