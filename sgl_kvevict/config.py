@@ -26,59 +26,35 @@ _as_written = cache(lambda share: Fraction(repr(share)))  # exact value of a sha
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _Endpoint = Annotated[
-    str | None,
+    str,
     Field(
         pattern=rf"^(tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):{_PORT}|ipc://[^\x00]+)$",
-        json_schema_extra={
-            "allowed": "null (off), or an address to bind: tcp://HOST:PORT (a port from 1 to 65535) or ipc://PATH"
-        },
+        json_schema_extra={"allowed": "an address to bind: tcp://HOST:PORT (a port from 1 to 65535) or ipc://PATH"},
     ),
 ]
 _Path = Annotated[str, Field(pattern=r"^[^\x00]+$")]
-_QueueSize = Annotated[int, Field(ge=1, le=100_000_000)]  # ZMQ counts in 32 bits
 
 
 class EventsConfig(BaseModel):
-    """Sockets on which each scheduler publishes changes of its cache and answers questions about it.
+    """The socket on which each scheduler answers questions about its cache and publishes changes of it.
 
-    Every address is bound; each data-parallel scheduler adds its rank to the ports.
+    The address is bound; each data-parallel scheduler adds its rank to the port.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    endpoint: _Endpoint = Field(default="tcp://127.0.0.1:5657", description="PUB: the event stream")
-    replay_endpoint: _Endpoint = Field(default="tcp://127.0.0.1:5658", description="ROUTER: sends past messages again")
-    inspect_endpoint: _Endpoint = Field(
-        default="tcp://127.0.0.1:5659", description="ROUTER: answers `sgl-kvevict top` and `inspect`"
+    endpoint: _Endpoint = Field(
+        default="tcp://127.0.0.1:5659", description="ROUTER: answers `sgl-kvevict top` and `inspect`, and sends events"
     )
-    topic: str = Field(default="kvevict", description="first frame of every message")
-    buffer_steps: _QueueSize = Field(default=10_000, description="messages kept for replay")
-    hwm: _QueueSize = Field(
-        default=100_000, description="messages that wait for one slow subscriber before it loses some"
-    )
-    max_queue_size: _QueueSize = Field(
+    max_queue_size: int = Field(
         default=100_000,
+        ge=1,
+        le=100_000_000,
         description="events that wait for the sending thread; more are dropped and counted",
     )
     expose_tokens: bool = Field(
-        default=False, description="token ids and namespaces may leave the process through these sockets"
+        default=False, description="token ids and namespaces may leave the process through this socket"
     )
-
-    @model_validator(mode="after")
-    def _check_addresses(self) -> Self:
-        names: dict[str, str] = {}
-        for name in ("endpoint", "replay_endpoint", "inspect_endpoint"):
-            address = getattr(self, name)
-            if address is None:
-                continue
-            place = f"port {int(address.rpartition(':')[2])}" if address.startswith("tcp:") else address
-            if place in names:
-                raise ConfigError(
-                    f"events.{name}: got {address!r}, and events.{names[place]} has {place} too; allowed: another port "
-                    "or path for each socket"
-                )
-            names[place] = name
-        return self
 
 
 class KVEvictConfig(BaseModel):
@@ -141,7 +117,7 @@ class KVEvictConfig(BaseModel):
         default=None,
         ge=1,
         description="an answer is compressed to `budget` each time it has grown by so many tokens; null: never. For "
-        "policies `h2o`, `d2o`, `streaming-llm`, `snapkv`, `knorm`, `keydiff` (docs/design.md#what-requests-generate)",
+        "policies `h2o`, `d2o`, `streaming-llm`, `snapkv` (docs/design.md#what-requests-generate)",
     )
     score_after_matches: int | None = Field(
         default=1,
@@ -236,7 +212,7 @@ class KVEvictConfig(BaseModel):
     )
     events: EventsConfig | None = Field(
         default=None,
-        description="event stream and inspection sockets; `{}` opens them on loopback (docs/operations.md)",
+        description="socket for inspection and events; `{}` opens it on loopback (docs/operations.md)",
         json_schema_extra={"allowed": f"null (off), or an object with any of: {', '.join(EventsConfig.model_fields)}"},
     )
 

@@ -3,8 +3,8 @@
 Run: python benchmarks/events/bench_cost.py [--repeats N]
 
 Drives the real tree on the scheduler in miniature that the tests use (tests/helpers/harness.py), without a model. All
-times are CPU time of the scheduler's thread, the lower quartile over the repeats; "on" means event stream, inspection
-socket and metrics together, with one subscriber that reads. The last column relates the time to a step of 10 ms, a
+times are CPU time of the scheduler's thread, the lower quartile over the repeats; "on" means event socket and metrics
+together, with one client that follows. The last column relates the time to a step of 10 ms, a
 typical decode step on a GPU.
 """
 
@@ -29,7 +29,8 @@ from helpers.event_sockets import ipc_config
 from helpers.harness import Harness, publish_server_args
 from helpers.watched import WatchedHarness
 from sgl_kvevict.compression import Compression
-from sgl_kvevict.events.client import EventStream
+from sgl_kvevict.config import EventsConfig
+from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, Tree
 from sgl_kvevict.events.types import Dropped
 from sgl_kvevict.lifecycle.listener import CacheListener
@@ -99,21 +100,17 @@ def watched_compression(harness: Harness) -> Compression:
     return Compression(segment, segment.token_slots, 0, 0.001)
 
 
-def follow(config: object, stop: threading.Event) -> threading.Thread:
-    """Read the event stream in another thread until told to stop."""
+def follow(config: EventsConfig, stop: threading.Event) -> None:
+    """Follow the events in another thread until told to stop."""
 
     async def read() -> None:
-        async with EventStream(config.endpoint, config.replay_endpoint) as stream:
-            batches = stream.batches()
-            while not stop.is_set():
-                try:
-                    await asyncio.wait_for(anext(batches), 0.2)
-                except (TimeoutError, StopAsyncIteration):
-                    batches = stream.batches()
+        async with InspectClient(config.endpoint, timeout_s=3600) as client:
+            async for _ in client.follow():
+                if stop.is_set():
+                    return
 
     thread = threading.Thread(target=lambda: asyncio.run(read()), daemon=True)
     thread.start()
-    return thread
 
 
 def main() -> None:
@@ -142,7 +139,7 @@ def main() -> None:
     with WatchedHarness(ipc_config(folder)) as watched:
         with_metrics(watched)
         harness = watched.harness
-        reader = follow(watched.service.config, stop)
+        follow(watched.service.config, stop)
         scheduler.tree_cache = harness.tree
         on = quartile(lambda: per_call(lambda: turn(scheduler), 20_000), repeats)
         row("on: one turn of the loop, nobody asks", on - bare)
@@ -159,13 +156,12 @@ def main() -> None:
             print(f"{f'on: publishing thread at {rate:,} events a second':<62}{100 * share:>12.2f} %  of a CPU")
 
         grow(harness, 5_000)
-        inspecting = next(o for o in listener.listeners if type(o).__name__ == "InspectionListener")
+        inspecting = listener.each_turn[0].__self__
         status = quartile(lambda: per_call(lambda: inspecting._reply(harness.tree, Status(limit=50)), 3), repeats)
         row("a 'top' report of a tree with 1,000 spans (once a second)", status, of_step=False)
         look = quartile(lambda: per_call(lambda: inspecting._reply(harness.tree, Tree(5000)), 3), repeats)
         row("an 'inspect' of 5,000 nodes, 1,000 of them spans", look, of_step=False)
         stop.set()
-        reader.join()
 
 
 if __name__ == "__main__":

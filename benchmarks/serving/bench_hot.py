@@ -134,8 +134,7 @@ def steady_systems(beside: tuple[str, ...]) -> list[System]:
 def system_with_passes(endpoint: str) -> System:
     """Ours with passes without limit, whose events are published."""
     flags = ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS)
-    events = {"endpoint": endpoint, "replay_endpoint": None, "inspect_endpoint": None}
-    return kvevict_system(UNLIMITED, {"pass_share": 1.0, "events": events}, flags)
+    return kvevict_system(UNLIMITED, {"pass_share": 1.0, "events": {"endpoint": endpoint}}, flags)
 
 
 def load_of(point: Point, model: Path, repetition: int = 0) -> Load:

@@ -71,20 +71,6 @@ class Rotary:
         cos, sin = (rows[1] / rows[0, 0]).chunk(2)  # position 0 has cosine 1, times the table's own scale
         return self._rotate(x.float(), cos, sin)
 
-    def mean_rotation(self, start: int, count: int, head_dim: int) -> Tensor:
-        """Average of the rotation matrices of positions ``[start, start + count)``.
-
-        Returns:
-            [head_dim, head_dim], float32; ``matrix @ q`` rotates a column ``q``. Positions past the cached table are
-            left out (at least its last row is used).
-        """
-        limit = self.cos_sin.shape[0]
-        start = min(start, limit - 1)
-        rows = self.cos_sin[start : min(start + count, limit)].float().mean(0)
-        cos, sin = rows.chunk(2)
-        eye = torch.eye(head_dim, device=rows.device)
-        return self._rotate(eye[:, None], cos[None, None], sin[None, None])[:, 0].T
-
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = self._pairs(x)
         parts = a * cos - b * sin, b * cos + a * sin

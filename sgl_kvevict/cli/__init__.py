@@ -114,7 +114,7 @@ def serve(
         Path | None, typer.Option(help="JSON or YAML file with the same fields; options above win.")
     ] = None,
     events: Annotated[
-        bool, typer.Option("--events", help="Open the sockets of 'top' and 'inspect' on this machine.")
+        bool, typer.Option("--events", help="Open the socket of 'top' and 'inspect' on this machine.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:

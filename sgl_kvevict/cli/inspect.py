@@ -46,7 +46,7 @@ def take_snapshot(
     Nodes that are dropped meanwhile are left out.
 
     Args:
-        endpoint: the server's inspection socket.
+        endpoint: the server's event socket.
         limit: nodes at most.
         num_maps: number of compressed nodes, largest first, to fetch maps of.
         bins: resolution of these maps.

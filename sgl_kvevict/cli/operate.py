@@ -14,7 +14,7 @@ from sgl_kvevict.cli.parameters import Json, Long, ModelName, SGLangFlags
 from sgl_kvevict.errors import ConfigError
 
 Endpoint = Annotated[
-    str, typer.Argument(metavar="ENDPOINT", help="The server's inspection socket (events.inspect_endpoint), HOST:PORT.")
+    str, typer.Argument(metavar="ENDPOINT", help="The server's event socket (events.endpoint), HOST:PORT.")
 ]
 
 

@@ -212,8 +212,7 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
     value_of = partial(_argument, flags)
     problems += flag_reasons(value_of) + speculation_reasons(value_of, config)
     problems += pool_size_reasons(flag_value(flags, "--max-total-tokens"), config)
-    widths = [value_of(name) for name in ("dp_size", "attn_dp_size")]
-    problems += resource_reasons(config, max(width if isinstance(width, int) else 1 for width in widths))
+    problems += resource_reasons(config)
     if listens:
         port = flag_value(flags, "--port")
         problems += port_reasons(flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port)

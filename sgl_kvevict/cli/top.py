@@ -17,17 +17,8 @@ from rich.console import Console
 from rich.live import Live
 
 from sgl_kvevict.cli.top_view import SORT_KEYS, TopState, render
-from sgl_kvevict.events.client import (
-    EventStream,
-    InspectClient,
-    RequestFailedError,
-    ServerSilentError,
-    check_endpoint,
-    reachable,
-)
+from sgl_kvevict.events.client import InspectClient, RequestFailedError, ServerSilentError, check_endpoint
 from sgl_kvevict.events.questions import Describe, Description, Status, StatusReport
-
-_PAST_BATCHES = 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,6 @@ class _Watcher:
         self.state = TopState(check_endpoint(options.endpoint), options.sort, is_long=options.is_long)
         self._changed = asyncio.Event()
         self._quit = asyncio.Event()
-        self._stream: asyncio.Task[None] | None = None
 
     async def draw(self) -> None:
         console = Console()
@@ -76,7 +66,7 @@ class _Watcher:
             if state.silent is None:
                 line["status"] = state.status
                 line["events"] = [{"ts": ts, "event": event} for ts, event in state.events]
-                line["missed_batches"] = state.missed
+                line["missed_events"] = state.missed
             else:
                 line["error"] = state.silent
             state.events.clear()
@@ -87,53 +77,28 @@ class _Watcher:
         """Yield after each report: one per interval, and one after each key; ends with the count or with ``q``."""
         num_reports = 0
         async with InspectClient(self.state.endpoint, self.options.timeout_s) as client:
-            try:
-                while not self._quit.is_set():
-                    self._changed.clear()
-                    await self._ask(client)
-                    yield
-                    num_reports += 1
-                    if num_reports == self.options.count:
-                        if self.state.status is None:
-                            raise ServerSilentError(f"no answer from {self.state.endpoint}")
-                        return
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), self.options.interval_s)
-            finally:
-                if self._stream is not None:
-                    self._stream.cancel()
+            while not self._quit.is_set():
+                self._changed.clear()
+                await self._ask(client)
+                yield
+                num_reports += 1
+                if num_reports == self.options.count:
+                    if self.state.status is None:
+                        raise ServerSilentError(f"no answer from {self.state.endpoint}")
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), self.options.interval_s)
 
     async def _ask(self, client: InspectClient) -> None:
         state = self.state
-        request = msgspec.convert({"op": "status", "limit": self.options.rows, "sort": state.sort}, Status)
+        fields = {"op": "status", "limit": self.options.rows, "sort": state.sort, "follow": True}
         try:
-            status = await client.ask(request, StatusReport)
+            status = await client.ask(msgspec.convert(fields, Status), StatusReport)
             if state.description is None or state.description.started != status.started:
-                await self._follow(await client.ask(Describe(), Description))
-            state.update(status)
+                state.description = await client.ask(Describe(), Description)
+            state.update(status, client.take_batches())
         except (ServerSilentError, RequestFailedError) as error:
             state.silent = str(error)
-
-    async def _follow(self, description: Description) -> None:
-        """Read the event stream of a new or restarted server, from a little before now."""
-        self.state.description = description
-        if self._stream is not None:
-            self._stream.cancel()
-            self._stream = None
-        if description.endpoint is not None:
-            self._stream = asyncio.create_task(self._read_events(description))
-
-    async def _read_events(self, description: Description) -> None:
-        assert description.endpoint is not None
-        endpoint, replay = (
-            None if address is None else reachable(address, self.state.endpoint)
-            for address in (description.endpoint, description.replay_endpoint)
-        )
-        assert endpoint is not None
-        async with EventStream(endpoint, replay, description.topic) as stream:
-            async for received in stream.batches(max(description.next_seq - _PAST_BATCHES, 0)):
-                self.state.missed += received.missed
-                self.state.events.extend((received.batch.ts, event) for event in received.batch.events)
 
     def _press(self, key: str) -> None:
         if key in ("q", "\x03", "\x04"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from sgl_kvevict.cli.size import show_bytes
 from sgl_kvevict.events import types
 from sgl_kvevict.events.questions import Description, StatusReport
 from sgl_kvevict.events.totals import Pool, Totals
-from sgl_kvevict.events.types import AnyEvent, Dropped
+from sgl_kvevict.events.types import AnyEvent, Dropped, EventBatch
 
 SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
 RATE_WINDOW_S = 10.0
@@ -49,7 +49,7 @@ class TopState:
         sort: order of the largest prefixes.
         silent: why there is no newer report; None while the server answers.
         events: time (seconds since the epoch) and event, newest last.
-        missed: event batches lost between server and client.
+        missed: events that did not arrive.
     """
 
     endpoint: str
@@ -60,12 +60,22 @@ class TopState:
     events: deque[tuple[float, AnyEvent]] = field(default_factory=lambda: deque(maxlen=200))
     missed: int = 0
     is_long: bool = False
+    _next_event: int = 0
     _history: deque[tuple[float, Totals]] = field(default_factory=deque)
 
-    def update(self, status: StatusReport) -> None:
-        """Store a report; rates are computed within one run of the server."""
-        if self.status is not None and status.started != self.status.started:
+    def update(self, status: StatusReport, batches: Sequence[EventBatch] = ()) -> None:
+        """Store a report and the events that came before it; rates are computed within one run of the server."""
+        if self.status is None or status.started != self.status.started:
             self._history.clear()
+            self._next_event = status.next_event
+        for batch in batches:
+            if batch.started == status.started and batch.end > self._next_event:
+                self.missed += max(batch.first - self._next_event, 0)
+                part = batch.since(max(batch.first, self._next_event))
+                self.events.extend((part.ts, event) for event in part.events)
+                self._next_event = part.end
+        self.missed += max(status.next_event - self._next_event, 0)
+        self._next_event = max(status.next_event, self._next_event)
         self.status = status
         self.silent = None
         self._history.append((status.ts, status.totals))
@@ -149,7 +159,7 @@ def _rates(state: TopState) -> Text:
         rates.append(f"moved out {totals.moved_out_segments:,} ({show_bytes(totals.moved_out_bytes)}), {moved_in}")
     lost = state.status.totals.lost_events
     if lost or state.missed:
-        rates.append(f"events lost {lost:,}, batches missed {state.missed:,}")
+        rates.append(f"events lost {lost:,}, missed {state.missed:,}")
     return Text("   ".join(rates), style="cyan")
 
 
@@ -236,8 +246,6 @@ def describe(event: AnyEvent) -> str:
             return f"moved tokens {event.start:,}-{event.end:,} back from the host's memory"
         case types.Cleared():
             return "flushed the whole cache"
-        case types.EventsLost():
-            return f"{event.count:,} events were lost"
 
 
 def _duration(seconds: float) -> str:

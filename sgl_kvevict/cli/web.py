@@ -28,7 +28,7 @@ class WebServer(ThreadingHTTPServer):
     """Serves the page at ``http://127.0.0.1:PORT``, a thread per request.
 
     Args:
-        endpoint: the inspection socket of the server to watch.
+        endpoint: the event socket of the server to watch.
         port: 0 takes a free one (``server_port``).
         interval_s: seconds between two questions of an open page.
         timeout_s: seconds to wait for each answer of the server.

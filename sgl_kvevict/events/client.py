@@ -1,28 +1,31 @@
-"""Asynchronous clients of the event stream and of the inspection socket."""
+"""An asynchronous client of the event socket: asks questions, and follows events."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.events.questions import AnyReply, AnyRequest, Failure, NodeGone, Reply
-from sgl_kvevict.events.types import END_OF_REPLAY, EventBatch
+from sgl_kvevict.events.questions import AnyReply, AnyRequest, Failure, NodeGone, Reply, Status, StatusReport
+from sgl_kvevict.events.types import FOLLOW_S, EventBatch
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
 AT_ONCE = 16
 """Maximum number of questions of one client in flight; the server answers all waiting ones between two steps."""
+MAX_KEPT_BATCHES = 1000
+"""Batches that came while the client waited for answers, and that nobody took yet; older ones are dropped."""
 
 _TCP = re.compile(r"^tcp://(?P<host>\[[^\]]*\]|[^:]+):(?P<port>[0-9]+)$")
-_WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
 class ServerSilentError(KVEvictError):
@@ -37,17 +40,6 @@ class NodeGoneError(RequestFailedError):
     """The requested node has left the tree."""
 
 
-def reachable(bound: str, asked: str) -> str:
-    """Return the address of the socket ``bound`` for a client that reached the server at ``asked``.
-
-    If the server bound all interfaces, or loopback (a forwarded port), the host is taken from ``asked``.
-    """
-    there, here = _TCP.match(bound), _TCP.match(asked)
-    if there is None or here is None or there["host"] not in (*_WILDCARDS, "127.0.0.1", "localhost", "[::1]"):
-        return bound
-    return f"tcp://{here['host']}:{there['port']}"
-
-
 def check_endpoint(endpoint: str) -> str:
     """Return an address to connect to; ``HOST:PORT`` is taken as TCP. Raises :class:`ConfigError` if invalid."""
     address = endpoint if "://" in endpoint else f"tcp://{endpoint}"
@@ -57,11 +49,46 @@ def check_endpoint(endpoint: str) -> str:
     return address
 
 
-class _Client:
-    """A ZeroMQ context as an asynchronous context manager."""
+@dataclass
+class _Place:
+    """How far a client has followed: the run of the server, and the number of the next event."""
 
-    def __init__(self) -> None:
+    started: float = 0.0
+    number: int = 0
+
+    def misses(self, batch: EventBatch) -> bool:
+        """Whether events before a batch are missing."""
+        return batch.started != self.started or batch.first > self.number
+
+    def advance(self, batch: EventBatch) -> EventBatch | None:
+        """The part of a batch that continues from here, if it does; go to its end."""
+        if self.misses(batch) or batch.end <= self.number:
+            return None
+        part = batch.since(self.number)
+        self.number = batch.end
+        return part
+
+
+class InspectClient:
+    """Asks the scheduler at an ``events.endpoint``; an asynchronous context manager that reconnects by itself.
+
+    Use it for one call at a time.
+    """
+
+    def __init__(self, endpoint: str, timeout_s: float = 5.0) -> None:
+        self.endpoint = endpoint
+        self.timeout_s = timeout_s  # for up to AT_ONCE answers
         self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._num_asked = 0
+        self._batches: deque[EventBatch] = deque(maxlen=MAX_KEPT_BATCHES)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"endpoint: got {endpoint!r}: {error}") from error
+        self._decoder: msgspec.msgpack.Decoder[AnyReply | EventBatch] = msgspec.msgpack.Decoder(AnyReply | EventBatch)
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,24 +97,6 @@ class _Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.destroy(linger=0)
-
-
-class InspectClient(_Client):
-    """Asks the scheduler at an ``events.inspect_endpoint``; an asynchronous context manager."""
-
-    def __init__(self, endpoint: str, timeout_s: float = 5.0) -> None:
-        self.endpoint = endpoint
-        self.timeout_s = timeout_s  # for up to AT_ONCE answers
-        super().__init__()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._num_asked = 0
-        self._socket.setsockopt(zmq.LINGER, 0)
-        try:
-            self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(f"endpoint: got {endpoint!r}: {error}") from error
-        self._decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
     async def ask(self, request: AnyRequest, answer: type[ReplyT]) -> ReplyT:
         """Return the reply, of type ``answer``, to a question.
@@ -113,6 +122,55 @@ class InspectClient(_Client):
                     replies.append(None)
         return replies
 
+    def take_batches(self) -> list[EventBatch]:
+        """Batches of events that came before the last answer since the last call; see :attr:`Status.follow`."""
+        batches = list(self._batches)
+        self._batches.clear()
+        return batches
+
+    async def follow(self, limit: int = 0) -> AsyncIterator[StatusReport | EventBatch]:
+        """Iterate over a snapshot, with ``limit`` rows of prefixes, and then over the events after it, forever.
+
+        Batches continue the snapshot without gaps or repeats. Where events are missing, because this client or the
+        server was too slow or the server was restarted, another snapshot comes first.
+
+        Raises:
+            ServerSilentError: no answer to the question for a snapshot.
+            RequestFailedError: as for :meth:`ask`; too many clients follow.
+        """
+        loop, request = asyncio.get_running_loop(), Status(limit=limit, follow=True)
+        place = _Place()
+        while True:
+            report = await self.ask(request, StatusReport)
+            ask_again = loop.time() + FOLLOW_S / 3
+            before = self.take_batches()
+            for batch in before:
+                if (part := place.advance(batch)) is not None:
+                    yield part
+            if place.started != report.started or place.number < report.next_event:
+                yield report
+                place = _Place(report.started, report.next_event)
+                for batch in before:  # told after the snapshot was made, and sent before it
+                    if (part := place.advance(batch)) is not None:
+                        yield part
+            while (latest := await self._batch_before(ask_again)) is not None:
+                if place.misses(latest):
+                    self._batches.append(latest)
+                    break
+                if (part := place.advance(latest)) is not None:
+                    yield part
+
+    async def _batch_before(self, time: float) -> EventBatch | None:
+        """The next batch; None if none comes before a time of the loop's clock."""
+        try:
+            async with asyncio.timeout_at(time):
+                while True:
+                    frames: list[bytes] = await self._socket.recv_multipart()
+                    if len(frames) == 2:  # else a late answer
+                        return self._batch(frames)
+        except TimeoutError:
+            return None
+
     async def _payloads(self, requests: Sequence[AnyRequest]) -> list[bytes]:
         """Answers in the order of the questions; late answers to earlier questions are skipped."""
         tickets = [(self._num_asked + i).to_bytes(8, "big") for i in range(len(requests))]
@@ -124,7 +182,9 @@ class InspectClient(_Client):
             async with asyncio.timeout(self.timeout_s):
                 while missing:
                     frames: list[bytes] = await self._socket.recv_multipart()
-                    if frames[0] in missing:
+                    if len(frames) == 2:
+                        self._batches.append(self._batch(frames))
+                    elif frames[0] in missing:
                         missing.remove(frames[0])
                         payloads[frames[0]] = frames[-1]
         except TimeoutError:
@@ -132,11 +192,20 @@ class InspectClient(_Client):
             raise ServerSilentError(message) from None
         return list(payloads.values())
 
-    def _reply(self, payload: bytes, answer: type[ReplyT]) -> ReplyT:
+    def _batch(self, frames: list[bytes]) -> EventBatch:
+        batch = self._decode(frames[-1])
+        if not isinstance(batch, EventBatch):
+            raise RequestFailedError(f"expected EventBatch, got {type(batch).__name__}")
+        return batch
+
+    def _decode(self, payload: bytes) -> AnyReply | EventBatch:
         try:
-            reply = self._decoder.decode(payload)
+            return self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise RequestFailedError(f"{self.endpoint} does not speak our protocol: {error}") from error
+
+    def _reply(self, payload: bytes, answer: type[ReplyT]) -> ReplyT:
+        reply = self._decode(payload)
         if isinstance(reply, NodeGone):
             raise NodeGoneError(reply.error)
         if isinstance(reply, Failure):
@@ -144,79 +213,3 @@ class InspectClient(_Client):
         if not isinstance(reply, answer):
             raise RequestFailedError(f"expected {answer.__name__}, got {type(reply).__name__}")
         return reply
-
-
-class Received(NamedTuple):
-    """One batch of the stream."""
-
-    seq: int
-    batch: EventBatch
-    missed: int  # batches lost before it (server restart, or replay buffer too short)
-
-
-class EventStream(_Client):
-    """Subscribes to one scheduler's events; an asynchronous context manager that reconnects by itself.
-
-    With a ``replay_endpoint``, gaps are filled. Sequence numbers restart with the server.
-    """
-
-    def __init__(
-        self, endpoint: str, replay_endpoint: str | None = None, topic: str = "", replay_timeout_s: float = 5.0
-    ) -> None:
-        super().__init__()
-        self._replay_endpoint = replay_endpoint
-        self._replay_timeout_s = replay_timeout_s  # per message
-        self._decoder = msgspec.msgpack.Decoder(EventBatch)
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        self._socket.set_hwm(100_000)
-        self._socket.connect(endpoint)
-
-    async def batches(self, start: int | None = None) -> AsyncIterator[Received]:
-        """Iterate over batches forever, in order and without repeats.
-
-        ``start``: first sequence number, as far as the server still has it; None: the next batch.
-        """
-        expected, newest = start, 0.0
-        if start is not None:
-            async for received in self._replayed(start, None):
-                yield received
-                expected, newest = received.seq + 1, received.batch.ts
-        while True:
-            _, seq_bytes, payload = await self._socket.recv_multipart()
-            seq, batch = int.from_bytes(seq_bytes, "big"), self._decoder.decode(payload)
-            if expected is not None and seq < expected:
-                if batch.ts <= newest:
-                    continue  # already replayed
-                expected = None  # the server restarted
-            missed = 0
-            if expected is not None and seq > expected:
-                missed = seq - expected
-                async for received in self._replayed(expected, seq):
-                    yield received
-                    missed -= 1
-            yield Received(seq, batch, missed)
-            expected, newest = seq + 1, batch.ts
-
-    async def _replayed(self, start: int, stop: int | None) -> AsyncIterator[Received]:
-        """Batches with ``start <= seq < stop`` that the server still has; none if it does not answer."""
-        if self._replay_endpoint is None:
-            return
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.set_hwm(0)
-        socket.connect(self._replay_endpoint)
-        try:
-            await socket.send_multipart((b"", start.to_bytes(8, "big")))
-            while True:
-                frames = await asyncio.wait_for(socket.recv_multipart(), self._replay_timeout_s)
-                seq_bytes, payload = frames[-2:]
-                if seq_bytes == END_OF_REPLAY:
-                    return
-                seq = int.from_bytes(seq_bytes, "big")
-                if stop is None or seq < stop:
-                    yield Received(seq, self._decoder.decode(payload), 0)
-        except TimeoutError:
-            return
-        finally:
-            socket.close()

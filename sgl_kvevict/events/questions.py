@@ -1,4 +1,4 @@
-"""Questions about the cache and their answers: msgpack maps over the inspection socket.
+"""Questions about the cache and their answers: msgpack maps over the event socket.
 
 A request's type is in ``op``, a reply's in ``type``. Node ids are those of the events. Token ids and namespaces are
 sent only with ``expose_tokens``.
@@ -32,6 +32,7 @@ class Status(Request):
     limit: Annotated[int, Meta(ge=0, le=MAX_PREFIXES)] = 20  # maximum number of rows
     # descending; ``age``: time since the last match
     sort: Literal["slots", "tokens", "readers", "age"] = "slots"
+    follow: bool = False  # also send the events after the answer, for the next ``FOLLOW_S`` seconds
 
 
 class Tree(Request):
@@ -81,10 +82,6 @@ class Description(Reply):
     num_kv_heads: int  # of this rank
     model: str  # path or hub name of the model
     tokenizer: str  # path or hub name of its tokenizer
-    endpoint: str | None  # PUB socket as configured, or None
-    replay_endpoint: str | None  # replay socket as configured, or None
-    topic: str  # first frame of event messages
-    next_seq: int  # sequence number of the next event message
     expose_tokens: bool  # token ids may be requested
 
 
@@ -105,6 +102,7 @@ class StatusReport(Reply):
 
     ts: float  # seconds since the epoch
     started: float  # see :class:`Description`
+    next_event: int  # number of the first event that is not in this report
     gauges: Gauges  # what the cache holds
     totals: Totals  # counters since the start
     prefixes: list[Prefix]  # at most ``limit``

@@ -1,7 +1,7 @@
 """Published events of the cache.
 
-As SGLang's KV-cache events: tagged msgpack maps (key ``type``) in batches ``[ts, events, attn_dp_rank]``. Node ids are
-the tree's and unique over a server's life. Token ids are sent only with ``expose_tokens``.
+Tagged msgpack maps (key ``type``), like SGLang's KV-cache events. Node ids are the tree's and unique over a server's
+life. Token ids are sent only with ``expose_tokens``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""Sequence number of the message that ends a replay, as in SGLang."""
+FOLLOW_S = 30.0
+"""Seconds for which a client gets events after it asked to follow; it asks again in time."""
 
 
 def short_key(key: str) -> str:
@@ -148,12 +148,6 @@ class Cleared(Event):
     """The whole cache was flushed."""
 
 
-class EventsLost(Event):
-    """Events came faster than they could be published."""
-
-    count: int  # events that were dropped here
-
-
 AnyEvent = (
     Compressed
     | Split
@@ -169,13 +163,27 @@ AnyEvent = (
     | MovedOut
     | MovedIn
     | Cleared
-    | EventsLost
 )
 
 
-class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """One published message."""
+class EventBatch(msgspec.Struct, tag=True, gc=False):
+    """One published message: consecutive events.
 
+    Events are numbered from 0 in each run of the server, those included that nobody followed or that were lost because
+    they came too fast; so numbers that do not continue the last batch's show what is missing.
+    """
+
+    first: int  # number of the first event
+    started: float  # start of the scheduler (seconds since the epoch); identifies a run of the server
     ts: float  # when it was published (seconds since the epoch)
     events: list[AnyEvent]  # oldest first
-    attn_dp_rank: int | None = None  # data-parallel rank of the scheduler
+    rank: int  # data-parallel rank of the scheduler
+
+    @property
+    def end(self) -> int:
+        """Number of the event after the last one."""
+        return self.first + len(self.events)
+
+    def since(self, number: int) -> EventBatch:
+        """The batch without the events before a number, which lies in it."""
+        return EventBatch(number, self.started, self.ts, self.events[number - self.first :], self.rank)

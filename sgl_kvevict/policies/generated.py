@@ -14,7 +14,7 @@ from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
 
-GENERATED_POLICIES = ("h2o", "d2o", "streaming-llm", "snapkv", "knorm", "keydiff")
+GENERATED_POLICIES = ("h2o", "d2o", "streaming-llm", "snapkv")
 """Policies with a rule for tokens appended to a compressed cache."""
 
 

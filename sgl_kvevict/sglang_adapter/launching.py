@@ -69,7 +69,7 @@ def check_start(value_of: ValueOf, *, is_command: bool) -> None:
     config, _ = configured_policy(load_config())
     reasons = backend_reasons(value_of) + flag_reasons(value_of) + speculation_reasons(value_of, config)
     reasons += pool_size_reasons(value_of("max_total_tokens"), config)
-    reasons += resource_reasons(config, (value_of("dp_size") or 1) * (value_of("attn_dp_size") or 1))
+    reasons += resource_reasons(config)
     if is_command:
         reasons += port_reasons(value_of("host"), value_of("port"))
     if reasons:

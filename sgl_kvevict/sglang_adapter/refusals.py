@@ -165,8 +165,7 @@ def generation_reasons(
     if looks and device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
         reasons.append(
             f"decode_block with policy {policy.name!r} looks at the queries of every decode step, which a captured "
-            "step does not show: start with --cuda-graph-backend-decode disabled, or with policy streaming-llm, knorm "
-            "or keydiff"
+            "step does not show: start with --cuda-graph-backend-decode disabled, or with policy streaming-llm"
         )
     return reasons
 

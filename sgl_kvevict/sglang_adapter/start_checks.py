@@ -6,7 +6,6 @@ Used by ``sgl-kvevict serve`` and SGLang's launcher; imports neither SGLang nor 
 
 from __future__ import annotations
 
-import itertools
 import json
 import socket
 import tempfile
@@ -172,11 +171,8 @@ def port_reasons(host: str, port: object) -> list[str]:
     return [] if error is None else [f"--port: {number} on {host} cannot be bound ({error}); allowed: a free port"]
 
 
-def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str]:
-    """Files, folders and sockets of the configuration that cannot be used.
-
-    ``num_schedulers``: ``--dp-size``; each scheduler adds its rank to the event sockets' ports.
-    """
+def resource_reasons(config: KVEvictConfig) -> list[str]:
+    """Files, folders and the socket of the configuration that cannot be used."""
     reasons = []
     if config.store is not None:
         reasons += _store_reasons(config.store)
@@ -190,14 +186,7 @@ def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str
         except ConfigError as error:
             reasons.append(f"score_weights: {error}")
     if config.events is not None:
-        reasons += _socket_reasons(
-            [
-                (name, str(address))
-                for name in ("endpoint", "replay_endpoint", "inspect_endpoint")
-                if (address := getattr(config.events, name)) is not None
-            ],
-            num_schedulers,
-        )
+        reasons += _socket_reasons(config.events.endpoint)
     return reasons
 
 
@@ -237,23 +226,15 @@ def _store_reasons(store: str) -> list[str]:
     return []
 
 
-def _socket_reasons(addresses: list[tuple[str, str]], num_schedulers: int) -> list[str]:
-    reasons = []
-    ports = sorted(int(address.rpartition(":")[2]) for _, address in addresses if address.startswith("tcp:"))
-    if any(after - before < num_schedulers for before, after in itertools.pairwise(ports)):
-        reasons.append(
-            f"events: got ports {', '.join(map(str, ports))} and {num_schedulers} data-parallel schedulers, each of "
-            f"which adds its rank; allowed: ports at least {num_schedulers} apart"
-        )
-    for name, address in addresses:
-        if address.startswith("ipc:"):
-            error = write_error(Path(address.removeprefix("ipc://")).parent)
-        else:
-            host, _, port = address.removeprefix("tcp://").rpartition(":")
-            error = _bind_error("" if host == "*" else host.strip("[]"), int(port))
-        if error is not None:
-            reasons.append(f"events.{name}: {address!r} cannot be bound ({error}); allowed: a free address")
-    return reasons
+def _socket_reasons(address: str) -> list[str]:
+    if address.startswith("ipc:"):
+        error = write_error(Path(address.removeprefix("ipc://")).parent)
+    else:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        error = _bind_error("" if host == "*" else host.strip("[]"), int(port))
+    if error is None:
+        return []
+    return [f"events.endpoint: {address!r} cannot be bound ({error}); allowed: a free address"]
 
 
 def _bind_error(host: str, port: int) -> str | None:

@@ -48,7 +48,7 @@ def served(tmp_path):
         harness.finish(harness.run(DOCUMENT[:20] + [9] * 30))
         harness.run([*DOCUMENT, 1, 2, 3])
         watched.keep_turning()
-        yield watched.service.config.inspect_endpoint
+        yield watched.service.config.endpoint
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -142,7 +142,7 @@ def snapshot() -> inspection.Snapshot:
         about=msgspec.structs.replace(description_of(EventsConfig()), model=EVIL),
         tree=TreeReport(1.8e9, Pool(100, 50, 14, 30, 6), nodes, 3),
         status=StatusReport(
-            1.8e9, 1.0, SIZES, Totals(moved_out_segments=7, moved_in_segments=3, moved_in_tokens=1200), []
+            1.8e9, 1.0, 0, SIZES, Totals(moved_out_segments=7, moved_in_segments=3, moved_in_tokens=1200), []
         ),
         maps={5: KeptReport(5, 0, 50, 50, 4, kept.tobytes())},
         tokens={5: list(range(50)), 6: list(range(30))},

@@ -35,7 +35,7 @@ from sgl_kvevict.events.types import (
     Cleared,
     Compressed,
     Dropped,
-    EventsLost,
+    EventBatch,
     Loaded,
     LoadFailed,
     PrefilledCompressed,
@@ -53,10 +53,11 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> StatusReport:
+def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0, next_event: int = 0) -> StatusReport:
     return StatusReport(
         ts=ts,
         started=started,
+        next_event=next_event,
         gauges=Gauges(
             pool=Pool(1000, 400, 300, 200, 100),
             logical_tokens=1700,
@@ -168,6 +169,24 @@ def test_rates_are_of_the_last_seconds_and_of_one_server_run():
     assert state.rate("compressions") == pytest.approx(5)
 
 
+def test_events_between_two_reports_are_shown_once_and_missing_ones_are_counted():
+    events = [Split(i, i, i) for i in range(20)]
+
+    def batch(first: int, end: int, started: float = 40.0) -> EventBatch:
+        return EventBatch(first, started, 100.0, events[first:end], 0)
+
+    state = TopState("x")
+    state.update(report(next_event=5), [batch(3, 6)])
+    assert [event for _, event in state.events] == events[5:6] and state.missed == 0
+    state.update(report(next_event=9), [batch(4, 8), batch(8, 10)])  # the last one was told after the report was made
+    assert [event for _, event in state.events] == events[5:10] and state.missed == 0
+    state.update(report(next_event=16), [batch(12, 14)])
+    assert [event for _, event in state.events] == [*events[5:10], *events[12:14]] and state.missed == 2 + 2
+    assert "events lost 0, missed 4" in " ".join(drawn(state, 200).split())
+    state.update(report(started=90.0, next_event=2), [batch(16, 18), batch(2, 3, started=90.0)])
+    assert state.missed == 4 and state.events[-1][1] == events[2]
+
+
 @pytest.mark.parametrize(
     ("event", "text"),
     [
@@ -189,7 +208,6 @@ def test_rates_are_of_the_last_seconds_and_of_one_server_run():
         (LoadFailed("late", ""), "went on without the store: it came too late"),
         (LoadFailed("error", "unreachable"), "went on without the store: unreachable"),
         (Cleared(), "flushed the whole cache"),
-        (EventsLost(12), "12 events were lost"),
     ],
 )
 def test_events_in_words(event, text):
@@ -220,8 +238,8 @@ def test_json_lines_carry_reports_and_events(tmp_path, capsys):
     with WatchedHarness(ipc_config(tmp_path)) as watched:
         watched.keep_turning(with_traffic=True)
         with pytest.raises(SystemExit) as caught:
-            main(["top", f"ipc://{tmp_path}/inspect_endpoint", "--json", "--count", "4", "--timeout", "60"])
-        told = first_report_of("Compressed", f"ipc://{tmp_path}/inspect_endpoint")
+            main(["top", f"ipc://{tmp_path}/events", "--json", "--count", "4", "--timeout", "60"])
+        told = first_report_of("Compressed", f"ipc://{tmp_path}/events")
     assert caught.value.code == 0 and told["connected"]
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 4 and all(line["connected"] for line in lines)
@@ -231,7 +249,7 @@ def test_json_lines_carry_reports_and_events(tmp_path, capsys):
 
 def test_a_restarted_server_is_found_again(tmp_path, capsys):
     config = ipc_config(tmp_path)
-    options = TopOptions(config.inspect_endpoint, interval_s=0.1, timeout_s=0.4, count=60)
+    options = TopOptions(config.endpoint, interval_s=0.1, timeout_s=0.4, count=60)
     lines: list[dict] = []
 
     def seen(condition) -> None:
@@ -266,7 +284,7 @@ def test_keys_sort_and_quit_on_a_terminal(tmp_path):
     with WatchedHarness(ipc_config(tmp_path)) as watched:
         watched.keep_turning(with_traffic=True)
         code = "from sgl_kvevict.cli import main; main()"
-        command = [sys.executable, "-c", code, "top", f"ipc://{tmp_path}/inspect_endpoint"]
+        command = [sys.executable, "-c", code, "top", f"ipc://{tmp_path}/events"]
         terminal, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         environ = {**os.environ, "TERM": "xterm-256color"}

@@ -40,7 +40,7 @@ def web(tmp_path, request, monkeypatch):
         harness.finish(harness.run(DOCUMENT, namespace))
         harness.finish(harness.run(DOCUMENT[:20] + [9] * 30, namespace))
         watched.keep_turning(with_traffic=has_traffic)
-        with WebServer(watched.service.config.inspect_endpoint, 0, 1.0, 20.0) as server:
+        with WebServer(watched.service.config.endpoint, 0, 1.0, 20.0) as server:
             thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
             thread.start()
             yield server

@@ -55,12 +55,6 @@ class Head:
             return np.array(self.sums[:num])
         if self.policy == "streaming-llm":
             return np.arange(num)
-        if self.policy == "knorm":
-            return -np.linalg.norm(keys, axis=-1)
-        if self.policy == "keydiff":
-            unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
-            anchor = unit.mean(0)
-            return -unit @ (anchor / np.linalg.norm(anchor))
         pooled = []
         for queries, lse in self.rows[-WINDOW:]:
             row = np.exp(SCALE * queries @ keys.T - lse[:, None])
@@ -178,7 +172,7 @@ class Run:
 
 
 @pytest.mark.parametrize("budget", [0.4, 20])
-@pytest.mark.parametrize("policy", ["h2o", "d2o", "streaming-llm", "snapkv", "knorm", "keydiff"])
+@pytest.mark.parametrize("policy", ["h2o", "d2o", "streaming-llm", "snapkv"])
 def test_what_is_kept_and_attended_to(policy, budget):
     generator = np.random.default_rng(7)
     run = Run(policy, budget)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from helpers.own_policies import OWN_POLICIES
 from helpers.packing import squeeze
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from sgl_kvevict.compression import Compressor
@@ -17,6 +18,7 @@ from sgl_kvevict.policies import LayerView, Rotary, Signal
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.prefix import Segment, SegmentPacker, Span
 
+KNORM = OWN_POLICIES["knorm"]
 NUM_TOKENS, START = 150, 40
 WINDOWS = (0, 20, 500, 0, 33, 1)
 SLOTS = torch.arange(7, 7 + NUM_TOKENS)
@@ -27,8 +29,8 @@ def make(budget: float, windows: tuple[int, ...] = WINDOWS, **options: object) -
     torch.manual_seed(42)
     geometry = KVGeometry(len(windows), 6, 3, 8, 200, windows=windows)
     shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-    config = KVEvictConfig(policy="knorm", budget=budget, **options)
-    policy = build_policy("knorm", {})
+    config = KVEvictConfig(policy=KNORM, budget=budget, **options)
+    policy = build_policy(KNORM, {})
     assert policy is not None
     return Compressor(config, policy, SegmentPacker(geometry, torch.randn(shape), torch.randn(shape)))
 
@@ -78,8 +80,8 @@ def test_windows_are_kept_and_their_room_goes_to_the_others() -> None:
 def test_full_layers_of_a_model_on_one_pool_keep_what_windows_do_not_need() -> None:
     """gpt-oss, 24 layers of which every other one sees 128 tokens: within the budget, and 1.8 times as much of each."""
     geometry = KVGeometry(24, 16, 8, 4, 3001, windows=(128, 0) * 12)
-    config = KVEvictConfig(policy="knorm", budget=0.2)
-    policy = build_policy("knorm", {})
+    config = KVEvictConfig(policy=KNORM, budget=0.2)
+    policy = build_policy(KNORM, {})
     assert policy is not None
     compressor = Compressor(config, policy, SegmentPacker(geometry, *torch.randn(2, *geometry.arena_shape)))
     segment = compressor.compress(torch.arange(3000), 0, CacheObservation()).segment

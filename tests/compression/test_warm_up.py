@@ -35,7 +35,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 STORED = pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=str)
 
 
-BLOCKS = pytest.mark.parametrize("policy_name", ["h2o", "d2o", "snapkv", "knorm"])
+BLOCKS = pytest.mark.parametrize("policy_name", ["h2o", "d2o", "snapkv", "streaming-llm"])
 
 
 def arena(stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

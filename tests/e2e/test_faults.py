@@ -31,7 +31,7 @@ def fault(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(start, tiny_llama, fault, tmp_path_factory):
-    events = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
+    events = {"endpoint": f"tcp://127.0.0.1:{free_port()}"}
     config = {"policy": "helpers.faults:breakable", "min_prefix_tokens": 48, "tail_tokens": 16}
     config["store"] = str(tmp_path_factory.mktemp("store"))
     flags = (*FLAGS, "--enable-metrics")

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import socket
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -21,15 +22,17 @@ from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.inspect import take_snapshot
-from sgl_kvevict.events.client import EventStream, InspectClient
-from sgl_kvevict.events.questions import Describe, Description, Status, StatusReport
-from sgl_kvevict.events.types import END_OF_REPLAY, Compressed, Dropped, Repacked, Split, Squeezed
+from sgl_kvevict.events.client import InspectClient
+from sgl_kvevict.events.questions import Status, StatusReport
+from sgl_kvevict.events.types import Compressed, Dropped, EventBatch, Repacked, Split, Squeezed
 from sgl_kvevict.launcher import free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
-EVENTS = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
+ENDPOINT = f"tcp://127.0.0.1:{free_port()}"
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+"""Sequence number of the message that ends a replay of SGLang's KV events."""
 KV_EVENTS = {
     "publisher": "zmq",
     "endpoint": f"tcp://*:{free_port()}",
@@ -43,7 +46,7 @@ CONFIG = {
     "tail_tokens": 16,
     "policy_options": {"window_size": 16},
     "host_bytes": 0,  # what is dropped is computed again: every span that there is was compressed here
-    "events": {**EVENTS, "expose_tokens": True},
+    "events": {"endpoint": ENDPOINT, "expose_tokens": True},
 }
 FLAGS = (
     *("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024"),
@@ -63,9 +66,39 @@ def kv_subscriber():
     context.destroy(linger=0)
 
 
+class Story:
+    """Everything that a client which follows gets, collected in a thread."""
+
+    def __init__(self) -> None:
+        self.parts: list[StatusReport | EventBatch] = []
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._read()), daemon=True)
+
+    async def _read(self) -> None:
+        async with InspectClient(ENDPOINT, timeout_s=60) as client:
+            async for part in client.follow():
+                self.parts.append(part)
+
+    def begin(self) -> None:
+        """Returns when the server has answered: from then on it sends everything."""
+        self._thread.start()
+        wait_until(lambda: bool(self.parts))
+
+    def until(self, number: int) -> list:
+        """The events before a number."""
+        wait_until(lambda: isinstance(last := self.parts[-1], EventBatch) and last.end >= number)
+        events = [event for part in self.parts if isinstance(part, EventBatch) for event in part.events]
+        return events[: number - self.parts[0].next_event]
+
+
 @pytest.fixture(scope="module")
-def server(start, tiny_llama, kv_subscriber):
+def story():
+    return Story()
+
+
+@pytest.fixture(scope="module")
+def server(start, tiny_llama, kv_subscriber, story):
     server = start(tiny_llama, *FLAGS, config=CONFIG, spins=True)  # a sleeping one answers questions once a second
+    story.begin()
     run_jobs(server, random_jobs(150, seed=7, vocab_size=VOCAB_SIZE), concurrency=16)
     idle_state(server)
     wait_until(lambda: counted(server) == of_totals(ask(Status(limit=0), StatusReport).totals))  # once a second
@@ -82,7 +115,7 @@ def server_is_well(server):
 
 def ask(request, answer):
     async def run():
-        async with InspectClient(EVENTS["inspect_endpoint"], timeout_s=20) as client:
+        async with InspectClient(ENDPOINT, timeout_s=20) as client:
             return await client.ask(request, answer)
 
     return asyncio.run(run())
@@ -130,7 +163,7 @@ def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server, kv_subscribe
                     blocks[block] = before
     assert kinds[BlockStored] > 20 and kinds[BlockRemoved] > 20
 
-    snapshot = take_snapshot(EVENTS["inspect_endpoint"], limit=20_000, with_tokens=True)
+    snapshot = take_snapshot(ENDPOINT, limit=20_000, with_tokens=True)
     assert any(node.compressed for node in snapshot.tree.nodes)
     cached = []
     path: dict[int, tuple[int, ...]] = {0: ()}
@@ -143,22 +176,11 @@ def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server, kv_subscribe
     assert sorted(blocks.values()) == sorted(cached)
 
 
-def test_our_events_tell_the_whole_story(server):
-    events = []
-    last = ask(Describe(), Description).next_seq - 1
-
-    async def read() -> None:
-        async with EventStream(EVENTS["endpoint"], EVENTS["replay_endpoint"], "kvevict") as stream:
-            expected = 0
-            async for received in stream.batches(0):
-                assert received.seq == expected and received.missed == 0
-                expected += 1
-                events.extend(received.batch.events)
-                if received.seq == last:
-                    return
-
-    asyncio.run(asyncio.wait_for(read(), 300))
+def test_our_events_tell_the_whole_story(server, story):
     report = ask(Status(limit=1000), StatusReport)
+    events = story.until(report.next_event)
+    snapshots = [part for part in story.parts if isinstance(part, StatusReport)]
+    assert len(snapshots) == 1 and snapshots[0].totals.compressions == 0  # from the start, and nothing was missed
     totals, gauges = report.totals, report.gauges
     compressed = [event for event in events if isinstance(event, Compressed)]
     dropped = [event for event in events if isinstance(event, Dropped)]
@@ -244,7 +266,7 @@ def test_prometheus_draws_every_panel_of_the_dashboard(server, tmp_path):
 
 
 def test_server_info_and_the_commands(server, capsys, tmp_path):
-    endpoint = EVENTS["inspect_endpoint"]
+    endpoint = ENDPOINT
     for arguments in (
         ["top", endpoint, "--json", "--count", "2", "--interval", "0.2"],
         ["inspect", endpoint],
@@ -265,16 +287,16 @@ def test_malformed_input_does_not_disturb_a_busy_server(server):
     jobs = random_jobs(40, seed=8, vocab_size=VOCAB_SIZE)
     context = zmq.Context()
     clients = [context.socket(kind) for kind in (zmq.XSUB, zmq.DEALER, zmq.DEALER)]
-    for client, endpoint in zip(clients, EVENTS.values(), strict=True):
-        client.connect(endpoint)
+    for client in clients:
+        client.connect(ENDPOINT)
     unknown_node = msgspec.msgpack.encode({"op": "kept", "node": 2**63 - 1})
     junk = [b"", b"\xff" * 50, b"\x91" * 5000, unknown_node, bytes(70_000)]
     for i in range(200):
-        for client, endpoint in zip(clients, EVENTS.values(), strict=True):
+        for client in clients:
             with contextlib.suppress(zmq.Again):  # the server hung up on the last one, and we are not back yet
                 client.send_multipart([b"", junk[i % len(junk)]], zmq.NOBLOCK)
             if i % 20 == 0:
-                port = int(endpoint.rsplit(":", 1)[1])
+                port = int(ENDPOINT.rsplit(":", 1)[1])
                 with socket.create_connection(("127.0.0.1", port)) as connection:
                     connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
     outputs = run_jobs(server, jobs, concurrency=8)

@@ -73,7 +73,10 @@ class Case:
 ROUTINE = [
     Case("d2o", 0.2),
     Case("chunkkv", 0.2, {"reuse_layers": 2}),
-    Case("value_aware:value_aware", 0.2, {"window_size": 16}),  # a user's own, from examples/policies
+    # a user's own, from examples/policies
+    Case("value_aware:value_aware", 0.2, {"window_size": 16}),
+    Case("expected_attention:expected_attention", 0.2),
+    Case("defensive:defensive", 0.2, {"budget_rule": "adaptive", "window_size": 16}),
 ]
 
 

@@ -91,12 +91,12 @@ def split_and_drop(server, endpoint, num_documents):
 
 def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
     """Scoring passes, splits, drops, repacks, aborts and retractions at budget 0.2, watched all the time."""
-    endpoints = {name: f"ipc://{tmp_path}/{name}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
+    endpoint = f"ipc://{tmp_path}/events"
     passes = {"scoring_pass_tokens": 64}  # beside users few; all ranks have to agree when nobody is there
-    config = {**CONFIG, **passes, "policy": "reconstruction", "budget": 0.2, "events": endpoints}
+    config = {**CONFIG, **passes, "policy": "reconstruction", "budget": 0.2, "events": {"endpoint": endpoint}}
     server = start(tiny_llama, *FLAGS, "--enable-metrics", config=config, env=ENV)
-    split_and_drop(server, endpoints["inspect_endpoint"], num_documents=3)
-    totals = totals_of(endpoints["inspect_endpoint"])
+    split_and_drop(server, endpoint, num_documents=3)
+    totals = totals_of(endpoint)
     assert min(totals.compressions, totals.splits) >= 3
     jobs = random_jobs(120, seed=1, vocab_size=VOCAB_SIZE)
     num_looks = 0
@@ -109,7 +109,7 @@ def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
     running.result()
     assert num_looks > 5
     assert_all_slots_are_back(server)
-    totals = totals_of(endpoints["inspect_endpoint"])
+    totals = totals_of(endpoint)
     assert "#retracted_reqs" in server.log()
     assert server.log().count("kvevict: policy='reconstruction'") == 1
     server.post("/flush_cache?timeout=60")

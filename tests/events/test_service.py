@@ -1,4 +1,4 @@
-"""The publishing thread and its sockets, without a tree."""
+"""The thread that owns the event socket, without a tree."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ import zmq
 from helpers.event_sockets import description_of, ipc_config, wait_until
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.events.client import (
-    AT_ONCE,
-    EventStream,
-    InspectClient,
-    RequestFailedError,
-    ServerSilentError,
-    check_endpoint,
-    reachable,
+from sgl_kvevict.events.client import AT_ONCE, InspectClient, RequestFailedError, ServerSilentError, check_endpoint
+from sgl_kvevict.events.questions import (
+    Describe,
+    Description,
+    Failure,
+    NodeGone,
+    Status,
+    StatusReport,
+    Tokens,
+    TokensReport,
 )
-from sgl_kvevict.events.questions import Describe, Description, Failure, NodeGone, Status, Tokens, TokensReport
-from sgl_kvevict.events.service import _TICK_MS, MAX_BATCH_EVENTS, MAX_WAITING_QUESTIONS, EventService
-from sgl_kvevict.events.types import Cleared, Dropped, EventBatch, EventsLost, Split
+from sgl_kvevict.events.service import MAX_BATCH_EVENTS, MAX_FOLLOWERS, MAX_WAITING_QUESTIONS, EventService
+from sgl_kvevict.events.totals import Gauges, Pool, Totals
+from sgl_kvevict.events.types import Cleared, Dropped, EventBatch, Split
 from sgl_kvevict.launcher import free_port
 
 
@@ -40,187 +42,238 @@ def service(config):
     service.close()
 
 
-PROBE = Dropped(-1, 0, 0, False)
+SPLITS = [Split(i, i + 1, 7) for i in range(2000)]
 
 
-async def subscribed(stream: EventStream, service: EventService) -> None:
-    """Publish probes until one arrives: what is published before the subscription is not sent."""
-    while not await stream._socket.poll(20):
-        service.publish(PROBE)
+def report(service: EventService) -> StatusReport:
+    """The scheduler's answer; only its numbers matter here."""
+    gauges = msgspec.convert(
+        {name: 0 for name in Gauges.__struct_fields__ if name != "pool"} | {"pool": Pool(0, 0, 0, 0, 0)}, Gauges
+    )
+    return StatusReport(1.0, service._description.started, service.next_event, gauges, Totals(), [])
 
 
-def collect(service: EventService, count: int, ready: Callable[[], object]) -> list:
-    """Run a stream until it has delivered ``count`` events of those that ``ready`` publishes; what it received."""
-    config = service.config
+def answer_all(service: EventService) -> int:
+    """The scheduler is between two steps; returns how many asked."""
+    questions = list(service.take_questions())
+    for question in questions:
+        service.answer(question, report(service))
+    return len(questions)
+
+
+def followed(
+    service: EventService, until: Callable[[list], bool], act: Callable[[list], None] = lambda seen: None
+) -> list:
+    """What a client that follows receives, until that is enough; ``act`` is called after each part with all of them."""
+
+    async def scheduler() -> None:
+        while True:
+            answer_all(service)
+            await asyncio.sleep(0.001)
 
     async def run() -> list:
-        received = []
-        async with EventStream(config.endpoint, config.replay_endpoint, config.topic) as stream:
-            await subscribed(stream, service)
-            ready()
-            async for item in stream.batches():
-                received.append(item)
-                if len(events_of(received)) >= count:
-                    return received
+        seen: list = []
+        turning = asyncio.create_task(scheduler())
+        async with InspectClient(service.config.endpoint, timeout_s=300) as client:
+            async for part in client.follow():
+                seen.append(part)
+                act(seen)
+                if until(seen):
+                    turning.cancel()
+                    return seen
         raise AssertionError
 
     return asyncio.run(asyncio.wait_for(run(), 300))
 
 
-def events_of(received: list) -> list:
-    return [event for item in received for event in item.batch.events if event != PROBE]
+def events_of(seen: list) -> list:
+    return [event for part in seen if isinstance(part, EventBatch) for event in part.events]
 
 
-def test_events_arrive_in_order_in_numbered_batches(config, service):
-    events = [Split(i, i + 1, 7) for i in range(50)]
-
-    def publish() -> None:
-        for i, event in enumerate(events):
-            service.publish(event)
-            if i % 10 == 0:
-                time.sleep(0.06)
-
-    received = collect(service, 50, ready=publish)
-    assert events_of(received) == events
-    assert [item.seq for item in received] == list(range(received[0].seq, received[-1].seq + 1))
-    assert all(item.missed == 0 and item.batch.attn_dp_rank == 0 for item in received)
+def snapshots(seen: list) -> list[int]:
+    """Numbers of events at which snapshots were taken."""
+    return [part.next_event for part in seen if isinstance(part, StatusReport)]
 
 
-def test_the_wire_format_is_that_of_sglangs_kv_events(config, service):
+def test_a_snapshot_comes_first_and_all_later_events_follow_in_order(service):
+    for event in SPLITS[:3]:
+        service.publish(event)
+
+    def act(seen: list) -> None:
+        if len(seen) == 1:
+            for i, event in enumerate(SPLITS[3:50]):
+                service.publish(event)
+                if i % 10 == 0:
+                    time.sleep(0.06)
+
+    seen = followed(service, lambda seen: len(events_of(seen)) == 47, act)
+    assert snapshots(seen) == [3] and isinstance(seen[0], StatusReport)
+    assert events_of(seen) == SPLITS[3:50]
+    numbers = [number for part in seen[1:] for number in range(part.first, part.end)]
+    assert numbers == list(range(3, 50)) and all(part.rank == 0 and part.started == 1.0 for part in seen[1:])
+
+
+def test_the_wire_format(config, service):
+    """An empty frame and a msgpack map; what is told between the question and its answer is sent before that."""
     context = zmq.Context()
-    sub = context.socket(zmq.SUB)
-    sub.subscribe(b"")
-    sub.connect(config.endpoint)
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.RCVTIMEO, 60_000)
+    dealer.connect(config.endpoint)
     before = time.time()
-    while not sub.poll(50):  # what is published before the subscription arrives is not sent
-        service.publish(Dropped(3, 4, 5, True))
-    topic, seq, payload = sub.recv_multipart()
-    assert topic == b"kvevict" and len(seq) == 8
-    wait_until(lambda: int.from_bytes(seq, "big") < service._next_seq)  # a batch is counted after it was sent
-    ts, events, rank = msgspec.msgpack.decode(payload)
-    assert events[0] == {"type": "Dropped", "node": 3, "tokens": 4, "slots": 5, "compressed": True}
-    assert rank == 0 and before <= ts <= time.time()
+    dealer.send_multipart([b"ticket", b"", msgspec.msgpack.encode({"op": "status", "limit": 0, "follow": True})])
+    wait_until(lambda: bool(service._questions))
+    service.publish(Dropped(3, 4, 5, True))
+    answer_all(service)
+    empty, payload = dealer.recv_multipart()
+    batch = msgspec.msgpack.decode(payload)
+    assert empty == b"" and before <= batch.pop("ts") <= time.time()
+    event = {"type": "Dropped", "node": 3, "tokens": 4, "slots": 5, "compressed": True}
+    assert batch == {"type": "EventBatch", "first": 0, "started": 1.0, "events": [event], "rank": 0}
+    ticket, empty, payload = dealer.recv_multipart()
+    assert (ticket, empty) == (b"ticket", b"") and msgspec.msgpack.decode(payload)["next_event"] == 1
     context.destroy(linger=0)
 
 
-def test_a_late_subscriber_gets_the_past_from_the_replay_socket(config, service):
-    for i in range(3):
-        service.publish(Split(i, i, i))
-        wait_until(lambda i=i: service._next_seq == i + 1)
-
-    async def run() -> list:
-        received = []
-        async with EventStream(config.endpoint, config.replay_endpoint) as stream:
-            async for item in stream.batches(1):
-                received.append(item)
-                if len(received) == 2:
-                    await subscribed(stream, service)
-                if PROBE in item.batch.events:
-                    return received
-        raise AssertionError
-
-    received = asyncio.run(asyncio.wait_for(run(), 300))
-    assert events_of(received) == [Split(1, 1, 1), Split(2, 2, 2)]
-    assert [item.seq for item in received] == list(range(1, len(received) + 1))  # what was missed is fetched
+def test_without_a_reader_events_are_numbered_and_nothing_waits(service):
+    for event in SPLITS:
+        service.publish(event)
+    assert service.next_event == 2000 and not service._events and service.totals.lost_events == 0
 
 
-def test_a_gap_is_filled_by_replay_and_reported_when_it_cannot_be(config):
-    small = config.model_copy(update={"buffer_steps": 2})
-    service = EventService(small, description_of(small))
+def test_a_gap_in_the_numbers_is_followed_by_a_snapshot(service):
+    def act(seen: list) -> None:
+        if len(seen) == 1:
+            service.publish(SPLITS[0])
+        elif snapshots(seen) == [0, 7]:
+            service.publish(SPLITS[7])
+        elif events_of(seen) == SPLITS[:1]:
+            service.next_event += 5  # as if five events had not reached this client
+            service.publish(SPLITS[6])
+
+    seen = followed(service, lambda seen: SPLITS[7] in events_of(seen), act)
+    assert snapshots(seen) == [0, 7] and events_of(seen) == [SPLITS[0], SPLITS[7]]
+
+
+def test_a_client_asks_again_in_time_and_notices_what_it_missed_meanwhile(monkeypatch, service):
+    """Here it asks ten times a second, and the server forgets it once."""
+    monkeypatch.setattr("sgl_kvevict.events.client.FOLLOW_S", 0.3)
+
+    def act(seen: list) -> None:
+        if len(seen) == 1:
+            service.publish(SPLITS[0])
+        elif len(snapshots(seen)) == 1:
+            service._followers.clear()
+            service.publish(SPLITS[1])
+
+    seen = followed(service, lambda seen: len(snapshots(seen)) == 2, act)
+    assert snapshots(seen) == [0, 2] and events_of(seen) == SPLITS[:1]
+
+
+def test_who_does_not_ask_again_is_forgotten(config, service, monkeypatch):
+    monkeypatch.setattr("sgl_kvevict.events.service.FOLLOW_S", 0.05)
     context = zmq.Context()
-
-    async def run() -> list:
-        received = []
-        async with EventStream(small.endpoint, small.replay_endpoint) as stream:
-            await subscribed(stream, service)
-            service.publish(Split(0, 0, 0))
-            async for item in stream.batches():
-                received.append(item)
-                if Split(0, 0, 0) in item.batch.events:  # the subscriber sleeps through five batches
-                    while service._next_seq != item.seq + 1:  # the publishing thread counts a batch after sending it
-                        await asyncio.sleep(0.001)
-                    service._next_seq += 5
-                    service.publish(Cleared())
-                elif Cleared() in item.batch.events:
-                    return received
-        raise AssertionError
-
-    *_, before, after = asyncio.run(asyncio.wait_for(run(), 300))
-    assert after.seq == before.seq + 6 and after.missed == 5
-    service.close()
-    context.destroy()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(config.endpoint)
+    dealer.send_multipart([b"", msgspec.msgpack.encode(Status(follow=True))])
+    wait_until(lambda: bool(service._questions))
+    answer_all(service)
+    wait_until(lambda: not service._followers)
+    context.destroy(linger=0)
 
 
 def test_a_restarted_server_is_followed(config):
-    first = EventService(config, description_of(config))
-    seen = []
+    services = [EventService(config, description_of(config))]
 
-    async def publish_until_cancelled(service: EventService) -> None:
-        while True:  # what comes before the subscription is followed by more: nobody waits for it
-            service.publish(Cleared())
-            await asyncio.sleep(0.3)
+    def act(seen: list) -> None:
+        if len(seen) == 1:
+            for event in SPLITS[:5]:
+                services[0].publish(event)
+        elif isinstance(seen[-1], StatusReport) and seen[-1].started == 2.0:
+            services[1].publish(SPLITS[9])
+        elif len(events_of(seen)) == 5 and len(services) == 1:
+            services[0].close()
+            services.append(EventService(config, description_of(config, started=2.0)))
 
-    async def run() -> None:
-        async with EventStream(config.endpoint, config.replay_endpoint) as stream:
-            await subscribed(stream, first)
-            for i in range(5):
-                first.publish(Split(i, i, i))
-                await asyncio.sleep(0.07)
-            async for item in stream.batches():
-                seen.extend(events_of([item]))
-                if len(seen) == 5:
-                    first.close()
-                    second = EventService(config, description_of(config))
-                    publishing = asyncio.create_task(publish_until_cancelled(second))
-                if Cleared() in seen:
-                    publishing.cancel()
-                    second.close()
-                    return
+    async def scheduler() -> None:
+        while True:
+            answer_all(services[-1])
+            await asyncio.sleep(0.001)
 
-    asyncio.run(asyncio.wait_for(run(), 300))
-    assert seen[:6] == [Split(i, i, i) for i in range(5)] + [Cleared()]
+    async def run() -> list:
+        seen: list = []
+        turning = asyncio.create_task(scheduler())
+        async with InspectClient(config.endpoint, timeout_s=1) as client:
+            while True:
+                try:
+                    async for part in client.follow():
+                        seen.append(part)
+                        act(seen)
+                        if SPLITS[9] in events_of(seen):
+                            turning.cancel()
+                            return seen
+                except ServerSilentError:
+                    pass  # it was asked while the server was down
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sgl_kvevict.events.client.FOLLOW_S", 0.3)
+        seen = asyncio.run(asyncio.wait_for(run(), 300))
+    assert events_of(seen) == [*SPLITS[:5], SPLITS[9]]
+    assert [part.started for part in seen if isinstance(part, StatusReport)][-1] == 2.0
+    services[1].close()
 
 
-def test_a_full_queue_drops_counts_and_says_so(config):
+def test_a_full_queue_drops_and_counts_and_the_reader_sees_the_gap(config):
     tiny = config.model_copy(update={"max_queue_size": 3})
     service = EventService(tiny, description_of(tiny))
 
-    def burst() -> None:
-        for i in range(200_000):
-            service.publish(Split(i, i, i))
+    def act(seen: list) -> None:
+        if len(seen) == 1:
+            while not service.totals.lost_events:
+                for event in SPLITS:
+                    service.publish(event)
 
-    received = collect(service, 4, ready=burst)
-    events = events_of(received)
-    assert events[0] == Split(0, 0, 0) and any(isinstance(event, EventsLost) for event in events)
-    assert service.totals.lost_events > 0
+    seen = followed(service, lambda seen: len(snapshots(seen)) == 2, act)
+    assert service.totals.lost_events > 0 and snapshots(seen)[1] == service.next_event
     service.close()
 
 
-def test_a_burst_is_cut_into_messages_of_bounded_size(config, service):
+def test_a_burst_is_cut_into_messages_of_bounded_size(service):
     num_events = 2 * MAX_BATCH_EVENTS + 5
 
-    def burst() -> None:
-        for i in range(num_events):
-            service.publish(Split(i, i, i))
+    def act(seen: list) -> None:
+        if len(seen) == 1:
+            for event in SPLITS[:num_events]:
+                service.publish(event)
 
-    received = collect(service, num_events, ready=burst)
-    assert max(len(item.batch.events) for item in received) <= MAX_BATCH_EVENTS
-    assert [event.upper for event in events_of(received)] == list(range(num_events))
+    seen = followed(service, lambda seen: len(events_of(seen)) == num_events, act)
+    assert max(len(part.events) for part in seen[1:]) <= MAX_BATCH_EVENTS
+    assert events_of(seen) == SPLITS[:num_events] and snapshots(seen) == [0]
 
 
-def test_publishing_does_not_wait_for_a_subscriber_that_does_not_read(config):
-    narrow = config.model_copy(update={"hwm": 1, "buffer_steps": 1})
-    service = EventService(narrow, description_of(narrow))
+def test_a_reader_that_does_not_read_costs_bounded_memory_and_sees_a_gap(monkeypatch, tmp_path):
+    """The scheduler does not wait, others get everything, and the reader begins anew with a snapshot."""
+    monkeypatch.setattr("sgl_kvevict.events.service.MAX_UNREAD_MESSAGES", 2)
+    config = EventsConfig(endpoint=f"tcp://127.0.0.1:{free_port()}")
+    service = EventService(config, description_of(config))
     context = zmq.Context()
-    sub = context.socket(zmq.SUB)
-    sub.set_hwm(1)
-    sub.subscribe(b"")
-    sub.connect(narrow.endpoint)
-    for _ in range(20):
-        for i in range(1000):
-            service.publish(Split(i, i, i))
-        wait_until(lambda: not service._events)  # sent or dropped by the socket: nothing waits for the subscriber
+    deaf = context.socket(zmq.DEALER)
+    deaf.set_hwm(1)
+    deaf.setsockopt(zmq.RCVBUF, 4096)
+    deaf.connect(config.endpoint)
+    deaf.send_multipart([b"", msgspec.msgpack.encode(Status(follow=True))])
+    wait_until(lambda: bool(service._questions))
+    answer_all(service)
+    for _ in range(200):
+        for event in SPLITS[:MAX_BATCH_EVENTS]:
+            service.publish(event)
+        wait_until(lambda: not service._events)  # sent or dropped by the socket: nothing waits for the reader
     assert service.totals.lost_events == 0
+    received = 0
+    deaf.setsockopt(zmq.RCVTIMEO, 500)
+    with pytest.raises(zmq.Again):
+        while True:
+            received += len(deaf.recv_multipart()) == 2
+    assert 0 < received < 200
     context.destroy(linger=0)
     service.close()
 
@@ -228,29 +281,28 @@ def test_publishing_does_not_wait_for_a_subscriber_that_does_not_read(config):
 def test_what_is_queued_at_shutdown_still_goes_out(config):
     service = EventService(config, description_of(config))
 
-    def publish_and_close() -> None:
-        service.publish(Cleared())
-        service.close()
-        service.close()
+    def act(seen: list) -> None:
+        if len(seen) == 1:
+            service.publish(Cleared())
+            service.close()
+            service.close()
 
-    assert events_of(collect(service, 1, ready=publish_and_close)) == [Cleared()]
+    assert events_of(followed(service, lambda seen: len(seen) == 2, act)) == [Cleared()]
 
 
 def test_description_is_answered_without_the_scheduler(config, service):
     async def run() -> Description:
-        async with InspectClient(config.inspect_endpoint, timeout_s=300) as client:
+        async with InspectClient(config.endpoint, timeout_s=300) as client:
             return await client.ask(Describe(), Description)
 
-    service.publish(Cleared())
-    wait_until(lambda: service._next_seq == 1)
-    assert asyncio.run(run()) == msgspec.structs.replace(description_of(config), next_seq=1)
+    assert asyncio.run(run()) == description_of(config)
 
 
 def test_questions_reach_the_scheduler_and_answers_the_asker(config, service):
     async def run() -> list:
         async with (
-            InspectClient(config.inspect_endpoint, timeout_s=300) as a,
-            InspectClient(config.inspect_endpoint, timeout_s=300) as b,
+            InspectClient(config.endpoint, timeout_s=300) as a,
+            InspectClient(config.endpoint, timeout_s=300) as b,
         ):
             asked = asyncio.gather(a.ask(Tokens(1), TokensReport), b.ask(Tokens(2), TokensReport))
             while not asked.done():
@@ -266,7 +318,7 @@ def test_many_questions_wait_together_and_a_gone_node_costs_no_other_its_answer(
     turns = []
 
     async def run() -> list:
-        async with InspectClient(config.inspect_endpoint, timeout_s=300) as client:
+        async with InspectClient(config.endpoint, timeout_s=300) as client:
             asked = asyncio.ensure_future(client.ask_each([Tokens(i) for i in range(AT_ONCE + 4)], TokensReport))
             while not asked.done():
                 await asyncio.sleep(0.05)  # a scheduler that sleeps
@@ -284,7 +336,7 @@ def test_many_questions_wait_together_and_a_gone_node_costs_no_other_its_answer(
 
 def test_a_refusal_is_not_a_node_that_is_gone(config, service):
     async def run() -> list:
-        async with InspectClient(config.inspect_endpoint, timeout_s=300) as client:
+        async with InspectClient(config.endpoint, timeout_s=300) as client:
             asked = asyncio.ensure_future(client.ask_each([Tokens(1), Tokens(2)], TokensReport))
             while not asked.done():
                 await asyncio.sleep(0.001)
@@ -298,7 +350,7 @@ def test_a_refusal_is_not_a_node_that_is_gone(config, service):
 
 def test_a_silent_scheduler_is_an_error_and_its_late_answer_is_not_mistaken(config, service):
     async def run() -> TokensReport:
-        async with InspectClient(config.inspect_endpoint, timeout_s=0.3) as client:
+        async with InspectClient(config.endpoint, timeout_s=0.3) as client:
             with pytest.raises(ServerSilentError, match=r"no answer from ipc://.* within 0\.3 s"):
                 await client.ask(Tokens(1), TokensReport)
             late = list(service.take_questions())
@@ -315,7 +367,7 @@ def test_a_silent_scheduler_is_an_error_and_its_late_answer_is_not_mistaken(conf
 
 def test_a_failure_and_a_foreign_answer_are_errors(config, service):
     async def ask(reply) -> None:
-        async with InspectClient(config.inspect_endpoint, timeout_s=300) as client:
+        async with InspectClient(config.endpoint, timeout_s=300) as client:
             task = asyncio.ensure_future(client.ask(Status(), TokensReport))
             while not service._questions:
                 await asyncio.sleep(0.001)
@@ -332,7 +384,7 @@ def test_a_failure_and_a_foreign_answer_are_errors(config, service):
 def test_too_many_waiting_questions_are_turned_away(config, service):
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
-    dealer.connect(config.inspect_endpoint)
+    dealer.connect(config.endpoint)
     for _ in range(MAX_WAITING_QUESTIONS + 3):
         dealer.send_multipart([b"", msgspec.msgpack.encode(Status())])
     for _ in range(3):
@@ -342,31 +394,38 @@ def test_too_many_waiting_questions_are_turned_away(config, service):
     context.destroy(linger=0)
 
 
-def test_addresses_in_use_are_refused_at_start_all_at_once():
-    port = free_port()
-    config = EventsConfig(
-        endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=None, inspect_endpoint=f"tcp://127.0.0.1:{free_port()}"
-    )
+def test_too_many_followers_are_turned_away_and_others_go_on(config, service):
+    context = zmq.Context()
+    dealers = [context.socket(zmq.DEALER) for _ in range(MAX_FOLLOWERS + 1)]
+    for dealer in dealers:
+        dealer.setsockopt(zmq.RCVTIMEO, 60_000)
+        dealer.connect(config.endpoint)
+    follow = msgspec.msgpack.encode(Status(limit=0, follow=True))
+
+    def asked(dealer: zmq.Socket) -> dict:
+        dealer.send_multipart([b"", follow])
+        while not dealer.poll(1):
+            answer_all(service)
+        return msgspec.msgpack.decode(dealer.recv_multipart()[-1])
+
+    *first, last = dealers
+    assert {asked(dealer)["type"] for dealer in first} == {"StatusReport"}
+    assert asked(last)["error"] == f"busy: {MAX_FOLLOWERS} clients follow the events already"
+    assert asked(first[0])["type"] == "StatusReport"  # it asks again
+    last.send_multipart([b"", msgspec.msgpack.encode(Status(limit=0))])
+    while not last.poll(1):
+        answer_all(service)
+    assert msgspec.msgpack.decode(last.recv_multipart()[-1])["type"] == "StatusReport"
+    context.destroy(linger=0)
+
+
+def test_an_address_in_use_is_refused_at_start():
+    config = EventsConfig(endpoint=f"tcp://127.0.0.1:{free_port()}")
     service = EventService(config, description_of(config))
-    with pytest.raises(ConfigError, match=r"events\.endpoint: .* cannot be bound(.|\n)*events\.inspect_endpoint: "):
+    with pytest.raises(ConfigError, match=r"events\.endpoint: .* cannot be bound"):
         EventService(config, description_of(config))
     service.close()
     EventService(config, description_of(config)).close()
-
-
-@pytest.mark.parametrize(
-    ("bound", "asked", "expected"),
-    [
-        ("tcp://*:1", "tcp://10.0.0.7:3", "tcp://10.0.0.7:1"),
-        ("tcp://0.0.0.0:1", "tcp://gpu-7:3", "tcp://gpu-7:1"),
-        ("tcp://[::]:1", "tcp://[fe80::1]:3", "tcp://[fe80::1]:1"),
-        ("tcp://127.0.0.1:1", "tcp://localhost:3", "tcp://localhost:1"),
-        ("tcp://10.0.0.9:1", "tcp://10.0.0.7:3", "tcp://10.0.0.9:1"),
-        ("ipc:///tmp/a", "tcp://10.0.0.7:3", "ipc:///tmp/a"),
-    ],
-)
-def test_the_stream_is_found_on_the_host_that_was_asked(bound, asked, expected):
-    assert reachable(bound, asked) == expected
 
 
 def test_endpoints_of_the_command_line():
@@ -377,19 +436,6 @@ def test_endpoints_of_the_command_line():
 
 
 def test_batches_decode_to_typed_events():
-    batch = EventBatch(1.0, [Cleared(), Split(1, 2, 3)], 0)
+    batch = EventBatch(7, 1.0, 2.0, [Cleared(), Split(1, 2, 3)], 0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=EventBatch) == batch
-
-
-def test_without_sockets_to_read_the_thread_sleeps(config, monkeypatch):
-    turns = []
-    publish = EventService._publish_queued
-    monkeypatch.setattr(EventService, "_publish_queued", lambda self: turns.append(1) or publish(self))
-    waits, sleep = [], time.sleep
-    tick = _TICK_MS / 1e3
-    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.append(1) if seconds == tick else None, sleep(seconds)))
-    silent = config.model_copy(update={"replay_endpoint": None, "inspect_endpoint": None})
-    service = EventService(silent, description_of(silent))
-    wait_until(lambda: len(turns) > 5)
-    service.close()
-    assert len(turns) <= len(waits) + 2  # each turn waits, but for the last one and the one after the loop
+    assert (batch.end, batch.since(8)) == (9, EventBatch(8, 1.0, 2.0, [Split(1, 2, 3)], 0))

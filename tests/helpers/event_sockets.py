@@ -1,4 +1,4 @@
-"""Event sockets for tests that need no SGLang."""
+"""An event socket for tests that need no SGLang."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from sgl_kvevict.events.questions import Description
 
 
 def ipc_config(folder: Path, **fields: Any) -> EventsConfig:
-    """Sockets in a folder."""
-    names = ("endpoint", "replay_endpoint", "inspect_endpoint")
-    return EventsConfig(**dict[str, Any]({name: f"ipc://{folder}/{name}" for name in names}) | fields)
+    """A socket in a folder."""
+    return EventsConfig(**dict[str, Any]({"endpoint": f"ipc://{folder}/events"}) | fields)
 
 
 def description_of(config: EventsConfig, *, started: float = 1.0) -> Description:
@@ -27,10 +26,6 @@ def description_of(config: EventsConfig, *, started: float = 1.0) -> Description
         num_kv_heads=2,
         model="tiny",
         tokenizer="tiny",
-        endpoint=config.endpoint,
-        replay_endpoint=config.replay_endpoint,
-        topic=config.topic,
-        next_seq=0,
         expose_tokens=config.expose_tokens,
     )
 

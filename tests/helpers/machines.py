@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.late_stream import TwiceStream
+from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
@@ -375,7 +376,7 @@ class CoarseGenerationMachine(GenerationMachine):
 class BesideMachine(CacheMachine):
     """Entries are chosen beside steps, by keys that must not change meanwhile, and exchanged two turns later."""
 
-    policy: PseudoRandomPolicy | Policy | None = build_policy("knorm", {})
+    policy: PseudoRandomPolicy | Policy | None = build_policy(OWN_POLICIES["knorm"], {})
     num_slots = 220
     options: ClassVar[dict[str, Any]] = {"make_stream": TwiceStream}
 

@@ -144,7 +144,7 @@ def accumulated_attention_reference(
     sm_scale: float,
     key_start: int,
     query_start: int,
-    reduction: Literal["sum", "squares", "max"] = "sum",
+    reduction: Literal["sum", "squares"] = "sum",
 ) -> Tensor:
     """Same contract as :func:`kvevict_kernels.key_scores.accumulated_attention`, slow and obvious."""
     num_queries, num_qo_heads, _ = queries.shape
@@ -158,10 +158,7 @@ def accumulated_attention_reference(
             row = torch.exp(sm_scale * (keys @ queries[i, qo_head].float()) - lse[i, qo_head])
             num_seen = max(0, query_start + i + 1 - key_start)  # keys up to the query's own position
             row[num_seen:] = 0.0
-            if reduction == "max":
-                out[kv_head] = torch.maximum(out[kv_head], row)
-            else:
-                out[kv_head] += row / group_size if reduction == "sum" else row**2
+            out[kv_head] += row / group_size if reduction == "sum" else row**2
     return out
 
 

@@ -1,4 +1,4 @@
-"""A scheduler in miniature whose cache is watched: the harness with listeners, sockets and a thread that turns."""
+"""A scheduler in miniature whose cache is watched: the harness with listeners, a socket and a thread that turns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from helpers.harness import Harness
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.events.totals import Totals
+from sgl_kvevict.events.types import AnyEvent
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
 
@@ -24,7 +25,8 @@ class WatchedHarness:
         tree, totals = self.harness.tree, Totals()
         self.service = EventService(config, description_of(config, started=started), totals=totals)
         self.listener = CacheListener(tree.guard, totals, policy="pseudo-random", exposes_tokens=config.expose_tokens)
-        self.listener.subscribers.append(self.service.publish)
+        self.told: list[AnyEvent] = []  # every event, oldest first
+        self.listener.subscribers += [self.service.publish, self.told.append]
         self.listener.each_turn.append(Inspection(tree, self.service, started).each_turn)
         tree.manager.listener = self.listener
         self._turning: threading.Thread | None = None

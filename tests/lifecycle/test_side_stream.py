@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.fake_tree import CONFIG, FakeTree
+from helpers.own_policies import OWN_POLICIES
 from helpers.stream_tape import StreamTape
 from sgl_kvevict.compression import SideStream
 from sgl_kvevict.policies import build_policy
@@ -26,7 +27,7 @@ def tape(monkeypatch):
 def tree(tape, monkeypatch):
     """Entries are chosen by the norms of their keys, which the choice reads from the arena."""
     monkeypatch.setattr(packer, "compact_kv", tape.noting("rows move", packer.compact_kv))
-    tree = FakeTree(build_policy("knorm", {}), CONFIG, stream=SideStream(DEVICE))
+    tree = FakeTree(build_policy(OWN_POLICIES["knorm"], {}), CONFIG, stream=SideStream(DEVICE))
     tree.free = tape.noting("slots are released", tree.free)
     prompt, live = tree.prompt, []
     tree.prompt = lambda node: live.append(prompt(node)) or live[-1]  # requests live on

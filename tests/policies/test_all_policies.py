@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.own_policies import OWN_POLICIES
 from kvevict_kernels.echo_attention import echo_attention
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import (
@@ -23,7 +24,7 @@ from sgl_kvevict.policies import (
 from sgl_kvevict.policies.options import RULES
 
 Run = Callable[..., Any]
-NAMES = [info.name for info in list_policies() if info.name != "none"]
+NAMES = [*(info.name for info in list_policies() if info.name != "none"), *OWN_POLICIES]
 WITH_WINDOW = ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv", "defensive")
 WINDOWS = {
     "k-vec": {"base_window": 4, "extended_window": 8},
@@ -36,7 +37,7 @@ def combinations() -> list[tuple[str, str]]:
     for name in NAMES:
         for rule in RULES:
             try:
-                build_policy(name, {"budget_rule": rule})
+                build_policy(OWN_POLICIES.get(name, name), {"budget_rule": rule})
             except ConfigError:
                 continue
             found.append((name, rule))
@@ -67,7 +68,7 @@ def shows(prompt: Any) -> Callable[[int], LayerView]:
 
 def build(name: str, rule: str | None = None) -> Policy:
     options = dict(WINDOWS.get(name, {}))
-    policy = build_policy(name, options if rule is None else {**options, "budget_rule": rule})
+    policy = build_policy(OWN_POLICIES.get(name, name), options if rule is None else {**options, "budget_rule": rule})
     assert policy is not None
     return policy
 

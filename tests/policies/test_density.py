@@ -148,7 +148,7 @@ def test_layers_of_equal_density_get_equal_shares(range_scores: Make) -> None:
 
 
 def test_density_needs_attention_sums() -> None:
-    for name in ("snapkv", "knorm", "streaming-llm"):
+    for name in ("snapkv", "random", "streaming-llm"):
         with pytest.raises(ConfigError, match="attention summed over all queries"):
             build_policy(name, {"budget_rule": "density"})
     with pytest.raises(ConfigError, match="attention summed over all queries"):

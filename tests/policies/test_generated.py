@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.own_policies import OWN_POLICIES
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import configured_policy
@@ -15,14 +16,12 @@ def test_policies_with_a_rule_for_a_growing_cache(policy):
     assert configured_policy(KVEvictConfig(policy=policy, decode_block=64))[1] is not None
 
 
-@pytest.mark.parametrize(
-    "policy", ["distilled", "none", "ada-snapkv", "chunkkv", "k-vec", "random", "expected-attention"]
-)
+@pytest.mark.parametrize("policy", ["distilled", "none", "ada-snapkv", "chunkkv", "k-vec", "random", "knorm"])
 def test_other_policies_are_refused_by_name(policy):
     with pytest.raises(
         ConfigError, match=f"decode_block: got 64, but policy '{policy}' has no rule .* allowed: h2o, d2o"
     ):
-        configured_policy(KVEvictConfig(policy=policy, decode_block=64))
+        configured_policy(KVEvictConfig(policy=OWN_POLICIES.get(policy, policy), decode_block=64))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_what_is_given_beside_it_wins() -> None:
 
 def test_methods_without_settings_and_unknown_names_are_refused() -> None:
     names = {info.name for info in list_policies()} - set(PAPER)
-    assert "knorm" in names and "none" in names
+    assert "random" in names and "none" in names
     for name in names:
         with pytest.raises(ConfigError, match=rf"policy: got '{name}@paper'; allowed with @paper: streaming-llm@paper"):
             configured_policy(KVEvictConfig(policy=f"{name}@paper"))

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from defensive import RobustAttentionScorer
 from torch import Tensor
 
+from helpers.own_policies import OWN_POLICIES
 from sgl_kvevict.policies import Policy, Signal, build_policy
-from sgl_kvevict.policies.methods.defensive import RobustAttentionScorer
 from sgl_kvevict.policies.signals import output_gram
 
 
 def policy(name: str, **options: Any) -> Policy:
-    built = build_policy(name, options)
+    built = build_policy(OWN_POLICIES.get(name, name), options)
     assert built is not None
     return built
 

@@ -10,6 +10,7 @@ from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 from helpers.harness import Harness, publish_server_args
+from helpers.own_policies import OWN_POLICIES
 from helpers.settings import settings
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
@@ -17,7 +18,7 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.refusals import generation_reasons
 
 PROMPT = [i * 7 % 11 for i in range(40)]
-POLICIES = ("h2o", "streaming-llm", "snapkv", "knorm", "keydiff")
+POLICIES = ("h2o", "streaming-llm", "snapkv")
 BLOCK, TAIL = 8, 4
 
 
@@ -285,7 +286,7 @@ def test_what_cannot_be_done_while_requests_generate_is_refused(monkeypatch):
         context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
         monkeypatch.setattr(cuda_graph_config, "get_exec", lambda context=context: context)
         assert len(generation_reasons(config, policy, fine, "cuda")) == num_reasons
-        assert generation_reasons(config, build_policy("knorm", {}), fine, "cuda") == []
+        assert generation_reasons(config, build_policy("streaming-llm", {}), fine, "cuda") == []
 
 
 def test_off_by_default():
@@ -300,7 +301,7 @@ def test_what_is_left_of_a_segment_ends_where_its_last_view_does():
     """Entries of tokens that were dropped stay until that saves a slot; nobody reads them."""
     num_seen = 0
     for num_dropped in range(1, BLOCK):
-        harness = make("knorm", budget=6)
+        harness = make(OWN_POLICIES["knorm"], budget=6)  # a policy that keeps no order of tokens
         req = start(harness)
         generate(harness, req, 100)
         harness.retract(req)
@@ -318,7 +319,7 @@ def test_what_is_left_of_a_segment_ends_where_its_last_view_does():
 
 def test_an_answer_is_not_begun_anew_by_a_step_beside_other_requests_prefills():
     """SGLang's mixed chunks: the plan of such a batch sees a decode step as a prefill of one token."""
-    harness = make("knorm")
+    harness = make("streaming-llm")
     req = start(harness, [1, 2, 3])  # too short to be observed
     for _ in range(5):
         assert harness.decode(req)

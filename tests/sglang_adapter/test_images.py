@@ -15,6 +15,7 @@ from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from torch import nn
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -204,8 +205,8 @@ def test_attention_to_later_tokens_of_an_image_is_refused(kind):
 def test_queries_of_the_future_are_not_guessed_where_images_move_positions():
     seeing = SimpleNamespace(is_multimodal=True, model_is_mrope=True)
     qwen = model_of(Qwen2_5_VLForConditionalGeneration)
-    (reason,) = image_reasons(build_policy("expected-attention", {}), qwen, seeing)
+    (reason,) = image_reasons(build_policy(OWN_POLICIES["expected-attention"], {}), qwen, seeing)
     assert reason.startswith("policy 'expected-attention' turns queries to the positions that follow")
     assert image_reasons(build_policy("distilled", {}), qwen, seeing) == []
     one_axis = SimpleNamespace(is_multimodal=True, model_is_mrope=False)
-    assert image_reasons(build_policy("expected-attention", {}), qwen, one_axis) == []
+    assert image_reasons(build_policy(OWN_POLICIES["expected-attention"], {}), qwen, one_axis) == []

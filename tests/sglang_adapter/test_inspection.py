@@ -44,7 +44,7 @@ def ask(watched: WatchedHarness, request, answer):
     """Ask over the socket while the scheduler's loop turns."""
 
     async def run():
-        async with InspectClient(watched.service.config.inspect_endpoint) as client:
+        async with InspectClient(watched.service.config.endpoint) as client:
             asked = asyncio.ensure_future(client.ask(request, answer))
             while not asked.done():
                 watched.turn()
@@ -55,42 +55,34 @@ def ask(watched: WatchedHarness, request, answer):
 
 
 def published(watched: WatchedHarness) -> list:
-    """Events queued since the last call; the thread must not have taken them: it is stopped."""
-    events = list(watched.service._events)
-    watched.service._events.clear()
+    """Events since the last call."""
+    events = list(watched.told)
+    watched.told.clear()
     return events
 
 
-@pytest.fixture
-def silent(tmp_path):
-    """Watched, but nothing is sent: events stay where they were queued."""
-    with WatchedHarness(ipc_config(tmp_path)) as watched:
-        watched.service.close()
-        yield watched
-
-
-def test_a_compression_is_published_with_its_sizes(silent):
-    harness = silent.harness
+def test_a_compression_is_published_with_its_sizes(watched):
+    harness = watched.harness
     harness.finish(harness.run(DOCUMENT))
     (node,) = harness.tree.spans
-    (event,) = published(silent)
+    (event,) = published(watched)
     assert event.seconds > 0
     assert event == Compressed([node.id], 0, 56, 56, 17, 39, 17 * 4, 56 * 4 - 17 * 4, 0, event.seconds, "pseudo-random")
 
 
-def test_split_drop_repack_and_flush_are_published(silent):
-    harness = silent.harness
+def test_split_drop_repack_and_flush_are_published(watched):
+    harness = watched.harness
     harness.finish(harness.run(DOCUMENT))
     (node,) = harness.tree.spans
-    published(silent)
+    published(watched)
     harness.finish(harness.run(DOCUMENT[:10] + [9] * 3))
-    split, *rest = published(silent)
+    split, *rest = published(watched)
     assert (split.lower, split.position, rest) == (node.id, 10, [])
     upper = node.parent.id
     assert split == Split(upper, node.id, 10)
     while node in harness.tree.spans:
         harness.evict(1)
-    events = published(silent)
+    events = published(watched)
     assert [type(event) for event in events if not isinstance(event, Dropped)] == [Squeezed, Repacked]
     assert Squeezed(upper, 6, 11) in events
     dropped = {event.node: event for event in events if isinstance(event, Dropped)}
@@ -98,37 +90,36 @@ def test_split_drop_repack_and_flush_are_published(silent):
     repacked = next(event for event in events if isinstance(event, Repacked))
     assert repacked.node == upper and repacked.slots + repacked.released_slots == 6
     harness.flush()
-    assert published(silent) == [Cleared()]
+    assert published(watched) == [Cleared()]
 
 
-def test_what_could_not_be_done_is_published_with_its_reason(silent, tmp_path):
-    harness = silent.harness
+def test_what_could_not_be_done_is_published_with_its_reason(watched, tmp_path):
+    harness = watched.harness
     first = harness.request(DOCUMENT)
     harness.tree.manager.readers[first].is_exact = True
     harness.admit(first)
     harness.prefill(first, 30)
     harness.run([*DOCUMENT[:30], 8, 8])
     harness.prefill(first)
-    assert published(silent) == [Refused("in-use", 28), Refused("in-use", 56)]
+    assert published(watched) == [Refused("in-use", 28), Refused("in-use", 56)]
 
     folder = tmp_path / "unsplittable"
     folder.mkdir()
     unsplittable = Harness(num_slots=240, policy=PseudoRandomPolicy(splittable=False))
     with WatchedHarness(ipc_config(folder), unsplittable) as other:
-        other.service.close()
         other.harness.run(DOCUMENT)
         published(other)
         other.harness.run(DOCUMENT[:20] + [9] * 20)
         assert published(other) == [Refused("not-cached", 40)]
 
 
-def test_totals_are_the_sums_of_the_events(silent):
+def test_totals_are_the_sums_of_the_events(watched):
     rng = random.Random(1)
     for _ in range(80):
-        silent.one_request(rng)
-    while silent.harness.evict(40):  # spans as well: they go last
+        watched.one_request(rng)
+    while watched.harness.evict(40):  # spans as well: they go last
         pass
-    events, totals = published(silent), silent.listener.totals
+    events, totals = published(watched), watched.listener.totals
     compressed = [event for event in events if isinstance(event, Compressed)]
     dropped = [event for event in events if isinstance(event, Dropped)]
     assert totals.compressions == len(compressed) > 10
@@ -230,7 +221,7 @@ def test_token_ids_need_the_explicit_flag(watched, tmp_path):
         assert {node.namespace for node in nodes} == {"tenant"}
         tokens = [ask(exposed, Tokens(node.id), TokensReport).token_ids for node in nodes]
         assert tokens == [DOCUMENT[:56], DOCUMENT[56:]]
-        exposed.service.close()
+        published(exposed)
         exposed.harness.finish(exposed.harness.run(DOCUMENT[::-1], extra_key="tenant"))
         assert [event.token_ids for event in published(exposed)] == [DOCUMENT[:3:-1]]
 
@@ -263,11 +254,7 @@ def test_dead_entries_are_those_that_no_span_reads(watched, cut):
 
 
 def test_ranks_get_addresses_of_their_own():
-    config = EventsConfig(endpoint="tcp://127.0.0.1:7000", replay_endpoint="ipc:///tmp/x", inspect_endpoint=None)
-    assert events_of_rank(config, 0) == config
-    third = events_of_rank(config, 3)
-    assert (third.endpoint, third.replay_endpoint, third.inspect_endpoint) == (
-        "tcp://127.0.0.1:7003",
-        "ipc:///tmp/x_dp3",
-        None,
-    )
+    for endpoint, of_third in (("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7003"), ("ipc:///tmp/x", "ipc:///tmp/x_dp3")):
+        config = EventsConfig(endpoint=endpoint)
+        assert events_of_rank(config, 0) == config
+        assert events_of_rank(config, 3).endpoint == of_third

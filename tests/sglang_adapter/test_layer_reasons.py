@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
+from helpers.own_policies import OWN_POLICIES
 from helpers.settings import settings
 from kvevict_kernels.device_limits import DeviceLimits
 from sgl_kvevict.config import KVEvictConfig
@@ -165,7 +166,7 @@ def test_what_latents_rule_out_is_named() -> None:
     latents, no_drafts = KVGeometry(3, 4, 1, 48, 100, latent_dim=32), settings()
     assert latent_reasons(KVEvictConfig(), build_policy("distilled", {}), latents, no_drafts) == []
     config = KVEvictConfig(wait_for_passes=False, prefill_budget=0.5)
-    drafts, weighs = settings(speculative_algorithm="NGRAM"), build_policy("defensive", {})
+    drafts, weighs = settings(speculative_algorithm="NGRAM"), build_policy(OWN_POLICIES["defensive"], {})
     reasons = latent_reasons(config, weighs, latents, drafts)
     begins = (
         "wait_for_passes is false",

@@ -278,7 +278,7 @@ def test_a_prefix_of_other_weights_may_be_evicted_before_anybody_lets_go():
     assert found(harness, [*DOCUMENT, 5]) > 50
 
 
-def test_jobs_votes_and_observations_do_not_survive_other_weights():
+def test_jobs_and_observations_do_not_survive_other_weights():
     harness, scheduler = cache()
     warm(harness, ticket="the-ticket-of-this")
     half_way = harness.request([9, *DOCUMENT])

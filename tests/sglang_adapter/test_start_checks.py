@@ -71,21 +71,11 @@ def test_ports_that_are_taken(taken_port, tmp_path):
     assert port_reasons("", taken_port) and port_reasons("0.0.0.0", taken_port)
     assert port_reasons("127.0.0.1", "x") == ["--port: got 'x'; allowed: 1 to 65535"]
     assert port_reasons("127.0.0.1", 70000) == ["--port: got 70000; allowed: 1 to 65535"]
-    events = {"endpoint": None, "replay_endpoint": None, "inspect_endpoint": f"tcp://*:{taken_port}"}
-    (reason,) = reasons(events=events)
-    assert reason.startswith(
-        f"events.inspect_endpoint: 'tcp://*:{taken_port}' cannot be bound (Address already in use)"
-    )
-    (reason,) = reasons(events={**events, "inspect_endpoint": "ipc:///etc/hostname/x"})
+    (reason,) = reasons(events={"endpoint": f"tcp://*:{taken_port}"})
+    assert reason.startswith(f"events.endpoint: 'tcp://*:{taken_port}' cannot be bound (Address already in use)")
+    (reason,) = reasons(events={"endpoint": "ipc:///etc/hostname/x"})
     assert "is not a folder" in reason
-    assert reasons(events={**events, "inspect_endpoint": f"ipc://{tmp_path}/x"}) == []
-
-
-def test_ports_of_data_parallel_schedulers_do_not_overlap():
-    events = {"endpoint": "tcp://127.0.0.1:21001", "replay_endpoint": "tcp://127.0.0.1:21003", "inspect_endpoint": None}
-    assert resource_reasons(KVEvictConfig(events=events), 2) == []
-    (reason,) = resource_reasons(KVEvictConfig(events=events), 3)
-    assert "got ports 21001, 21003 and 3 data-parallel schedulers" in reason and "at least 3 apart" in reason
+    assert reasons(events={"endpoint": f"ipc://{tmp_path}/x"}) == []
 
 
 def test_a_pool_holds_at_least_one_prompt_that_is_compressed():

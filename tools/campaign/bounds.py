@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 import resource
+import shutil
+import tempfile
 
 from campaign.machine import build
 from campaign.parts import Counts
@@ -23,8 +25,10 @@ def unit(seed: int, share: float) -> Counts:
     """One cache under thousands of requests; the second half must not need more memory than the first."""
     harness = build(POLICIES[seed % len(POLICIES)], {})
     harness.check = lambda: None  # type: ignore[method-assign]
-    config = EventsConfig(endpoint=None, replay_endpoint=None, inspect_endpoint=None, buffer_steps=100)
+    folder = tempfile.mkdtemp()
+    config = EventsConfig(endpoint=f"ipc://{folder}/events", max_queue_size=100)
     service = EventService(config, description_of(config))
+    service._followers[b"nobody"] = float("inf")  # so events are queued, encoded and sent to a client that is gone
     listener = harness.tree.manager.listener
     listener.subscribers.append(service.publish)
     rng = random.Random(seed)
@@ -36,6 +40,7 @@ def unit(seed: int, share: float) -> Counts:
         growth = _resident_mb() - before
     finally:
         service.close()
+        shutil.rmtree(folder)
     assert growth < MAX_GROWTH_MB, f"seed {seed}: {growth:.0f} MB more after {half} requests"
     state = cache_state(harness.tree)
     assert state["observation_bytes"] <= 2 * harness.config.observation_bytes

@@ -75,8 +75,8 @@ class Clock:
 
 
 def events() -> dict[str, str]:
-    """Addresses of the three event sockets, on free ports."""
-    return {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
+    """The address of the event socket, on a free port."""
+    return {"endpoint": f"tcp://127.0.0.1:{free_port()}"}
 
 
 def processes(running: RunningServer) -> list[int]:

@@ -37,6 +37,8 @@ FLAGS = ("--skip-server-warmup", "--max-total-tokens", "3000", "--context-length
 COMMON = {"min_prefix_tokens": 64, "tail_tokens": 16}
 EVERYTHING = COMMON | {"policy": "ada-snapkv", "budget": 1.0}
 """Everything is kept, in spans."""
+OWN_POLICIES = {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "examples" / "policies")}
+EXPECTED = "expected_attention:expected_attention"
 DEFAULT = COMMON | {"pass_share": 1.0, "scoring_pass_tokens": 128}
 """The default policy and budget, for a small prefix."""
 
@@ -270,8 +272,8 @@ def test_bfloat16_is_as_near_to_float32_as_without_spans(name, tmp_path):
     ("name", "policy"),
     [
         ("Gemma 3", "echo"),
-        ("Exaone 4", "expected-attention"),
-        *((LATENTS, policy) for policy in ("echo", "expected-attention", "d2o", "k-vec")),
+        ("Exaone 4", EXPECTED),
+        *((LATENTS, policy) for policy in ("echo", EXPECTED, "d2o", "k-vec")),
     ],
 )
 def test_policies_that_turn_or_merge_rows(name, policy, tmp_path):
@@ -281,7 +283,9 @@ def test_policies_that_turn_or_merge_rows(name, policy, tmp_path):
     """
     family = next(family for family in FAMILIES if family.name == name)
     model = save(family, tmp_path / "model")
-    with serve(family, model, tmp_path / "server.log", COMMON | {"policy": policy, "budget": 0.3}) as ours:
+    with serve(
+        family, model, tmp_path / "server.log", COMMON | {"policy": policy, "budget": 0.3}, ENV | OWN_POLICIES
+    ) as ours:
         assert [len(tokens) for tokens in answers(ours)] == [6] * 5
         state = idle_state(ours)
         assert state["span_tokens"] > 0 and state["span_slots"] < 0.4 * state["span_tokens"]

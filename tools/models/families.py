@@ -290,8 +290,9 @@ Nemotron-H and other hybrids of full attention and recurrent layers are taken in
 {chr(10).join(refused)}
 
 Also refused: images of Gemma 3 and 4 (`--enable-multimodal`; their tokens attend to later ones of the same image, which
-our attention, a causal one, would leave out), `expected-attention` with images and M-RoPE, encoder-decoders, keys and
-values of different widths, and models all of whose layers have a sliding window and share one pool.
+our attention, a causal one, would leave out), policies that read query moments
+(`examples/policies/expected_attention.py`) with images and M-RoPE, encoder-decoders, keys and values of different
+widths, and models all of whose layers have a sliding window and share one pool.
 
 With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`,
 `host_bytes` (off there by default), and policies that merge tokens into earlier ones (`d2o` with `direction: any`);

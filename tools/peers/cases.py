@@ -18,6 +18,8 @@ KEPT_SHARES = (0.5, 0.2)
 WINDOW = 32
 SINKS = 4
 CHUNK = 10
+OWN_POLICIES = ("knorm", "keydiff", "expected-attention")
+"""Policies of ``examples/policies``."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ class Case:
     coincides: bool
     reason: str
     protected: int = 0
+
+    @property
+    def served(self) -> str:
+        """The policy as a server is told to use it: by name, or by dotted path."""
+        module = self.policy.replace("-", "_")
+        return f"{module}:{module}" if self.policy in OWN_POLICIES else self.policy
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, QueryMoments, QueryWindow, Rotary, Signal, build_policy
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "policies"))
 ROUNDING = 1e-5
 """Relative distance of a press's score from its threshold below which two float32 sums may swap tokens."""
 
@@ -103,7 +106,7 @@ class Recording:
 
     def keep(self, case: Case, num_entries: int) -> Tensor:
         """What our policy keeps of the prompt, the tail included, [L, H, N] bool."""
-        policy = build_policy(case.policy, case.options)
+        policy = build_policy(case.served, case.options)
         if policy is None:
             raise ValueError(f"case {case.name}: policy {case.policy!r} keeps everything")
         needs, window_size = policy.needs, policy.window_size

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sgl_kvevict.config import KVEvictConfig
@@ -25,6 +27,16 @@ scores, then to the budget by passes over what is left."""
 WHILE_PREFILLED = "while-prefilled"
 """The policy ``distilled`` on a pool of ``pool`` token slots (an option), fewer than a context has tokens: its chunks
 shrink while it is prefilled."""
+OWN_POLICIES = {
+    "knorm": "knorm:knorm",
+    "keydiff": "keydiff:keydiff",
+    "expected-attention": "expected_attention:expected_attention",
+    "defensive": "defensive:defensive",
+}
+"""Policies of ``examples/policies``, which are measured beside ours: their dotted paths by name."""
+OWN_FOLDER = Path(__file__).parents[3] / "examples" / "policies"
+if str(OWN_FOLDER) not in sys.path:
+    sys.path.append(str(OWN_FOLDER))
 POOL_SLOTS = 24_000
 SHORT_POOL_SLOTS = 3_000
 """Of ``TWO_STAGES``."""
@@ -99,12 +111,12 @@ class Setup:
             return stock_system(self.name, flags, STRICT_CHECK_ENV)
         if self.aware:
             flags += ("--disable-overlap-schedule",)
-        return kvevict_system(self.name, self._config(), flags, STRICT_CHECK_ENV)
+        return kvevict_system(self.name, self._config(), flags, {**STRICT_CHECK_ENV, "PYTHONPATH": str(OWN_FOLDER)})
 
     def _config(self) -> dict[str, Any]:
         if self.policy == FULL:
             return {"policy": "none"}
-        served = dict.fromkeys((QUESTIONS, KNOWN_QUESTIONS), "reconstruction")
+        served = OWN_POLICIES | dict.fromkeys((QUESTIONS, KNOWN_QUESTIONS), "reconstruction")
         served |= dict.fromkeys((AWAITED, TWO_STAGES, WHILE_PREFILLED), "distilled")
         policy = served.get(self.policy, self.policy)
         ours = {"pool"} if self.policy == WHILE_PREFILLED else set()

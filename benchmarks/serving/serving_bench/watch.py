@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
-from sgl_kvevict.events.client import EventStream
-from sgl_kvevict.events.types import AnyEvent
+from sgl_kvevict.events.client import InspectClient
+from sgl_kvevict.events.types import AnyEvent, EventBatch
 from sgl_kvevict.launcher import RunningServer
 from sgl_kvevict.measure import parse_gauges
 
 LOOKS_S = 0.5
 """Between two looks at a server's gauges, which it refreshes every few dozen steps."""
-CONNECTS_S = 0.5
-"""A subscription takes a moment to reach the server; what was published before is not seen."""
+ANSWERS_S = 60.0
+"""A server answers between two steps; events are followed from its first answer on."""
 
 
 class Watch:
@@ -25,10 +25,12 @@ class Watch:
 
     Attributes:
         events: (seconds on the clock of ``time.perf_counter``, event), oldest first; more may come at any time.
+        follows: set once the server sends events.
     """
 
     def __init__(self) -> None:
         self.events: list[tuple[float, AnyEvent]] = []
+        self.follows = threading.Event()
 
     def count(self, kind: type[AnyEvent]) -> int:
         """Events of a kind so far."""
@@ -40,10 +42,12 @@ class Watch:
 
     async def collect(self, endpoint: str) -> None:
         """Collect until cancelled."""
-        async with EventStream(endpoint) as stream:
-            async for received in stream.batches():
-                moment = received.batch.ts - time.time() + time.perf_counter()
-                self.events += [(moment, event) for event in received.batch.events]
+        async with InspectClient(endpoint, timeout_s=ANSWERS_S) as client:
+            async for part in client.follow():
+                if isinstance(part, EventBatch):
+                    moment = part.ts - time.time() + time.perf_counter()
+                    self.events += [(moment, event) for event in part.events]
+                self.follows.set()
 
 
 @contextmanager
@@ -62,7 +66,8 @@ def watching(endpoint: str) -> Iterator[Watch]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    time.sleep(CONNECTS_S)
+    if not watch.follows.wait(ANSWERS_S):
+        raise RuntimeError(f"no answer from {endpoint}")
     try:
         yield watch
     finally:

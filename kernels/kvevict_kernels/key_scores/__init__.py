@@ -47,14 +47,14 @@ def accumulated_attention(
     sm_scale: float,
     key_start: int,
     query_start: int,
-    reduction: Literal["sum", "squares", "max"] = "sum",
+    reduction: Literal["sum", "squares"] = "sum",
 ) -> Tensor:
     """Reduce attention weights over queries and over the query heads of each KV head, per key.
 
     ``p[i, hq, j] = exp(sm_scale * q[i, hq] . k[j, hq // group_size] - lse[i, hq])``, or 0 where key position
     ``key_start + j`` > query position ``query_start + i``. ``lse`` covers every key that the query saw, so ``p`` is the
     true attention weight, not renormalised over the given keys. Calls may split the queries (chunks of a prefill) or
-    the keys: sums add up, maxima combine.
+    the keys: sums add up.
 
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.
@@ -65,7 +65,7 @@ def accumulated_attention(
         sm_scale: softmax scale; for float8 multiplied by the layer's scale of keys.
         key_start: logical position of the first key (tokens).
         query_start: logical position of ``queries[0]`` (tokens).
-        reduction: "sum" over queries, mean over a group; "squares", summed over both; or "max" over both.
+        reduction: "sum" over queries, mean over a group; or "squares", summed over both.
 
     Returns:
         [num_kv_heads, N], float32; 0 for keys after the last query.
@@ -74,16 +74,14 @@ def accumulated_attention(
         ValueError: wrong shape, dtype, device or reduction; query heads that are not a multiple of the KV heads; on the
             CPU also a token slot outside the buffer.
 
-    Source: sums: H2O, arXiv 2306.14048, Sec. 4; D2O, arXiv 2406.13035, Eq. 4 and 6. Maxima: KVzip, arXiv 2505.23416,
-        Sec. 3. Squares: this project.
-    Differs: H2O and D2O accumulate during generation; this is the sum over the prompt. KVzip renormalises over the keys
-        that it looks at.
+    Source: sums: H2O, arXiv 2306.14048, Sec. 4; D2O, arXiv 2406.13035, Eq. 4 and 6. Squares: this project.
+    Differs: H2O and D2O accumulate during generation; this is the sum over the prompt.
     Cost: O(num_qo_heads * head_dim) per (query, visible key); float32 sums; never an n x N matrix; no host sync on a
         device; deterministic, no atomics.
     """
     check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
     check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
-    check_choice("reduction", reduction, ("sum", "squares", "max"))
+    check_choice("reduction", reduction, ("sum", "squares"))
     first_key = key_start - query_start
     num_queries = queries.shape[0]
     if min(token_slots.numel(), num_queries, num_queries - first_key) <= 0:
@@ -209,7 +207,7 @@ def key_scores_cpu(
     tile_keys = EARLIER_KEYS_PER_TILE
     if first_key + num_seen > 0:  # some keys are masked: small tiles, unless all queries fit with larger ones
         tile_keys = sorted((KEYS_PER_TILE, WEIGHTS_PER_TILE // (num_qo_heads * num_queries), tile_keys))[1]
-    out = torch.full((num_kv_heads, 1, num_keys), float("-inf") if reduction == "max" else 0.0)
+    out = torch.zeros(num_kv_heads, 1, num_keys)
     pooled = torch.zeros_like(out) if halo else None
     dtype = _product_dtype(queries.dtype) if reduction == "sum" else torch.float32
     tiles = []
@@ -232,17 +230,12 @@ def key_scores_cpu(
                 break
             exponents = _exponents(seeing, columns, sm_scale, group_size, ahead - blind, buffer)
             part = out[..., start:end]
-            if reduction == "max":
-                torch.maximum(part, exponents.amax(1, keepdim=True), out=part)
-                continue
             weights = (exponents.mul_(2.0) if reduction == "squares" else exponents).exp2_()
             inside = slice(start - low, end - low)
             part.baddbmm_(ones[..., : weights.shape[1]], weights[..., inside])
             if pooled is not None:
                 peaks = max_pool1d(weights, kernel_size, stride=1, padding=halo)[..., inside]
                 pooled[..., start:end] += peaks.sum(1, keepdim=True)
-    if reduction == "max":
-        return out[:, 0].exp2_(), None
     norm = {"sum": group_size, "squares": 1, "mean": group_size * num_queries}[reduction]
     return out[:, 0].div_(norm), None if pooled is None else pooled[:, 0].div_(norm)
 

@@ -1,7 +1,7 @@
 """key_scores on the device: one program per tile of keys of one KV head loops over the query rows.
 
 A program begins at the first query that sees one of its keys. The attention weights never reach memory, and one program
-computes each sum or maximum in a fixed order. Pooling by rows needs neighbours, so tiles overlap by the pooling halo,
+computes each sum in a fixed order. Pooling by rows needs neighbours, so tiles overlap by the pooling halo,
 and the window maximum is built inside the tile by doubling (spans 1, 2, 4, then the rest).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvevict_kernels.key_scores import KEY_BLOCK, LATENT_KEYS, MAX_HEAD_DIM, MIN_VALID_KEYS
 from kvevict_kernels.ragged_decode.triton_block import load_rows
 
-POWERS = {"sum": 1, "mean": 1, "squares": 2, "max": 0}
+POWERS = {"sum": 1, "mean": 1, "squares": 2}
 PLAIN_BLOCK = 64
 """Rows and keys of a tile without pooling: a layer has few KV heads, and one prompt must fill the device."""
 ROW_BLOCK = 32
@@ -61,7 +61,7 @@ def _key_scores_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # at least D, unless BLOCK_ROT holds the rest
     BLOCK_ROT: tl.constexpr,  # 0: all columns are in BLOCK_D
-    POWER: tl.constexpr,  # of the weights that are summed, 1 or 2; 0 for their maximum
+    POWER: tl.constexpr,  # of the weights that are summed, 1 or 2
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
 ):
     HALO: tl.constexpr = KERNEL // 2
@@ -95,9 +95,7 @@ def _key_scores_kernel(
         s = sm_scale * s - b_lse[:, None]
         seen = m_r[:, None] & m_n[None, :] & (first_key + n[None, :] <= i[:, None])
         p = tl.exp2(tl.where(seen, s * LOG2_E, float("-inf")))  # [BLOCK_R, BLOCK_N]; 0 for unseen keys
-        if POWER == 0:
-            acc = tl.maximum(acc, tl.max(p, 0))
-        elif POWER == 2:
+        if POWER == 2:
             acc += tl.sum(p * p, 0)
         else:
             acc += tl.sum(p, 0)

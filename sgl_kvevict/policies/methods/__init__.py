@@ -4,14 +4,10 @@ from sgl_kvevict.policies.methods.ada_pyramidkv import AdaPyramidKV
 from sgl_kvevict.policies.methods.ada_snapkv import AdaSnapKV
 from sgl_kvevict.policies.methods.chunkkv import ChunkKV
 from sgl_kvevict.policies.methods.d2o import D2O
-from sgl_kvevict.policies.methods.defensive import Defensive
 from sgl_kvevict.policies.methods.distilled import Distilled
 from sgl_kvevict.policies.methods.echo import Echo
-from sgl_kvevict.policies.methods.expected_attention import ExpectedAttention
 from sgl_kvevict.policies.methods.h2o import H2O
 from sgl_kvevict.policies.methods.k_vec import KVec
-from sgl_kvevict.policies.methods.keydiff import KeyDiff
-from sgl_kvevict.policies.methods.knorm import KNorm
 from sgl_kvevict.policies.methods.pyramidkv import PyramidKV
 from sgl_kvevict.policies.methods.random import Random
 from sgl_kvevict.policies.methods.reconstruction import Reconstruction
@@ -23,7 +19,6 @@ METHODS: tuple[type[NamedPolicy], ...] = (
     Distilled,
     Reconstruction,
     Echo,
-    Defensive,
     StreamingLLM,
     SnapKV,
     PyramidKV,
@@ -33,9 +28,6 @@ METHODS: tuple[type[NamedPolicy], ...] = (
     ChunkKV,
     D2O,
     KVec,
-    KNorm,
-    KeyDiff,
-    ExpectedAttention,
     Random,
 )
 """In the order of listings."""

@@ -1,3 +1,3 @@
-"""Views of the cache for operators: metrics, event stream, inspection socket, ``GET /server_info``."""
+"""Views of the cache for operators: metrics, event socket, ``GET /server_info``."""
 
 from __future__ import annotations

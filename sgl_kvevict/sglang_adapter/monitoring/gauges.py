@@ -1,4 +1,4 @@
-"""Current cache sizes for metrics, ``GET /server_info`` and the inspection socket."""
+"""Current cache sizes for metrics, ``GET /server_info`` and the event socket."""
 
 from __future__ import annotations
 

@@ -75,6 +75,7 @@ class Inspection:
         return StatusReport(
             ts=time.time(),
             started=self._started,
+            next_event=self._service.next_event,
             gauges=read_gauges(tree),
             totals=copy(tree.manager.listener.totals),
             prefixes=heapq.nlargest(request.limit, prefixes(tree), key=sort),

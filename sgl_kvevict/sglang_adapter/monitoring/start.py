@@ -1,4 +1,4 @@
-"""Starts the configured listeners: totals, event stream, inspection socket, metrics."""
+"""Starts the configured listeners: totals, event socket, metrics."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ logger = logging.getLogger(__name__)
 def start_monitoring(
     tree: KVEvictTree, config: KVEvictConfig, settings: ServerSettings, *, enable_metrics: bool
 ) -> None:
-    """Give the tree its configured listeners; raises :class:`ConfigError` if an event address cannot be bound."""
+    """Give the tree its configured listeners; raises :class:`ConfigError` if the event address cannot be bound."""
     events, totals, started = config.events, Totals(), time.time()
     listener = CacheListener(
         tree.guard, totals, policy=config.policy, exposes_tokens=events is not None and events.expose_tokens
     )
     if events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
         service = _start_service(config, events, tree, settings, started, totals)
-        if events.endpoint is not None:
-            listener.subscribers.append(service.publish)
-        if events.inspect_endpoint is not None:
-            listener.each_turn.append(Inspection(tree, service, started).each_turn)
+        listener.subscribers.append(service.publish)
+        listener.each_turn.append(Inspection(tree, service, started).each_turn)
     if enable_metrics:
         # Imported here: prometheus_client decides at import whether several processes share the metrics.
         from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
@@ -70,29 +68,18 @@ def _start_service(
         num_kv_heads=geometry.num_kv_heads,
         model=settings.model_path,
         tokenizer=settings.tokenizer_path,
-        endpoint=events.endpoint,
-        replay_endpoint=events.replay_endpoint,
-        topic=events.topic,
-        next_seq=0,
         expose_tokens=events.expose_tokens,
     )
     service = EventService(events, description, rank, tree.guard, totals)
-    logger.info(
-        "kvevict: events on %s, replay on %s, inspection on %s",
-        *(address or "no socket" for address in (events.endpoint, events.replay_endpoint, events.inspect_endpoint)),
-    )
+    logger.info("kvevict: events and inspection on %s", events.endpoint)
     return service
 
 
 def events_of_rank(events: EventsConfig, rank: int) -> EventsConfig:
-    """Return the configuration of one data-parallel scheduler: its rank is added to ports and IPC paths."""
-
-    def address(base: str | None) -> str | None:
-        if base is not None and base.startswith("ipc://"):
-            return f"{base}_dp{rank}" if rank else base
-        offset: str | None = ZmqEventPublisher.offset_endpoint_port(base, rank)
-        return offset
-
-    return events.model_copy(
-        update={name: address(getattr(events, name)) for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
-    )
+    """Return the configuration of one data-parallel scheduler: its rank is added to the port or the IPC path."""
+    endpoint = events.endpoint
+    if endpoint.startswith("ipc://"):
+        endpoint = f"{endpoint}_dp{rank}" if rank else endpoint
+    else:
+        endpoint = ZmqEventPublisher.offset_endpoint_port(endpoint, rank)
+    return events.model_copy(update={"endpoint": endpoint})

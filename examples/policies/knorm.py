@@ -1,14 +1,12 @@
-"""``knorm``: keys with a small norm are kept."""
+"""``knorm``: keys with a small norm are kept. Serve it as ``knorm:knorm``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies import LayerView, Policy, Scorer, Signal, TokenScores
 from sgl_kvevict.policies.options import BudgetOptions
-from sgl_kvevict.policies.parts import Scorer, TokenScores
-from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import Signal
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class KeyNormScorer(Scorer):
 
 
 class KNorm(BudgetOptions):
-    """``knorm``."""
+    """The options: those of every policy with a name."""
 
     name = "knorm"
     summary = "keys with the smallest norm"
@@ -37,3 +35,8 @@ class KNorm(BudgetOptions):
     def build(self) -> Policy:
         """Make the policy."""
         return self.policy(KeyNormScorer())
+
+
+def knorm(**options: Any) -> Policy:
+    """The factory that the server calls with ``policy_options``; ConfigError names an option that does not fit."""
+    return KNorm.parse(options).build()

@@ -1,18 +1,19 @@
-"""``expected-attention``: attention that future queries are expected to pay, from the distribution of past ones."""
+"""``expected-attention``: attention that future queries are expected to pay, from the distribution of past ones.
+
+Serve it as ``expected_attention:expected_attention``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.methods.streaming_llm import NumSinkTokens
+from sgl_kvevict.policies import LayerView, Policy, QueryMoments, Rotary, Scorer, Signal, TokenScores, Trait
 from sgl_kvevict.policies.options import BudgetOptions
-from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
-from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import QueryMoments, Signal
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ExpectedAttentionScorer(Scorer):
         moments = view.need(Signal.QUERY_MOMENTS, QueryMoments)
         length = view.need_prompt_length()
         head_dim = view.k_buffer.shape[-1]
-        turn = moments.rotary.mean_rotation(length, self.options.num_future_positions, head_dim)
+        turn = mean_rotation(moments.rotary, length, self.options.num_future_positions, head_dim)
         by_head = (view.num_kv_heads, -1, head_dim)
         mean = (moments.mean @ turn.T).view(by_head)
         spread = (turn @ moments.covariance @ turn.T).view(*by_head, head_dim) if self.options.use_covariance else None
@@ -62,8 +63,23 @@ class ExpectedAttentionScorer(Scorer):
         return TokenScores(scores)
 
 
+def mean_rotation(rotary: Rotary, start: int, count: int, head_dim: int) -> Tensor:
+    """Average of the rotation matrices of positions ``[start, start + count)``.
+
+    Returns:
+        [head_dim, head_dim], float32; ``matrix @ q`` rotates a column ``q``. Positions past the cached table are left
+        out (at least its last row is used).
+    """
+    limit = rotary.cos_sin.shape[0]
+    start = min(start, limit - 1)
+    mean = rotary.cos_sin[start : min(start + count, limit)].float().mean(0, keepdim=True)
+    columns = torch.eye(head_dim, device=mean.device)[:, None]
+    position = torch.zeros(head_dim, dtype=torch.int64, device=mean.device)  # of the only row of the table of means
+    return replace(rotary, cos_sin=mean).apply(columns, position)[:, 0].T
+
+
 class ExpectedAttention(BudgetOptions):
-    """``expected-attention``."""
+    """The options: those of every policy with a name, and these."""
 
     name = "expected-attention"
     summary = "tokens that queries distributed like the prompt's are expected to attend to"
@@ -71,7 +87,7 @@ class ExpectedAttention(BudgetOptions):
     use_when = "a peer; unknown questions, cheap"
 
     num_future_positions: int = Field(512, ge=1, description="positions after the prompt whose queries are expected")
-    num_sink_tokens: NumSinkTokens = 4
+    num_sink_tokens: int = Field(4, ge=0, description="first tokens of a path that every head keeps")
     use_covariance: bool = Field(True, description="with the second moment of the queries")
     use_value_norm: bool = Field(True, description="multiply by the norm of the value")
     epsilon: float = Field(0.0, ge=0, description="added to the attention before that")
@@ -79,3 +95,8 @@ class ExpectedAttention(BudgetOptions):
     def build(self) -> Policy:
         """Make the policy."""
         return self.policy(ExpectedAttentionScorer(self), num_sink_tokens=self.num_sink_tokens)
+
+
+def expected_attention(**options: Any) -> Policy:
+    """The factory that the server calls with ``policy_options``; ConfigError names an option that does not fit."""
+    return ExpectedAttention.parse(options).build()

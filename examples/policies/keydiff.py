@@ -1,17 +1,15 @@
-"""``keydiff``: keys unlike the average key are kept."""
+"""``keydiff``: keys unlike the average key are kept. Serve it as ``keydiff:keydiff``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import normalize
 
-from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies import LayerView, Policy, Scorer, Signal, TokenScores, Trait
 from sgl_kvevict.policies.options import BudgetOptions
-from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
-from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import Signal
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class KeyDifferenceScorer(Scorer):
 
 
 class KeyDiff(BudgetOptions):
-    """``keydiff``."""
+    """The options: those of every policy with a name."""
 
     name = "keydiff"
     summary = "keys least like the average key"
@@ -43,3 +41,8 @@ class KeyDiff(BudgetOptions):
     def build(self) -> Policy:
         """Make the policy."""
         return self.policy(KeyDifferenceScorer())
+
+
+def keydiff(**options: Any) -> Policy:
+    """The factory that the server calls with ``policy_options``; ConfigError names an option that does not fit."""
+    return KeyDiff.parse(options).build()
