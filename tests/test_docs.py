@@ -44,7 +44,7 @@ def test_the_readme_and_the_pages_stay_short() -> None:
 def test_a_page_that_shows_custom_parameters_says_where_they_are_ignored() -> None:
     """SGLang ignores unknown fields at the top level of a body, so a misplaced ``exact`` is lost without an error."""
     pages = [page for page in (ROOT / "README.md", *DOCS.glob("*.md")) if "custom_params" in page.read_text()]
-    assert len(pages) >= 4
+    assert len(pages) >= 3
     for page in pages:
         text = " ".join(page.read_text().split())
         assert re.search(r"at the top level of a body (is|`kvevict` is) ignored", text), page
