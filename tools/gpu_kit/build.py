@@ -95,9 +95,9 @@ ENTRY_POINTS = {
 DIFFERENCES_TEXT = """\
 SGLang 0.5.23 (files as released), beside these:
 - torch 2.11.0 instead of 2.14.1, Triton 3.6.0 instead of 3.8.0, transformers 5.17.0 instead of 5.19.0;
-- sgl_kernel 0.4.5 instead of 0.4.10 (same Python signatures for all that a dense model calls; flash_attn.py, sampling.py,
-  utils.py equal byte for byte), checked off by SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1; machine code for sm_90 only,
-  FA3 for bfloat16 and head_dim 64 and 128 only (any other raises "no kernel image");
+- sgl_kernel 0.4.5 instead of 0.4.10 (same Python signatures for all that a dense model calls; flash_attn.py,
+  sampling.py, utils.py equal byte for byte), its check off by SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1; machine code
+  for sm_90 only, FA3 for bfloat16 and head_dim 64 and 128 only (any other raises "no kernel image");
 - the radix tree of stock's cache is SGLang's Python one (SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python): the Rust one's
   binary was built with torch 2.14 and panics beside 2.11 ("UnknownKind(40)"); ours extends the Python one anyway;
 - kernels/ops/gemm/cutedsl_dual_gemm.py is a stand-in that says what the original says on sm_90 (Blackwell only), since
@@ -242,9 +242,9 @@ def make_flashinfer(wheels: Wheels, compiled: Path, tree: Path) -> None:
     """FlashInfer's whole Python (a server imports most of it) and the sources that attention is compiled from."""
 
     def is_wanted(name: str) -> bool:
-        if name.startswith(("flashinfer/data/", "b12x/")):
-            return FLASHINFER_SOURCES.match(name) is not None
-        return not name.endswith(".pyi")
+        if name.startswith(("flashinfer/data/", "b12x/")) and not FLASHINFER_SOURCES.match(name):
+            return False
+        return not name.endswith((".pyi", "/RECORD"))
 
     site = tree / "site"
     unzip(wheels.find(FLASHINFER), site, is_wanted)

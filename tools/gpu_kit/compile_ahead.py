@@ -45,7 +45,7 @@ def timed(name: str, call: Callable[[], object]) -> None:
 
 
 def compile_sglang(folder: Path) -> None:
-    """SGLang's kernels that a dense bfloat16 model calls: activation, rope, stores to the KV pool, clamped positions."""
+    """SGLang's kernels that a dense bfloat16 model calls: activation, rope, stores to the KV pool, positions."""
     import torch
     from sglang.kernels.jit.utils.compile import loader
     from sglang.kernels.ops.activation.activation import activation_module

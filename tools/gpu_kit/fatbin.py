@@ -1,9 +1,9 @@
 """Take the machine code of other GPU architectures out of a compiled CUDA library.
 
-nvcc puts the code of every architecture into fatbins, which lie one after the other in the ELF section ``.nv_fatbin`` of
-the host library. A fatbin is a header (magic number, version, size of the header, size of the entries) and entries, one
-for each architecture, machine code or PTX. :func:`prune` rewrites the section in place: offsets outside of it stay, what
-was dropped becomes zeros, and zeros take no room when the file is packed (``packing.py``).
+nvcc puts the code of every architecture into fatbins, which lie one after the other in the ELF section ``.nv_fatbin``
+of the host library. A fatbin is a header (magic number, version, size of the header, size of the entries) and entries,
+one for each architecture, machine code or PTX. :func:`prune` rewrites the section in place: offsets outside of it stay,
+what was dropped becomes zeros, and zeros take no room when the file is packed (``packing.py``).
 
 The layout was read from files that nvcc 13.0 wrote; NVIDIA does not document it.
 """
