@@ -91,7 +91,7 @@ class CpuGenerator(torch.Generator):
     """A generator on whatever device is asked for: the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> CpuGenerator:
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 def on_cpu(value: Any) -> Any:

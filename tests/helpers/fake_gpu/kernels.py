@@ -177,7 +177,7 @@ def store_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: T
 def run_activation(x: Tensor, out: Tensor, name: str) -> None:
     """An activation of the first half times the second."""
     gate, up = x.float().chunk(2, -1)
-    function = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}[name]
+    function: Any = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}[name]
     out.copy_((function(gate) * up).to(out.dtype))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import flashinfer.utils
+import pytest
 import sglang.srt.model_executor.runner.decode_cuda_graph_runner as graph_runner
 import torch.distributed as dist
 
@@ -40,5 +40,6 @@ resolve_backend = graph_runner.resolve_decode_backend
 graph_runner.resolve_decode_backend = lambda runner: around_resolve_decode_backend(resolve_backend, runner)
 
 # FlashInfer's wrappers are the real ones; the module that they would compile is torch's.
-use_torch_kernels(SimpleNamespace(setattr=setattr))
-flashinfer.utils.get_compute_capability = lambda device: (9, 0)
+patch = pytest.MonkeyPatch()
+use_torch_kernels(patch)
+patch.setattr(flashinfer.utils, "get_compute_capability", lambda device: (9, 0))
