@@ -1,4 +1,4 @@
-"""Check and measure the GPU path; needs torch and triton, and SGLang only for the parts that start a server.
+"""Check and measure the kernels and the attention on a GPU; needs torch and triton. Servers: serve_gpu.py.
 
 Run on a GPU machine, from the repository root: python benchmarks/gpu/run_all.py [--part PART] [--out FOLDER]
 Without a GPU, to see that it works: python benchmarks/gpu/run_all.py --smoke --out FOLDER (tiny, interpreted)
@@ -13,14 +13,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +27,13 @@ PARTS = {
     "compression": ("first", "compaction", "compression"),
     "shapes": ("shapes", "extend"),
     "baselines": ("uniform", "flashinfer"),
-    **{f"serve-{system}": (f"serve-{system}",) for system in ("flashinfer", "fa3", "uncompressed", "compressed")},
 }
-"""A server part starts one system: its first start compiles kernels for minutes, and what is compiled stays cached."""
 SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
 def run_section(section: str, device: str, *, is_smoke: bool) -> dict[str, Any]:
     """Measure one section in this process; rows say how much of what is possible on the device they reach."""
-    from gpu_bench import checks, decode, first, flashinfer, insertion, ordering, roofline, serve, shapes
+    from gpu_bench import checks, decode, first, flashinfer, insertion, ordering, roofline, shapes
     from gpu_bench.clock import copy_bandwidth
     from gpu_bench.setting import FULL, SMOKE
 
@@ -60,7 +55,6 @@ def run_section(section: str, device: str, *, is_smoke: bool) -> dict[str, Any]:
         "extend": shapes.extend,
         "shapes": shapes.shapes,
         "first": first.first_times,
-        **{part: partial(serve.end_to_end, part.removeprefix("serve-")) for part in PARTS if part.startswith("serve-")},
     }
     rows = roofline.with_shares(section, functions[section](setting), setting, device)
     result: dict[str, Any] = {"rows": rows, "lines": roofline.spoken(section, rows)}
@@ -82,28 +76,21 @@ def _interpret() -> None:
     dispatch.TRITON_DEVICES = ("cuda", "cpu")
 
 
-def versions() -> dict[str, str]:
-    """Versions of what computes."""
-    found = {"python": sys.version.split()[0]}
-    for package in ("torch", "triton", "flashinfer-python"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
 def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dict[str, Any]:
     """Run one section in a process of its own; its results, or its failure."""
+    from gpu_bench.versions import differences, versions
+
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "device": device,
         "versions": versions(),
+        "differences": differences(),
         "setting": {},
         "sections": {},
         "failures": {},
     }
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if is_smoke:
         env["TRITON_INTERPRET"] = "1"
     command = [sys.executable, __file__, "--section", section, "--device", device]
@@ -112,7 +99,7 @@ def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dic
         try:
             output, errors = run.communicate(timeout=max(0.1, seconds))
         except subprocess.TimeoutExpired:
-            run.terminate()  # it ends its server, if it has one
+            run.terminate()
             return results | {"failures": {section: "out of time"}}
     if run.returncode:
         return results | {"failures": {section: errors[-2000:]}}
@@ -134,7 +121,6 @@ def main() -> int:
     parser.add_argument("--device", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
         print(json.dumps(run_section(args.section, args.device, is_smoke=args.smoke)))
         return 0
     chosen = {args.part: PARTS[args.part]} if args.part else PARTS

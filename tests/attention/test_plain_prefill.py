@@ -16,6 +16,7 @@ from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from helpers.torch_flashinfer import Plan, use_torch_kernels
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill, find_plain_prefill
 from sgl_kvevict.attention.triton.attention import TritonAttention
+from sgl_kvevict.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
     from conftest import MakeWorld
@@ -97,6 +98,28 @@ def test_a_found_plain_prefill_has_compiled_every_kernel(
     world = make_world(2, 4, 64, windows=(0, 30, 30, 7) if has_windows else ())
     assert find_plain_prefill(world.geometry, world.k, world.v, bool) is not None
     assert [plan.window_left for plan in plans] == ([-1, 6, 29] if has_windows else [-1])
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(None, "fa3"), ("auto", "fa3"), ("fa2", "fa2"), ("fa3", "fa3")])
+def test_the_environment_chooses_flashinfers_kernels(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, asked: str | None, taken: str
+) -> None:
+    """On Hopper FlashInfer takes fa3 unless it is told otherwise."""
+    use_torch_kernels(monkeypatch, auto="fa3")
+    if asked is not None:
+        monkeypatch.setenv("KVEVICT_FLASHINFER_PREFILL", asked)
+    world = make_world(2, 4, 64)
+    found = find_plain_prefill(world.geometry, world.k, world.v, bool)
+    assert found is not None
+    (prefills,) = found._prefills.values()
+    assert prefills[-1]._wrapper._backend == taken
+
+
+def test_unknown_kernels_are_refused(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVEVICT_FLASHINFER_PREFILL", "fa4")
+    world = make_world(2, 4, 64)
+    with pytest.raises(UnsupportedSetupError, match=r"KVEVICT_FLASHINFER_PREFILL is 'fa4'.*'auto', 'fa2', 'fa3'"):
+        find_plain_prefill(world.geometry, world.k, world.v, bool)
 
 
 @pytest.mark.parametrize(

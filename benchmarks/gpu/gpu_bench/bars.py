@@ -8,6 +8,7 @@ from typing import Any
 
 Rows = list[dict[str, Any]]
 COUNTED = "share of copy, temporary counted"
+FIRST, FITTING, PRESSED = "ms to first token, cached", "requests/s, fitting", "requests/s, 4 pools"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,18 @@ def _worst(ratios: list[Any]) -> float | None:
     return max((float(ratio) for ratio in ratios if not isinstance(ratio, str)), default=None)
 
 
+def _servers(column: str, system: str, other: str) -> Callable[[Rows], float | None]:
+    """A figure of one server over that of another."""
+
+    def ratio(rows: Rows) -> float | None:
+        figures = {row["system"]: row[column] for row in rows}
+        pair = [figures.get(name, "not measured") for name in (system, other)]
+        return None if any(isinstance(figure, str) for figure in pair) else float(pair[0]) / float(pair[1])
+
+    return ratio
+
+
+STOCK, OURS, UNCOMPRESSED = "stock, fa3", "budget 0.2", "budget 1.0"
 BARS = (
     Bar("decode, 1 request: >= 55 % of a copy", "bandwidth", _least_share_of_copy(1), 0.55, is_cost=False),
     Bar("decode, 8 unshared: >= 80 % of a copy", "bandwidth", _least_share_of_copy(8), 0.8, is_cost=False),
@@ -63,6 +76,25 @@ BARS = (
     Bar("64 sharers: < 1.5x the time of one", "sharers", _largest("times one"), 1.5),
     Bar("error: <= 2x that of torch's bfloat16 attention", "error", _largest("ratio"), 2.0),
     Bar("planning: < 5 % of a step", "planning", _largest("plan / step"), 0.05),
+    *(
+        Bar(f"server, decode of {count} at 0.2: >= {limit}x {other}", "servers", measure, limit, is_cost=False)
+        for count, other, limit in (
+            *((1, STOCK, 1.05), (8, STOCK, 1.5), (64, STOCK, 2.5)),
+            *((8, UNCOMPRESSED, 1.3), (64, UNCOMPRESSED, 1.3)),
+        )
+        for measure in [_servers(f"tokens/s, {count}", OURS, other)]
+    ),
+    Bar("server, first token on a cached document: <= 1.1x stock, fa3", "servers", _servers(FIRST, OURS, STOCK), 1.1),
+    Bar(
+        "server, documents of 4 pools: >= 4x stock, fa3", "servers", _servers(PRESSED, OURS, STOCK), 4.0, is_cost=False
+    ),
+    Bar(
+        "server, uncompressed documents that fit: >= 0.95x stock, fa3",
+        "servers",
+        _servers(FITTING, UNCOMPRESSED, STOCK),
+        0.95,
+        is_cost=False,
+    ),
 )
 
 

@@ -22,17 +22,14 @@ TITLES = {
     "extend": "New tokens of one request on a compressed prefix",
     "shapes": "Decode with other head_dims and numbers of KV heads",
     "first": "What happens once",
-    "serve-flashinfer": "A server end to end: stock with FlashInfer",
-    "serve-fa3": "A server end to end: stock with FA3",
-    "serve-uncompressed": "A server end to end: budget 1.0",
-    "serve-compressed": "A server end to end: budget 0.2",
+    "servers": "Real servers end to end",
+    "server-checks": "What servers were asked beside that",
     "ordering": "Moving and poisoning slots beside running forwards",
 }
 NOTES = {
     "bandwidth": "Copy: bytes read and written by a large device copy. A layer's bytes: K, V and index of all entries.",
     "extend": "Beside dense attention over as many keys. Prefix 0: our kernel all the same; a server takes FlashInfer.",
-    "serve-flashinfer": "llama-8B's shape with random weights; TTFT of a question on a cached document, tokens/s of "
-    "the batch. Likewise in the next sections.",
+    "servers": "llama-8B's shape with random weights, each server alone. What is asked: `benchmarks/gpu/serve_gpu.py`.",
     "planning": "While planning and running, torch raises at anything that waits for the device.",
     "graph": "Before these replays the batch stays the same; a new batch costs what the section above says.",
     "compaction": "Rows whose source lies in a slot that is written go through a temporary: read and written twice.",
@@ -54,6 +51,7 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
             before
             | results
             | {
+                "setting": before["setting"] | results["setting"],
                 "sections": before["sections"] | results["sections"],
                 "failures": kept | results["failures"],
             }
@@ -68,6 +66,8 @@ def markdown(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     sizes = ", ".join(f"{name} {value}" for name, value in results["setting"].items())
     lines = [f"# {results['device']}, {results['date']}", "", f"{versions}.", "", f"Sizes: {sizes}.", ""]
+    if text := results.get("differences"):
+        lines += ["Not an installation of SGLang, but the kit of `tools/gpu_kit`:", "", "```", text.rstrip(), "```", ""]
     if "GB/s of a copy" in results:
         lines += [f"A device copy reads and writes {results['GB/s of a copy']:.0f} GB/s.", ""]
     lines += ["## Bars", "", *_table(verdicts(results["sections"])), ""]

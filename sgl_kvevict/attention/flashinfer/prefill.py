@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,25 +21,42 @@ from sgl_kvevict.geometry import KVGeometry
 NUM_PREFILLS = 2
 """Used in turn per window, so that a plan does not wait until the device has copied the previous one."""
 
+KERNELS_VAR = "KVEVICT_FLASHINFER_PREFILL"
+KERNELS = ("auto", "fa2", "fa3")
+"""Values of that variable: fa3 on Hopper and else fa2; or one of them, where compiling fa3 takes too long."""
+
 logger = logging.getLogger(__name__)
+
+
+def chosen_kernels() -> str:
+    """FlashInfer's kernels for long prefills, by the environment variable ``KVEVICT_FLASHINFER_PREFILL``.
+
+    Raises:
+        UnsupportedSetupError: its value is none of :data:`KERNELS`.
+    """
+    value = os.environ.get(KERNELS_VAR, "auto")
+    if value not in KERNELS:
+        raise UnsupportedSetupError([f"{KERNELS_VAR} is {value!r} (allowed: {', '.join(map(repr, KERNELS))})"])
+    return value
 
 
 class PlainPrefill:
     """Attends for those requests of a batch whose paths are empty.
 
-    As in stock SGLang, FlashInfer's schedule of a batch may change the last bits of a row.
+    As in stock SGLang, FlashInfer's schedule of a batch may change the last bits of a row. ``kernels`` is one of
+    :data:`KERNELS`.
 
     Raises:
         ImportError: FlashInfer cannot be imported.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, kernels: str = "auto") -> None:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
         workspace = new_workspace(k_arena.device)
         self._prefills = {
-            window: [PagedPrefill(workspace, geometry.head_dim, k_arena.dtype, "auto") for _ in range(NUM_PREFILLS)]
+            window: [PagedPrefill(workspace, geometry.head_dim, k_arena.dtype, kernels) for _ in range(NUM_PREFILLS)]
             for window in sorted({geometry.window(layer) for layer in range(geometry.num_layers)})
         }
         self._rows: slice | Tensor = slice(0)  # rows of the planned requests
@@ -110,13 +128,17 @@ def find_plain_prefill(
     """Build and try one; None where FlashInfer is missing, cannot compile, or has no kernels for the model.
 
     ``on_all_ranks`` tells whether a condition holds on all tensor-parallel ranks; all ranks call it.
+
+    Raises:
+        UnsupportedSetupError: see :func:`chosen_kernels`.
     """
+    kernels = chosen_kernels()
     if geometry.is_latent or flashinfer_reasons(k_arena.dtype, geometry.head_dim):
         return None
     found: PlainPrefill | None = None
     try:
         with compiles_kernels():
-            found = PlainPrefill(geometry, k_arena, v_arena)
+            found = PlainPrefill(geometry, k_arena, v_arena, kernels)
         found.warm_up()
     except UnsupportedSetupError as error:
         logger.warning("long prefills without spans are computed by our own kernel: %s", error.reasons[0])

@@ -1,0 +1,162 @@
+"""Servers that are compared on a GPU: stock SGLang and this plugin, with the same model, pool and limits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvevict.launcher import System, config_env, kvevict_system, stock_system
+
+ATTENTIONS = {"fa3": "stock, fa3", "triton": "stock, triton", "flashinfer": "stock, flashinfer"}
+"""Stock systems: SGLang's name of an attention backend, and the system's name in tables."""
+BUDGETS = {"ours": 0.2, "ours-full": 1.0}
+"""Our systems: share of a prefix's entries that is kept."""
+NAMES = ATTENTIONS | {name: f"budget {budget}" for name, budget in BUDGETS.items()}
+POOL = 131_072
+"""Token slots, fixed so that a card with more memory caches no more: 17 GB at llama-8B's shape."""
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+THIN = LLAMA_8B | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 512}
+"""llama-8B's heads, so that its kernels are compiled, in a model that is written and loaded in seconds."""
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of each server.
+
+    Attributes:
+        model: its ``config.json``.
+        pool: token slots.
+        document: tokens of a document.
+        question: tokens of a question.
+        answer: tokens of an answer.
+        batches: numbers of questions on one document at the same time.
+        longest: tokens of the longest prompt of mixed traffic.
+        thin: ``config.json`` of the model whose greedy answers are compared, unless there is a real one.
+        excess: pools that the documents of the phase "pressure" fill.
+    """
+
+    model: dict[str, Any]
+    pool: int
+    document: int
+    question: int
+    answer: int
+    batches: tuple[int, ...]
+    longest: int
+    thin: dict[str, Any]
+    excess: int = 4
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes that a page names."""
+        return {"server pool": self.pool, "document": self.document, "question": self.question, "answer": self.answer}
+
+
+FULL = Load(LLAMA_8B, POOL, document=32_768, question=128, answer=128, batches=(1, 8, 64), longest=4096, thin=THIN)
+SMALL = Load(TINY, 4096, document=600, question=16, answer=8, batches=(1, 2), longest=400, thin=TINY)
+
+
+class MissingError(RuntimeError):
+    """A system cannot be started here; the message says what is missing."""
+
+
+def require(names: Sequence[str]) -> None:
+    """Check that SGLang is there, and finds the plugin if one of the systems is ours.
+
+    Raises:
+        MissingError: it is not, or does not.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise MissingError(
+            "SGLang cannot be imported, so no server can start: install it (pip install '.[gpu]'), or run from the "
+            "kit's environment (docs/gpu.md)"
+        )
+    plugins = importlib.metadata.entry_points(group="sglang.srt.plugins").names
+    if BUDGETS.keys() & set(names) and "kvevict" not in plugins:
+        raise MissingError(
+            "SGLang would not find the plugin: no package on the path has the entry point 'kvevict' of group "
+            "sglang.srt.plugins (pip install -e . --no-deps; a folder on PYTHONPATH alone has none)"
+        )
+
+
+def find_system(name: str, model: Path, load: Load, *, is_gpu: bool, graphs: bool = True) -> System:
+    """Flags and environment of a system.
+
+    Args:
+        name: a key of :data:`NAMES`.
+        model: folder; without weights in it they are random, without a tokenizer prompts are token ids.
+        load: pool and limits.
+        is_gpu: on a CPU every stock system has SGLang's plain torch attention.
+        graphs: decode steps are captured, SGLang's default.
+    """
+    flags = ["--max-total-tokens", str(load.pool), "--page-size", "1", "--random-seed", "1", "--skip-server-warmup"]
+    flags += [] if list(model.glob("*.safetensors")) else ["--load-format", "dummy"]
+    flags += [] if has_tokenizer(model) else ["--skip-tokenizer-init"]
+    config = {"policy": "ada-snapkv", "budget": BUDGETS.get(name)}  # needs no scoring passes
+    if not is_gpu:
+        flags += ["--dtype", "float32"]  # small sizes show that everything works: greedy answers are then the same
+        ours = name in BUDGETS
+        return kvevict_system(NAMES[name], config, flags) if ours else stock_system(NAMES[name], flags)
+    most = str(max(load.batches))
+    flags += ["--cuda-graph-max-bs-decode", most, "--max-running-requests", str(max(64, max(load.batches)))]
+    flags += ["--chunked-prefill-size", "8192", "--sampling-backend", "pytorch"]
+    flags += [] if graphs else ["--cuda-graph-backend-decode", "disabled"]
+    if name in BUDGETS:
+        chosen = ("--radix-cache-backend", "kvevict", "--attention-backend", "kvevict")
+        return System(NAMES[name], (*chosen, *flags), config_env(config))
+    return System(NAMES[name], ("--attention-backend", name, *flags), {})
+
+
+def has_tokenizer(model: Path) -> bool:
+    """Whether a model's folder has one."""
+    return (model / "tokenizer.json").exists()
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    """Make a model's folder without weights: SGLang fills them with random numbers (``--load-format dummy``)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+    """Make a model's folder with random weights, the same everywhere, and so large that attention decides answers.
+
+    SGLang's dummy weights are tiny: all tokens are about as likely, and rounding decides which one is the greatest.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    spread = 2.8 * config["hidden_size"] ** -0.5
+    model = LlamaForCausalLM(LlamaConfig(**config, initializer_range=spread, tie_word_embeddings=False))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder

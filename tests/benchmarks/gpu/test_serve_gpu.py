@@ -1,0 +1,240 @@
+"""The script for servers on a GPU: plans, stop rules, rows, and the page that is made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_bench.phases
+import pytest
+import serve_gpu
+from gpu_bench import rows as rows_module
+from gpu_bench import systems
+from gpu_bench.phases import Phases, agreement, recorded_outputs
+from gpu_bench.rows import Rows, failures, read_rows, sections, write_page
+from gpu_bench.systems import FULL, NAMES, SMALL, MissingError, find_system, require
+
+from sgl_kvevict.launcher import LaunchError
+
+
+class Clock:
+    """Seconds that pass when a server is asked, or starts."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeServer:
+    """Answers every request at once, after ``cost`` seconds of the clock."""
+
+    def __init__(self, clock: Clock, cost: float) -> None:
+        self.clock, self.cost, self.asked = clock, cost, 0
+
+    def get_json(self, path: str, timeout_s: float = 0.0) -> dict[str, Any]:
+        return {"attention_backend": "fa3", "internal_states": [{"memory_usage": {"token_capacity": 4096}}]}
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float) -> str:
+        self.clock.now += self.cost
+        self.asked += 1
+        count, prompt = body["sampling_params"]["max_new_tokens"], body["input_ids"]
+        return json.dumps({"output_ids": [7] * count, "meta_info": {"cached_tokens": len(prompt) - 1}})
+
+    def log(self) -> str:
+        return "Capture target decode cuda graph end. bs=[1], elapsed=12.5 s, mem usage=1 GB\n"
+
+    def leak_messages(self) -> list[str]:
+        return []
+
+
+Launched = Callable[..., Any]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def phases(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Phases:
+    """Phases of fake servers: a start takes 50 s, a request 0.1 s; 540 s are left."""
+
+    @contextmanager
+    def launch(model: Path, **options: Any) -> Iterator[FakeServer]:
+        clock.now += 50.0
+        yield FakeServer(clock, 0.1)
+
+    monkeypatch.setattr(gpu_bench.phases, "launch", launch)
+    rows = Rows(tmp_path, "GPU", 540.0, SMALL.sizes(), clock)
+    return Phases(rows, SMALL, tmp_path / "model", tmp_path, is_gpu=True)
+
+
+def rows_of(phases: Phases) -> list[dict[str, Any]]:
+    return read_rows([phases.rows.path])
+
+
+def test_a_plan_measures_its_systems_in_order(phases: Phases) -> None:
+    assert serve_gpu.run(["ours", "fa3"], phases, None) == 0
+    whats = ["start", "first", "cached", "decode 1", "decode 2", "fitting", "pressure", "leaks"]
+    rows = rows_of(phases)
+    assert [(row["system"], row["what"]) for row in rows[1:]] == [
+        (system, what) for system in ("budget 0.2", "stock, fa3") for what in whats
+    ]
+    start, cached = rows[1], rows[3]
+    assert (start["pool"], start["attention"], start["capture_s"]) == (4096, "fa3", 12.5)
+    assert {"sglang", "sglang-kernel", "transformers", "torch", "triton"} <= start["versions"].keys()
+    assert cached["cached_tokens"] == SMALL.document + SMALL.question - 1
+    assert rows[7]["found"] > 0.99
+
+
+def test_a_row_is_on_disk_before_the_next_phase_begins(phases: Phases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Phases, "_decode", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        serve_gpu.run(["ours"], phases, None)
+    assert [row["what"] for row in rows_of(phases)] == ["run", "start", "first", "cached"]
+
+
+def test_what_there_is_no_time_for_is_a_row(phases: Phases, clock: Clock) -> None:
+    """After the second start 15 s are left: not enough for a decode; no third server is started."""
+    clock.now = 540.0 - 60.0 - 7.0
+    assert serve_gpu.run(["ours", "fa3"], phases, None) == 0
+    skipped = [row for row in rows_of(phases) if row["what"] == "skipped"]
+    assert [(row["system"], row["phase"]) for row in skipped] == [("budget 0.2", "decode 1"), ("stock, fa3", "all")]
+    assert skipped[0]["needs_s"] == 25.0 > skipped[0]["left_s"]
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise LaunchError("server exited with code 1\nno kernel image")
+
+
+def test_nothing_follows_a_first_server_that_does_not_start(phases: Phases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_bench.phases, "launch", fail)
+    assert serve_gpu.run(["ours", "fa3"], phases, None) == 3
+    (row,) = rows_of(phases)[1:]
+    assert (row["system"], row["what"]) == ("budget 0.2", "failed") and row["why"].endswith("no kernel image")
+
+
+def test_a_later_failure_ends_its_system_only(phases: Phases, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = gpu_bench.phases.launch
+    monkeypatch.setattr(
+        gpu_bench.phases,
+        "launch",
+        lambda model, **options: fail() if "fa3" in options["flags"] else launch(model, **options),
+    )
+    assert serve_gpu.run(["ours", "fa3", "triton"], phases, None) == 1
+    assert [row["system"] for row in rows_of(phases) if row["what"] in ("leaks", "failed")] == [
+        *("budget 0.2", "stock, fa3", "stock, triton")
+    ]
+
+
+def test_a_device_error_of_a_request_is_a_row(phases: Phases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeServer, "post", lambda *args, **kwargs: (_ for _ in ()).throw(ConnectionResetError("gone")))
+    assert serve_gpu.run(["fa3"], phases, None) == 1
+    assert rows_of(phases)[-1]["why"] == "ConnectionResetError: gone"
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_all_systems_have_the_same_pool_and_limits(name: str, tmp_path: Path) -> None:
+    """A card with more memory caches no more."""
+    system = find_system(name, tmp_path, FULL, is_gpu=True)
+    flags = list(system.flags)
+    shared = flags[flags.index("--max-total-tokens") :]
+    assert shared[:4] == ["--max-total-tokens", "131072", "--page-size", "1"]
+    assert shared == list(find_system("fa3", tmp_path, FULL, is_gpu=True).flags)[2:]
+    assert flags[flags.index("--attention-backend") + 1] == ("kvevict" if name.startswith("ours") else name)
+
+
+def test_graphs_are_off_for_every_system_or_for_none(tmp_path: Path) -> None:
+    for name in NAMES:
+        off = find_system(name, tmp_path, FULL, is_gpu=True, graphs=False).flags
+        assert list(off)[-2:] == ["--cuda-graph-backend-decode", "disabled"]
+
+
+def test_weights_and_tokenizer_are_used_where_they_are(tmp_path: Path) -> None:
+    bare = find_system("fa3", tmp_path, FULL, is_gpu=True).flags
+    assert {"dummy", "--skip-tokenizer-init"} <= set(bare)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    real = find_system("fa3", tmp_path, FULL, is_gpu=True).flags
+    assert not {"dummy", "--skip-tokenizer-init"} & set(real)
+
+
+def test_no_server_without_sglang(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(systems.importlib.util, "find_spec", lambda name: None)
+    assert serve_gpu.main(["--plan", "fa3"]) == 1
+    assert "SGLang cannot be imported, so no server can start" in capsys.readouterr().err
+
+
+def test_no_server_of_ours_without_the_plugins_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems.importlib.metadata, "entry_points", lambda group: SimpleNamespace(names=set()))
+    require(["fa3"])
+    with pytest.raises(MissingError, match="SGLang would not find the plugin"):
+        require(["fa3", "ours"])
+
+
+def test_full_sizes_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert serve_gpu.main(["--plan", "fa3"]) == 1
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_an_unknown_word_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_gpu.main(["--plan", "ours,fa4"])
+    assert "got fa4; allowed: ours, ours-full, fa3" in capsys.readouterr().err
+
+
+HEAD = {"what": "run", "device": "D", "date": "2026-01-01T10:00", "versions": {"torch": "2"}, "setting": {"pool": 1}}
+HEAD |= {"differences": "- torch 2.11\n"}
+
+
+def test_a_page_of_two_runs(tmp_path: Path) -> None:
+    """A later run adds systems, replaces a phase, and clears a failure."""
+    first = [
+        HEAD,
+        {"system": "stock, fa3", "what": "failed", "why": "out of memory"},
+        {"system": "budget 0.2", "what": "start", "seconds": 90.0},
+        {"system": "budget 0.2", "what": "decode 8", "tokens_s": 300.0},
+    ]
+    second = [
+        HEAD,
+        {"system": "stock, fa3", "what": "start", "seconds": 60.0},
+        {"system": "stock, fa3", "what": "decode 8", "tokens_s": 200.0},
+        {"system": "budget 0.2", "what": "decode 8", "tokens_s": 320.0},
+        {"system": "budget 0.2", "what": "answers", "like_first": "8 of 8", "outputs": [[1]]},
+    ]
+    assert failures(first) == {"server, stock, fa3": "out of memory"}
+    assert failures([*first, *second]) == {}
+    servers = {row["system"]: row for row in sections([*first, *second])["servers"]}
+    assert servers["budget 0.2"]["tokens/s, 8"] == 320.0 and servers["budget 0.2"]["s to start"] == 90.0
+    assert servers["budget 0.2"]["leaks"] == rows_module.UNKNOWN
+    _, path = write_page([*first, *second], tmp_path)
+    text = path.read_text()
+    assert "| server, decode of 8 at 0.2: >= 1.5x stock, fa3 | 1.6 | yes |" in text
+    assert "| server, decode of 64 at 0.2: >= 2.5x stock, fa3 | not measured | **no** |" in text
+    assert "| budget 0.2 | answers | like_first 8 of 8 |" in text
+    assert "- torch 2.11" in text and "Failed" not in text
+
+
+def test_rows_of_two_devices_make_no_page(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one device, got D, E"):
+        write_page([HEAD, HEAD | {"device": "E"}], tmp_path)
+
+
+def test_answers_are_compared_token_by_token(tmp_path: Path) -> None:
+    """Where answers part, it counts how close the two best tokens of the other system were."""
+    first = [[[1, 2, 3], [5.0, 0.02, 4.0]], [[4, 5, 6], [3.0, 2.0, 1.0]]]
+    assert agreement(first, first) == "2 of 2"
+    apart = [[[1, 9, 8], [5.0, 0.01, 4.0]], first[1]]
+    assert agreement(apart, first) == "1 of 2; the two best tokens were up to 0.020 apart where others differ"
+    path = tmp_path / "rows.jsonl"
+    rows = [HEAD, {"what": "answers", "system": "budget 0.2", "outputs": first}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert recorded_outputs(path) == {"budget 0.2": first}
+    assert recorded_outputs(None) == {}

