@@ -94,7 +94,7 @@ class KVEvictConfig(BaseModel):
         default=None,
         gt=0,
         lt=1,
-        description="policy `distilled`, once scores are learned: each chunk of a prompt (`--chunked-prefill-size`) "
+        description="policy `distilled`: each chunk of a prompt (`--chunked-prefill-size`) "
         "shrinks to this share before the next one is computed; not below `budget`. null: only prompts longer than the "
         "pool shrink while they are prefilled, and no sooner than room is needed",
     )
@@ -139,19 +139,16 @@ class KVEvictConfig(BaseModel):
     )
     score_weights: _Path | None = Field(
         default="auto",
-        description="`distilled`: file of learned scores of this model; auto: found by its fingerprint in "
-        "`~/.cache/sgl-kvevict/score-weights` or in this package; null: learn anew",
-        json_schema_extra={"allowed": "'auto', the path of a file made by `sgl-kvevict learn`, or null"},
+        description="`distilled`: file of learned scores of this model; what does not exist is learned before the port "
+        "opens, and written. auto: by the model's fingerprint in this package or in "
+        "`~/.cache/sgl-kvevict/score-weights`; null: learned at each start, kept nowhere",
+        json_schema_extra={"allowed": "'auto', the path of a file, which may not exist yet, or null"},
     )
-    save_score_weights: _Path | None = Field(
+    score_texts: _Path | None = Field(
         default=None,
-        description="`distilled`: file to write when scores have been learned (one tensor-parallel rank)",
-        json_schema_extra={"allowed": "the path of a file, or null"},
-    )
-    distill_prefixes: int = Field(
-        default=8,
-        ge=1,
-        description="`distilled`: prefixes learned from before learned scores are tried",
+        description="`distilled`: folder of UTF-8 files to learn scores from; null: texts of the Python installation "
+        "(English manual, code, tables)",
+        json_schema_extra={"allowed": "the path of a folder, or null"},
     )
     observation_bytes: ByteSize = Field(
         default=ByteSize(256 * 1024**2),

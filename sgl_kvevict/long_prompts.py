@@ -32,7 +32,7 @@ class LongPrompts:
     def of(cls, config: KVEvictConfig, num_slots: int, chunked_prefill_size: int | None) -> LongPrompts | None:
         """None where no prompt may be longer than the pool: nothing shrinks, or prompts are not prefilled in chunks.
 
-        Entries of a chunk are kept by learned scores or echo attention, so by policy ``distilled``.
+        Entries of a chunk are kept by learned scores, so by policy ``distilled``.
         """
         if config.policy != "distilled" or not config.shares or chunked_prefill_size is None:
             return None

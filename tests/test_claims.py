@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import learner
+from sgl_kvevict.distill import learner, texts
 from sgl_kvevict.lifecycle import eviction, pressure
 from sgl_kvevict.policies import scorers
 from sgl_kvevict.policies.budgets import AllLayersBudget
@@ -105,6 +105,7 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
         "SCORE_FLOOR": scorers.SCORE_FLOOR,
         "SAMPLED_TOKENS": learner.SAMPLED_TOKENS,
         "MIN_RECALL": learner.MIN_RECALL,
+        "NUM_TEXTS": texts.NUM_TEXTS,
         "PREDICTED_WEIGHT": scorers.PREDICTED_WEIGHT,
         "ANSWERS": pressure.ANSWERS,
         "LOSS_OF_MOVING": eviction.LOSS_OF_MOVING,

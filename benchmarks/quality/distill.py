@@ -2,8 +2,8 @@
 
 Run: python benchmarks/quality/distill.py; writes docs/results/quality/distilled.csv and distilled.md
 
-Outside the server: prefixes are scored by passes once and stay in out/distill. Training texts are those of
-`sgl-kvevict learn`; the tested ones are the quality benchmark's contexts: other prose, other code, and needles,
+Outside the server: prefixes are scored by passes once and stay in out/distill. Training texts are those that
+servers learn from; the tested ones are the quality benchmark's contexts: other prose, other code, and needles,
 which no training text has.
 """
 
@@ -29,7 +29,7 @@ from kvevict_quality.rows import ROOT
 from kvevict_quality.sample import Prompts, Sample
 from kvevict_quality.tasks import make_sample
 
-from sgl_kvevict.distill import CachedRange, ScoreLearner, ScoreWeights, window_features
+from sgl_kvevict.distill import CachedRange, ScoredText, ScoreLearner, ScoreWeights, window_features
 from sgl_kvevict.distill.learner import top_recall
 from sgl_kvevict.distill.texts import Kind, training_texts
 from sgl_kvevict.geometry import KVGeometry
@@ -155,16 +155,11 @@ def learn(prefixes: Prefixes, texts: Iterable[tuple[int, Kind, int]]) -> ScoreWe
     model = prefixes.model
     query_heads = model.model.config.num_attention_heads
     geometry = KVGeometry(model.num_layers, query_heads, model.num_heads, model.head_dim, 1)
-    texts = tuple(texts)
-    learner = ScoreLearner(geometry, model.rotary, 0.2, num_prefixes=len(texts))
-    for text in (*texts, texts[0]):  # trying them on a known one only solves for them
+    learner = ScoreLearner(geometry, model.rotary)
+    for text in texts:
         prefix = prefixes.train(*text)
-        lesson = learner.lesson(tokens_of(prefix), prefix.scores, lambda layer, seen=prefix: show(seen, layer))
-        while lesson.step() is None:
-            pass
-    if learner.weights is None:
-        raise RuntimeError("these texts teach nothing")
-    return learner.weights
+        learner.add(ScoredText(tokens_of(prefix), prefix.scores, lambda layer, seen=prefix: show(seen, layer)))
+    return learner.solve()
 
 
 def recalls(prefixes: Prefixes, weights: ScoreWeights, prefix: ScoredPrefix, *, use_window: bool) -> list[float]:

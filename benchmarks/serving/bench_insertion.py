@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import ScoreLearner, ScoreWeights
+from sgl_kvevict.distill import LearnedScores, ScoreWeights
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
@@ -172,8 +172,8 @@ def compression_cost(num_tokens: int) -> dict[str, float]:
     cache, window = (torch.randn(30, 3, n, generator=generator) / 100 for n in (columns, columns + NUM_WINDOW))
     weights = ScoreWeights(cache, window, 8)
     rotary = Rotary(torch.ones(num_tokens, 64), is_neox=True)
-    learner = ScoreLearner(geometry, rotary, 0.2, config.distill_prefixes, weights)
-    compressor = Compressor(config, built, SegmentPacker(geometry, k, k.clone()), rotary, learner=learner)
+    learned = LearnedScores(rotary, weights)
+    compressor = Compressor(config, built, SegmentPacker(geometry, k, k.clone()), rotary, learned=learned)
     observation = compressor.new_observation()
     window = max(built.window_size, 1)
     observation.begin_chunk(num_tokens - window, num_tokens, is_last=True)

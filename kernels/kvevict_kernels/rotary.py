@@ -60,17 +60,6 @@ class Rotary:
             turned[..., rest] = rows[..., rest]
         return turned
 
-    def advance(self, x: Tensor, distance: int) -> Tensor:
-        """Rotate rows [num_tokens, num_heads, head_dim] after RoPE further by ``distance`` positions; returns float32.
-
-        Rotations add up, so the rows' positions do not matter. A distance beyond the table uses its last row.
-        """
-        if not self.cos_sin.shape[1]:
-            return x.float()
-        rows = self.cos_sin[[0, min(distance, self.cos_sin.shape[0] - 1)]].float()
-        cos, sin = (rows[1] / rows[0, 0]).chunk(2)  # position 0 has cosine 1, times the table's own scale
-        return self._rotate(x.float(), cos, sin)
-
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = self._pairs(x)
         parts = a * cos - b * sin, b * cos + a * sin

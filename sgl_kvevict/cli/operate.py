@@ -126,14 +126,13 @@ def learn(
     texts: Annotated[
         Path | None, typer.Option(help="Folder of UTF-8 texts; default: texts that Python brings along.")
     ] = None,
-    prefixes: Annotated[int, typer.Option(min=1, max=1000, help="Texts to learn from.")] = 16,
 ) -> None:
-    """Learn from scoring passes which entries a model needs, and write it to a file."""
+    """Learn which entries a model needs, as its server would at the first start, and write it to a file."""
     from sgl_kvevict.cli.learn import learn as learn_scores
 
     if texts is not None and not texts.is_dir():
         raise ConfigError(f"--texts: got {str(texts)!r}; allowed: a folder")
-    learn_scores(model, out, texts, prefixes, sglang_flags or [], lambda line: typer.echo(line, err=True))
+    learn_scores(model, out, texts, sglang_flags or [], lambda line: typer.echo(line, err=True))
 
 
 def _read(path: Path) -> str:

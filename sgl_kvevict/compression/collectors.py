@@ -14,7 +14,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvevict_kernels.echo_attention import echo_attention
 from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
@@ -187,27 +186,6 @@ class AccumulatedAttention(PerToken):
         numbers += earlier
 
 
-class EchoAttention(PerToken):
-    """Largest attention that the queries would pay if they stood after all keys."""
-
-    needs_rotary = True
-
-    def _of(self, chunk: Chunk) -> Tensor:
-        return echo_attention(
-            chunk.queries.contiguous(),
-            chunk.k_buffer,
-            chunk.key_slots,
-            sm_scale=chunk.sm_scale,
-            key_start=chunk.key_start,
-            query_start=chunk.query_start,
-            rotary=chunk.model_rotary,
-            k_scale=chunk.k_scale,
-        )
-
-    def _combine(self, numbers: Tensor, earlier: Tensor) -> None:
-        torch.maximum(numbers, earlier, out=numbers)
-
-
 class Moments(Collector):
     """Mean and covariance of all queries; their size is constant and not counted."""
 
@@ -231,7 +209,6 @@ COLLECTORS: Mapping[Signal, type[Collector]] = {
     Signal.WINDOW_QUERIES: WindowQueries,
     Signal.WINDOW_KEYS: WindowKeys,
     Signal.ACCUMULATED_ATTENTION: AccumulatedAttention,
-    Signal.ECHO_ATTENTION: EchoAttention,
     Signal.QUERY_MOMENTS: Moments,
 }
 """Signals of a prefill. Others come from the pool, from readers or from the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,12 +15,11 @@ from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.sliding_windows import select_beside_windows
 from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, with_learned_scores
+from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.parts import Decision, PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import joint_attention
-from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.policies.worth import measured_worth, scores_of
 from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, TokenRange
 
@@ -80,9 +79,9 @@ def state_of(parent: Segment | None) -> Callable[[], object]:
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``;
+    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learned`` is for ``distilled``;
     ``slot_positions`` as in :class:`CachedRange`; entries are chosen on ``stream`` (None: at once, on the
-    scheduler's). ``is_short``: slots have been short, so echo attention is collected until scores are learned.
+    scheduler's).
     """
 
     config: KVEvictConfig
@@ -90,19 +89,18 @@ class Compressor:
     packer: SegmentPacker
     rotary: Rotary | None = None
     output_grams: Tensor | None = None
-    learner: ScoreLearner | None = None
+    learned: LearnedScores | None = None
     slot_positions: Tensor | None = None
     stream: ChoiceStream | None = None
-    is_short: bool = False
 
     def __post_init__(self) -> None:
         policy, geometry = self.policy, self.packer.geometry
         self.observes = ObservationSpec(geometry, policy.needs, policy.window_size, self.rotary, self.output_grams)
 
     @property
-    def has_learned(self) -> bool:
-        """Whether learned weights are in use, so that any range can be scored from the cache alone."""
-        return self.learner is not None and self.learner.weights is not None
+    def scores_any_range(self) -> bool:
+        """Whether any range can be scored from the cache alone, by learned scores."""
+        return self.learned is not None
 
     @property
     def splittable(self) -> bool:
@@ -112,7 +110,7 @@ class Compressor:
     @property
     def compresses_at_once(self) -> bool:
         """Whether a prompt is compressed when it is complete, without waiting for scoring passes."""
-        return not self.policy.needs_passes or (self.has_learned and not self.config.wait_for_passes)
+        return not self.policy.needs_passes or (self.scores_any_range and not self.config.wait_for_passes)
 
     @property
     def stored_tail(self) -> int:
@@ -120,11 +118,8 @@ class Compressor:
         return self.config.tail_tokens if self.slot_positions is None else 0
 
     def new_observation(self) -> PromptObservation:
-        """An empty observation of the signals that the policy needs now."""
-        spec = self.observes
-        if Signal.LEARNED_SCORES in spec.signals and (self.has_learned or not self.is_short):
-            spec = replace(spec, signals=spec.signals - {Signal.ECHO_ATTENTION})
-        return PromptObservation(spec)
+        """An empty observation of the signals that the policy needs."""
+        return PromptObservation(self.observes)
 
     def new_reader_observation(
         self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()
@@ -133,25 +128,22 @@ class Compressor:
         return ReaderObservation(self.packer.geometry, start, end, reach, segments, self.packer.k_arena)
 
     def rank_by_attention(self, segment: Segment) -> None:
-        """Set the worth of a segment's entries by reader attention, and its prediction if scores are learned."""
+        """Set the worth of a segment's entries by reader attention, and its prediction if there are learned scores."""
         assert segment.worth is not None and segment.entry_attention is not None
         scores = segment.entry_attention.squares.sqrt()
-        if self.has_learned:
+        if self.scores_any_range:
             scores = joint_attention(scores, scores_of(segment.worth))
         segment.worth = measured_worth(segment.worth, scores)
         segment.is_measured, segment.entry_attention = True, None
 
-    def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
-        """Begin to learn from a range whose passes (``readers``) are complete; ``prompt`` continues it.
+    def scored_text(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> ScoredText:
+        """What scores are learned from: the first tokens of a text that passes (``readers``) have read to its end.
 
-        ``token_slots``, [num_tokens], int64, of its first tokens must not change until the lesson ends. None without a
-        learner, if weights are in use, or if all layers have sliding windows.
+        ``token_slots``: [num_tokens], int64; ``prompt`` has the text's last queries.
         """
-        if self.learner is None or self.learner.weights is not None or not self.packer.geometry.full_layers:
-            return None
-        tokens = self._cached(token_slots, readers.start)
         show = self._show(prompt, readers.start, token_slots)
-        return self.learner.lesson(tokens, readers.scores(token_slots.numel()), show)
+        tokens = self._cached(token_slots, readers.start)
+        return ScoredText(tokens, readers.scores(token_slots.numel()), show)
 
     def _cached(self, token_slots: Tensor, start: int) -> CachedRange:
         packer, end = self.packer, start + token_slots.numel()
@@ -233,9 +225,9 @@ class Compressor:
         show = self._show(observation, start, token_slots)
         is_measured = isinstance(observation, ReaderObservation)
         asks = isinstance(observation, ReaderObservation) and observation.reach > 0  # the questions are known
-        learner = self.learner if num_slots < num_tokens and not asks else None
-        if learner is not None and learner.weights is not None:
-            show = with_learned_scores(show, learner.weights, self._cached(token_slots, start), learner.rotary)
+        learned = self.learned if num_slots < num_tokens and not asks else None
+        if learned is not None:
+            show = with_learned_scores(show, learned.weights, self._cached(token_slots, start), learned.rotary)
         protected = min(max(config.sink_tokens - start, 0), num_slots)
         assert state is None or isinstance(state, PolicyState)
         total, with_worth = num_slots * geometry.num_runs, len(config.shares) > 1
@@ -257,6 +249,6 @@ class Compressor:
         return Chosen(start, decision, splittable, is_measured, time.perf_counter() - begin)
 
     def state(self) -> dict[str, Any]:
-        """Policy, budget, and counters of learning, as plain values."""
+        """Policy, budget, and learned scores, as plain values."""
         state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget}
-        return state if self.learner is None else state | {"learned_scores": self.learner.state()}
+        return state if self.learned is None else state | {"learned_scores": self.learned.state()}

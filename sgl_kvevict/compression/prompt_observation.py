@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -79,20 +78,6 @@ class PromptObservation:
     def num_bytes(self) -> int:
         """Memory that counts towards ``observation_bytes``."""
         return sum(collector.num_bytes for layer in self._layers for collector in layer.values())
-
-    @property
-    def has_echo(self) -> bool:
-        """Whether echo attention is collected."""
-        return Signal.ECHO_ATTENTION in self.spec.signals
-
-    def without_echo(self) -> PromptObservation:
-        """A copy without echo attention, which takes memory in proportion to the prompt."""
-        other = copy(self)
-        other.spec = replace(self.spec, signals=self.spec.signals - {Signal.ECHO_ATTENTION})
-        kept = other.spec.signals
-        other._layers = [{s: copy(one) for s, one in layer.items() if s in kept} for layer in self._layers]
-        other._sm_scales = list(self._sm_scales)
-        return other
 
     def begin_chunk(
         self, start: int, end: int, *, is_last: bool, key_start: int = 0, token_slots: Tensor | None = None

@@ -11,6 +11,7 @@ from sgl_kvevict.compression.compressor import Compressor
 from sgl_kvevict.compression.generated import GeneratedCompressor
 from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
+from sgl_kvevict.distill import LearnedScores, ScoreWeights
 from sgl_kvevict.prefix import SegmentPacker, Sources, Span, live_view
 
 WARM_UP_TOKENS = 192
@@ -30,7 +31,10 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
     packer = SegmentPacker(geometry, k, v)
-    twin = replace(compressor, packer=packer, slot_positions=None, stream=None, is_short=False)
+    learned = compressor.learned
+    if learned is not None:  # they may be unknown yet
+        learned = LearnedScores(learned.rotary, ScoreWeights.zeros(geometry, device))
+    twin = replace(compressor, packer=packer, learned=learned, slot_positions=None, stream=None)
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
     observation = _observe(twin, queries.to(q_dtype), slots)

@@ -3,21 +3,23 @@
 from sgl_kvevict.distill.features import CachedRange, window_features
 from sgl_kvevict.distill.files import (
     ModelIdentity,
+    cached_file,
     find_weights,
     load_weights,
     save_weights,
     weights_folders,
 )
-from sgl_kvevict.distill.learner import Lesson, LessonResult, ScoreLearner
-from sgl_kvevict.distill.weights import ScoreWeights, with_learned_scores
+from sgl_kvevict.distill.learner import ScoredText, ScoreLearner
+from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights, with_learned_scores
 
 __all__ = [
     "CachedRange",
-    "Lesson",
-    "LessonResult",
+    "LearnedScores",
     "ModelIdentity",
     "ScoreLearner",
     "ScoreWeights",
+    "ScoredText",
+    "cached_file",
     "find_weights",
     "load_weights",
     "save_weights",

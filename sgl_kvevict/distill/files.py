@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
@@ -53,7 +54,7 @@ class ModelIdentity:
 
 
 def save_weights(path: Path, weights: ScoreWeights, model: ModelIdentity) -> None:
-    """Write a file and rename it into place; OSError if that fails."""
+    """Write a file and rename it into place, so that a reader finds all of it or none; OSError if that fails."""
     tensors = {"cache": weights.cache, "window": weights.window, "rotary": model.first_rotation}
     metadata = {
         "format": FORMAT,
@@ -63,10 +64,14 @@ def save_weights(path: Path, weights: ScoreWeights, model: ModelIdentity) -> Non
         "prefixes": str(weights.num_prefixes),
         "recall": "" if weights.recall is None else f"{weights.recall:.3f}",
     }
+    content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, scratch, metadata)
-    scratch.rename(path)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # hosts may share the folder
+    try:
+        scratch.write_bytes(content)
+        scratch.rename(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def check_format(path: Path) -> None:
@@ -78,6 +83,14 @@ def check_format(path: Path) -> None:
         raise ConfigError(f"score weights {str(path)!r} cannot be read: {error}") from error
     if metadata.get("format") != FORMAT or not {"cache", "window", "rotary"} <= names:
         raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {FORMAT!r}")
+
+
+def read_recall(path: Path) -> float | None:
+    """Recall of the weights in a file, a share; None: it was not measured. ConfigError as for :func:`check_format`."""
+    check_format(path)
+    with safe_open(path, framework="pt") as file:
+        recall = file.metadata().get("recall")
+    return float(recall) if recall else None
 
 
 def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
@@ -113,9 +126,19 @@ def file_name(model: ModelIdentity) -> str:
 
 def weights_folders() -> list[Path]:
     """Folders to search: the user's cache, then the weights shipped with this package."""
+    return [cache_folder(), Path(__file__).with_name("known")]
+
+
+def cache_folder() -> Path:
+    """Where servers keep what they learned: ``sgl-kvevict/score-weights`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     cache_home = os.environ.get("XDG_CACHE_HOME")
     cache = Path(cache_home) if cache_home else Path.home() / ".cache"
-    return [cache / "sgl-kvevict" / "score-weights", Path(__file__).with_name("known")]
+    return cache / "sgl-kvevict" / "score-weights"
+
+
+def cached_file(model: ModelIdentity) -> Path:
+    """The file in which servers keep the weights of a model."""
+    return cache_folder() / file_name(model)
 
 
 def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: ModelIdentity) -> list[str]:

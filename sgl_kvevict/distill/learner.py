@@ -1,8 +1,7 @@
-"""Learns score weights from scoring passes, prefix by prefix and layer by layer, until recall suffices."""
+"""Learns score weights from texts that scoring passes have read, and measures their recall on another one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,24 +23,46 @@ from sgl_kvevict.policies.scorers import log_attention
 RIDGE = 0.003
 """Ridge penalty on standardised features, per token."""
 SAMPLED_TOKENS = 1024
-"""Maximum number of tokens per prefix: bounds the time and weight of long prefixes."""
+"""Maximum number of tokens per text: bounds the time and weight of long ones."""
 NUM_SINKS = 4
 """First tokens of a path, not learned from: attention sinks whatever their content, and kept anyway."""
 MIN_RECALL = 0.7
-"""Required share of the passes' selection. Echo attention recalls 0.55; passes in two orders agree on 0.9."""
+"""Share of the passes' selection below which a warning is logged; passes in two orders agree on 0.9."""
 
 
 @dataclass(frozen=True)
-class LessonResult:
-    """Outcome of one prefix.
+class ScoredText:
+    """A cached text, and the attention that passes paid it.
 
-    ``recall`` is measured on the prefix before learning from it; None while there are too few prefixes. With
-    ``is_accepted`` the weights are in use from now on.
+    Attributes:
+        tokens: its first tokens, uncompressed.
+        scores: [num_layers, num_kv_heads, num_tokens], float32, reader attention; what layers with a sliding window
+            have is not used.
+        show: views of its layers, which have the text's last queries.
     """
 
-    num_prefixes: int
-    recall: float | None
-    is_accepted: bool
+    tokens: CachedRange
+    scores: Tensor
+    show: Show
+
+    def sampled_scores(self, layers: int | list[int]) -> Tensor:
+        """[..., sampled tokens], float32: scores of some layers."""
+        sample = self._sample
+        return self.scores[layers][..., sample.start - self.tokens.start :: sample.stride]
+
+    def features(self, layer: int, rotary: Rotary) -> Tensor:
+        """[num_kv_heads, sampled tokens, F], float32: features of one layer, window attention last."""
+        tokens, sample = self.tokens, self._sample
+        window = window_features(self.show(layer))
+        features = cache_features(sample, layer, rotary)
+        if window is None:  # the policy uses the cache alone; constant zeros get no weight
+            window = features.new_zeros(features.shape[0], tokens.token_slots.numel(), NUM_WINDOW)
+        sampled = window[:, sample.start - tokens.start :: sample.stride]
+        return torch.cat([features, sampled], dim=-1)
+
+    @property
+    def _sample(self) -> CachedRange:
+        return self.tokens.sample(NUM_SINKS, SAMPLED_TOKENS)
 
 
 class RidgeStatistics:
@@ -57,6 +78,11 @@ class RidgeStatistics:
         self.constant = constant
         self._gram = torch.zeros(*shape, num_features, dtype=torch.float64, device=device)
         self._cross = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the sums."""
+        return self._gram.device
 
     @property
     def num_bytes(self) -> int:
@@ -90,131 +116,47 @@ class RidgeStatistics:
 
 
 class ScoreLearner:
-    """Holds the weights in use, or learns them.
+    """Learns the weights of one model from any number of texts; a text leaves only sums of products.
 
-    After ``num_prefixes`` prefixes, weights are tested on each new prefix before learning from it. They are used once
-    they recall ``MIN_RECALL`` of the entries that its reader attention would keep.
-    Recall is measured with ``share`` of the entries kept. ``weights`` are in use from the start; None: learn. ``agree``
-    takes the minimum of a number over tensor-parallel ranks.
+    Memory does not grow with texts: ``RidgeStatistics.num_bytes``.
     """
 
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        rotary: Rotary,
-        share: float,
-        num_prefixes: int,
-        weights: ScoreWeights | None = None,
-        agree: Callable[[int], int] = lambda value: value,
-    ) -> None:
-        self.geometry = geometry
-        self.rotary = rotary
-        self.share = share
-        self.num_prefixes = num_prefixes
-        self.weights = weights
-        self.num_learned = 0
-        self._agree = agree
-        self._statistics: RidgeStatistics | None = None
+    def __init__(self, geometry: KVGeometry, rotary: Rotary, device: torch.device | None = None) -> None:
+        self._geometry = geometry
+        self._rotary = rotary
+        self._num_features = num_cache_features(geometry.head_dim, geometry.is_latent)
+        sizes = (geometry.num_layers, geometry.num_kv_heads, self._num_features + NUM_WINDOW)
+        self._statistics = RidgeStatistics(*sizes, constant=self._num_features - 1, device=device)
+        self.num_texts = 0
 
-    def lesson(self, tokens: CachedRange, scores: Tensor, show: Show) -> Lesson:
-        """Begin to learn from one prefix; ValueError if weights are in use.
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the sums."""
+        return self._statistics.num_bytes
 
-        The slots of ``tokens`` must not change before the lesson ends. ``scores``, [num_layers, num_kv_heads,
-        num_tokens], float32, are reader attention; views of ``show`` have the last queries of a prompt that continues
-        the range.
+    def add(self, text: ScoredText) -> None:
+        """Learn from a text.
+
+        Cost: at most ``SAMPLED_TOKENS * F**2`` products per head and layer, in float64.
         """
-        if self.weights is not None:
-            raise ValueError("learned weights are in use: there is nothing to learn")
-        if self._statistics is None:
-            cache = num_cache_features(self.geometry.head_dim, self.geometry.is_latent)
-            sizes = (self.geometry.num_layers, self.geometry.num_kv_heads, cache + NUM_WINDOW)
-            self._statistics = RidgeStatistics(*sizes, constant=cache - 1, device=tokens.k_arena.device)
-        return Lesson(self, self._statistics, tokens, scores, show)
+        for layer in self._geometry.full_layers:
+            targets = log_attention(text.sampled_scores(layer))
+            self._statistics.add(layer, text.features(layer, self._rotary), targets)
+        self.num_texts += 1
 
-    def end_lesson(self, weights: ScoreWeights | None, overlap: int | None) -> LessonResult:
-        """Count a prefix, and use the tested weights if their recall (``overlap``, in thousandths) suffices."""
-        self.num_learned += 1
-        if weights is None or overlap is None:
-            return LessonResult(self.num_learned, None, False)
-        recall = self._agree(overlap) / 1000
-        if recall >= MIN_RECALL:
-            self.weights = ScoreWeights(weights.cache, weights.window, weights.num_prefixes, recall)
-            self._statistics = None
-        return LessonResult(self.num_learned, recall, self.weights is not None)
+    def solve(self) -> ScoreWeights:
+        """Weights from all texts so far (at least one); 0 for layers with a sliding window."""
+        weights = ScoreWeights.zeros(self._geometry, self._statistics.device, self.num_texts)
+        for layer in self._geometry.full_layers:
+            weights.cache[layer] = self._statistics.solve(layer, self._num_features)
+            weights.window[layer] = self._statistics.solve(layer, self._num_features + NUM_WINDOW)
+        return weights
 
-    def forget(self) -> None:
-        """Start anew, because the model's weights changed."""
-        self.weights = self._statistics = None
-        self.num_learned = 0
-
-    def state(self) -> dict[str, int | float | bool | None]:
-        """Progress as plain values."""
-        weights = self.weights
-        return {
-            "in_use": weights is not None,
-            "prefixes": self.num_learned if weights is None else weights.num_prefixes,
-            "recall": None if weights is None else weights.recall,
-            "learning_bytes": 0 if self._statistics is None else self._statistics.num_bytes,
-        }
-
-
-class Lesson:
-    """Learns from one prefix, layer by layer; made by :meth:`ScoreLearner.lesson`."""
-
-    def __init__(
-        self, learner: ScoreLearner, statistics: RidgeStatistics, tokens: CachedRange, scores: Tensor, show: Show
-    ) -> None:
-        self._learner = learner
-        self._statistics = statistics
-        self._tokens = tokens
-        self._sample = tokens.sample(NUM_SINKS, SAMPLED_TOKENS)
-        self._scores = scores
-        self._show = show
-        geometry = learner.geometry
-        self._layers = geometry.full_layers
-        num_features = num_cache_features(geometry.head_dim, geometry.is_latent)
-        shape = (geometry.num_layers, geometry.num_kv_heads, num_features)
-        self._cache = scores.new_zeros(shape)
-        self._window = scores.new_zeros(*shape[:-1], num_features + NUM_WINDOW)
-        self._predicted: list[Tensor] = []
-        self._tries = learner.num_learned >= learner.num_prefixes
-        self._num_done = 0
-
-    def step(self) -> LessonResult | None:
-        """Learn from the next layer without a window; after the last one, return the outcome.
-
-        Cost: at most ``SAMPLED_TOKENS * F**2`` products per head of one layer, in float64; when weights are tested, the
-            last step also ranks all scores.
-        """
-        layer = self._layers[self._num_done]
-        features, targets = self._examples(layer)
-        if self._tries:
-            self._cache[layer] = self._statistics.solve(layer, self._cache.shape[-1])
-            self._window[layer] = self._statistics.solve(layer, self._window.shape[-1])
-            self._predicted.append((features @ self._window[layer].unsqueeze(-1)).squeeze(-1))
-        self._statistics.add(layer, features, targets)
-        self._num_done += 1
-        if self._num_done < len(self._layers):
-            return None
-        if not self._tries:
-            return self._learner.end_lesson(None, None)
-        weights = ScoreWeights(self._cache, self._window, self._learner.num_learned)
-        scores = self._sampled_scores(list(self._layers))
-        overlap = int(1000 * top_recall(torch.stack(self._predicted), scores, self._learner.share))
-        return self._learner.end_lesson(weights, overlap)
-
-    def _examples(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Features [num_kv_heads, sampled tokens, F] and targets [num_kv_heads, sampled tokens] of a layer."""
-        tokens, sample = self._tokens, self._sample
-        window = window_features(self._show(layer))
-        features = cache_features(sample, layer, self._learner.rotary)
-        if window is None:  # the policy uses the cache alone; constant zeros get no weight
-            window = features.new_zeros(features.shape[0], tokens.token_slots.numel(), NUM_WINDOW)
-        sampled = window[:, sample.start - tokens.start :: sample.stride]
-        return torch.cat([features, sampled], dim=-1), log_attention(self._sampled_scores(layer))
-
-    def _sampled_scores(self, layers: int | list[int]) -> Tensor:
-        return self._scores[layers][..., self._sample.start - self._tokens.start :: self._sample.stride]
+    def recall(self, weights: ScoreWeights, text: ScoredText, share: float) -> float:
+        """Share of the entries that passes would keep of a text (``share`` of all) that ``weights`` keep too."""
+        layers = list(self._geometry.full_layers)
+        predicted = [text.features(layer, self._rotary) @ weights.window[layer].unsqueeze(-1) for layer in layers]
+        return top_recall(torch.stack(predicted).squeeze(-1), text.sampled_scores(layers), share)
 
 
 def top_recall(predicted: Tensor, scores: Tensor, share: float) -> float:

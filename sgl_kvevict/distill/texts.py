@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from sgl_kvevict.errors import ConfigError
+
 Kind = Literal["prose", "code", "tables"]
 KINDS: tuple[Kind, ...] = ("prose", "code", "tables")
 
@@ -19,6 +21,35 @@ MODULES = (
     *("configparser", "difflib", "ftplib", "imaplib", "optparse", "pdb", "pickle", "smtplib", "tokenize", "uuid"),
 )
 _CHARACTERS = (0x2190, 0x2300, 0x1F300, 0x370, 0x4E0, 0x13A0)
+
+
+NUM_TEXTS = 16
+"""Texts that scores are learned from; one more tries them. A fixed number, so that ranks and schedulers that step
+together take the same steps."""
+LENGTHS = (4000, 8000, 16000, 2000)
+"""Characters of a text, in turn: weights learned from short texts only have less recall in long ones."""
+
+
+def passages_of(folder: str | None) -> list[str]:
+    """``NUM_TEXTS`` + 1 texts of a folder (``score_texts``); None: of the Python installation.
+
+    Raises:
+        ConfigError: a file is not readable as UTF-8, or there are too few texts.
+    """
+    lengths = list(itertools.islice(itertools.cycle(LENGTHS), NUM_TEXTS + 1))
+    if folder is None:
+        return training_texts(lengths)
+    try:
+        texts = texts_of_folder(Path(folder).expanduser(), lengths)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"score_texts: {folder!r} cannot be read: {error}") from error
+    found = [text for text in texts if len(text) >= min(LENGTHS)]
+    if len(found) < NUM_TEXTS + 1:
+        raise ConfigError(
+            f"score_texts: got {len(found)} passages of {min(LENGTHS):,} characters or more in {folder!r}; allowed: "
+            f"{NUM_TEXTS + 1} or more (UTF-8 files)"
+        )
+    return found
 
 
 def training_texts(lengths: Sequence[int], kinds: Sequence[Kind] = KINDS) -> list[str]:

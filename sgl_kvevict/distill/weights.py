@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from sgl_kvevict.distill.features import (
     num_cache_features,
     window_features,
 )
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.signals import Signal
 
@@ -34,18 +37,47 @@ class ScoreWeights:
     Attributes:
         cache: [num_layers, num_kv_heads, num_cache_features], float32: from the cache alone.
         window: [num_layers, num_kv_heads, num_cache_features + NUM_WINDOW], float32: with window attention.
-        num_prefixes: prefixes learned from.
-        recall: share of the passes' selection that the weights find on a new prefix; None if not measured.
+        num_prefixes: texts learned from.
+        recall: share of the passes' selection that the weights find on another text; None if not measured.
 
     Source: KVzap (arXiv 2601.07891) predicts KVzip's scores from hidden states by a published model.
-    Differs: from keys, values and positions, because the cache holds no hidden states; fitted by ridge regression on
-        the running server, so that any model can have its own.
+    Differs: from keys, values and positions, because the cache holds no hidden states; fitted by ridge regression
+        before a server opens its port, so that any model can have its own.
     """
 
     cache: Tensor
     window: Tensor
     num_prefixes: int
     recall: float | None = None
+
+    @classmethod
+    def zeros(cls, geometry: KVGeometry, device: torch.device | None = None, num_prefixes: int = 0) -> ScoreWeights:
+        """Weights that score all tokens alike, of a rank's heads."""
+        columns = num_cache_features(geometry.head_dim, geometry.is_latent)
+        heads = (geometry.num_layers, geometry.num_kv_heads)
+        cache = torch.zeros(*heads, columns, device=device)
+        return cls(cache, torch.zeros(*heads, columns + NUM_WINDOW, device=device), num_prefixes)
+
+    @classmethod
+    def of_ranks(cls, parts: Sequence[ScoreWeights], num_kv_heads: int) -> ScoreWeights:
+        """Weights of all heads from those of each tensor-parallel rank, by rank; the inverse of :meth:`of_rank`.
+
+        The mean where several ranks hold the same head, each with other query heads (more ranks than KV heads, or
+        latents).
+        """
+
+        def whole(tensors: Sequence[Tensor]) -> Tensor:
+            num_layers, num_heads, columns = tensors[0].shape
+            total = tensors[0].new_zeros(num_layers, num_kv_heads, columns)
+            count = tensors[0].new_zeros(num_kv_heads, 1)
+            for rank, tensor in enumerate(tensors):
+                first = rank * num_kv_heads // len(tensors)
+                total[:, first : first + num_heads] += tensor
+                count[first : first + num_heads] += 1
+            return total / count
+
+        cache, window = whole([part.cache for part in parts]), whole([part.window for part in parts])
+        return replace(parts[0], cache=cache, window=window)
 
     def to(self, device: torch.device) -> ScoreWeights:
         """A copy on a device."""
@@ -64,6 +96,45 @@ class ScoreWeights:
     def score(self, tokens: CachedRange, rotary: Rotary, window: Tensor | None) -> Tensor:
         """Score a range, with window attention unless ``window`` is None; see :func:`score_range`."""
         return score_range(self.cache if window is None else self.window, tokens, rotary, window)
+
+
+class LearnedScores:
+    """The weights that a server scores with, known before its first request.
+
+    Attributes:
+        rotary: the model's rotary embedding.
+        is_stale: the model's weights have changed since; the scores of the old ones stay in use.
+    """
+
+    def __init__(self, rotary: Rotary, weights: ScoreWeights | None = None) -> None:
+        self.rotary = rotary
+        self.is_stale = False
+        self._weights = weights
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the weights are known: found in a file, or learned."""
+        return self._weights is not None
+
+    @property
+    def weights(self) -> ScoreWeights:
+        """The weights of this rank's heads; :class:`InvariantError` while they are being learned."""
+        if self._weights is None:
+            raise InvariantError("a range is to be scored before scores were learned")
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: ScoreWeights) -> None:
+        self._weights = weights
+
+    def state(self) -> dict[str, Any]:
+        """What is in use, as plain values."""
+        known = self._weights
+        return {
+            "texts": 0 if known is None else known.num_prefixes,
+            "recall": None if known is None else known.recall,
+            "is_stale": self.is_stale,
+        }
 
 
 def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, rotary: Rotary) -> Show:

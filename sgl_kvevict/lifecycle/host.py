@@ -50,7 +50,7 @@ class HostTier(Part):
         """Copy what a leaf holds that is about to be dropped: its segment, or uncompressed tokens, compressed before.
 
         Not copied: what is too short, generated (``decode_block``), or of weights that have changed; the rest of an
-        unsplittable segment; uncompressed tokens below others, or before scores are learned.
+        unsplittable segment; uncompressed tokens below others, or without learned scores.
         """
         with self._guard.at(Place.HOST):
             path = path_to(node)
@@ -77,7 +77,7 @@ class HostTier(Part):
         if span is None:
             is_alone = len(path) == 1 or path[-2] in self._spans
             end = length_of(path)
-            return (end - len(path[-1].key), end) if is_alone and self._compressor.has_learned else None
+            return (end - len(path[-1].key), end) if is_alone and self._compressor.scores_any_range else None
         is_usable = span.segment.splittable or span.end == span.segment.end
         if span.segment.is_generated or not is_usable:
             return None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
-from sgl_kvevict.distill import Lesson
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.lifecycle.probes import Probes
@@ -46,19 +45,15 @@ class Stage(Enum):
     """It waits for its first pass."""
     SCORING = auto()
     """Its passes are under way; nothing is locked between two of them."""
-    LEARNING = auto()
-    """Its passes are over; learned scores are fitted to their attention, one layer at a time."""
 
 
 class JobEvent(Enum):
     """Events of a job."""
 
     TURN = auto()
-    """It may start its next pass, or learn its next layer."""
+    """It may start its next pass."""
     PASS_READ = auto()
     """Its pass was prefilled to the end."""
-    LAYER_LEARNED = auto()
-    """One more layer of its lesson was learned."""
     ABORTED = auto()
     """Its pass was aborted."""
     DROPPED = auto()
@@ -72,15 +67,11 @@ class Fact(Enum):
 
     NOTHING_LEFT = auto()
     """Its prefix is compressed, and further passes would not improve it."""
-    NEEDS_NO_PASSES = auto()
-    """Learned scores came into use while it waited, and prompts are compressed at once."""
     CHANGED = auto()
     """The range of its passes was compressed elsewhere, without handing over to its observation."""
     UNUSABLE = auto()
     """An error was held while its observation was recorded."""
     PROBES_LEFT = auto()
-    LESSON_OVER = auto()
-    """All layers are learned."""
 
 
 class Action(Enum):
@@ -88,14 +79,9 @@ class Action(Enum):
 
     BEGIN = auto()
     """Allocate its observation, lay out its probes, and start the first pass."""
-    COMPRESS_AT_ONCE = auto()
-    """Compress with the observation of the prompt's prefill."""
     START_PASS = auto()
-    LEARN_LAYER = auto()
-    FINISH_PASSES = auto()
-    """Shrink segments that were compressed early; begin a lesson, or compress."""
     COMPRESS = auto()
-    """Compress with the passes' observation."""
+    """Shrink segments that were compressed early, and compress with the passes' observation."""
     WAIT = auto()
     """Nothing until its next turn."""
 
@@ -104,20 +90,14 @@ Rule = tuple[Fact | None, Action | Outcome]
 """The step to take if a fact holds; None always holds."""
 
 RULES: Mapping[tuple[Stage, JobEvent], tuple[Rule, ...]] = {
-    (Stage.DUE, JobEvent.TURN): (
-        (Fact.NOTHING_LEFT, Outcome.COMPRESSED),
-        (Fact.NEEDS_NO_PASSES, Action.COMPRESS_AT_ONCE),
-        (None, Action.BEGIN),
-    ),
+    (Stage.DUE, JobEvent.TURN): ((Fact.NOTHING_LEFT, Outcome.COMPRESSED), (None, Action.BEGIN)),
     (Stage.SCORING, JobEvent.TURN): ((Fact.CHANGED, Outcome.COMPRESSED), (None, Action.START_PASS)),
-    (Stage.LEARNING, JobEvent.TURN): ((Fact.CHANGED, Action.COMPRESS), (None, Action.LEARN_LAYER)),
     (Stage.SCORING, JobEvent.PASS_READ): (
         (Fact.UNUSABLE, Outcome.FAILED),
         (Fact.CHANGED, Outcome.COMPRESSED),
         (Fact.PROBES_LEFT, Action.WAIT),
-        (None, Action.FINISH_PASSES),
+        (None, Action.COMPRESS),
     ),
-    (Stage.LEARNING, JobEvent.LAYER_LEARNED): ((Fact.LESSON_OVER, Action.COMPRESS), (None, Action.WAIT)),
     **{(stage, JobEvent.ABORTED): ((None, Outcome.ABORTED),) for stage in Stage},
     **{(stage, JobEvent.DROPPED): ((None, Outcome.DROPPED),) for stage in Stage},
     **{(stage, JobEvent.FAILED): ((None, Outcome.FAILED),) for stage in Stage},
@@ -146,9 +126,8 @@ class ScoringJob:
         questions: texts to append in its passes; (): the policy's own probes.
         tickets: hashes of the tickets under which its outcome is reported.
         is_wanted: a request asked for it.
-        prompt: observation of a prompt that found the prefix or asked for it; lessons and learned scores look at it.
+        prompt: observation of a prompt that found the prefix or asked for it; learned scores look at it.
         observation: attention of its passes; None before the first, like ``probes``.
-        lesson: fits learned scores to the passes' attention; None before the last pass.
     """
 
     node: Node
@@ -159,11 +138,8 @@ class ScoringJob:
     observation: ReaderObservation | None = None
     probes: Probes | None = None
     started: float = 0.0  # when the running pass was queued (seconds of `time.perf_counter`)
-    lesson: Lesson | None = None
 
     @property
     def stage(self) -> Stage:
-        """Its progress, which follows from ``observation`` and ``lesson``."""
-        if self.lesson is not None:
-            return Stage.LEARNING
+        """Its progress, which follows from ``observation``."""
         return Stage.DUE if self.observation is None else Stage.SCORING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from sgl_kvevict.lifecycle.job import Outcome, ScoringJob
 from sgl_kvevict.lifecycle.nodes import NamespaceKey, namespace_of
@@ -34,12 +34,12 @@ class ScoringJobs:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def next(self, prefers: Callable[[ScoringJob], bool]) -> ScoringJob | None:
-        """The oldest job of the namespace with the least recent turn; jobs that ``prefers`` accepts come first."""
+    def next(self) -> ScoringJob | None:
+        """The oldest job of the namespace with the least recent turn; None: there is no job."""
         begun = self._table.begun_jobs
         candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._queue.values()
         turn_of = self._turns.get
-        return min(candidates, key=lambda job: (not prefers(job), turn_of(namespace_of(job.node), 0)), default=None)
+        return min(candidates, key=lambda job: turn_of(namespace_of(job.node), 0), default=None)
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, GeneratedCompressor, GeneratedStep, PromptObservation, ReaderChunk
-from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.events.types import Cleared, Dropped, Repacked, Split
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.adoption import Adoption
@@ -19,6 +18,7 @@ from sgl_kvevict.lifecycle.eviction import CostAwareRecency, StatefulRecency
 from sgl_kvevict.lifecycle.generation import Generations
 from sgl_kvevict.lifecycle.host import HostTier
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
+from sgl_kvevict.lifecycle.lesson import Lesson
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import Loading
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
@@ -58,6 +58,7 @@ class PrefixManager:
         generations: None unless ``decode_block`` is set.
         host: None without memory on the host.
         loading: None if nothing is loaded from the store; ``saving``: None without a store.
+        lesson: the text that scores are being learned from, before the first request; None afterwards.
         max_sharers: most requests that ever read one span in one forward.
     """
 
@@ -82,6 +83,7 @@ class PrefixManager:
         self.order = CostAwareRecency(self.spans, clock)
         if state_slots is not None:
             self.order = StatefulRecency(self.spans, clock, state_slots)
+        self.lesson: Lesson | None = None
         self.max_sharers = 0
         self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
         self.ranges: Ranges | None = None
@@ -140,7 +142,9 @@ class PrefixManager:
         record = self.readers[reader]
         record.is_live = True
         record.observation = None
-        if self.compressor is not None and (is_cached or record.is_pass):
+        if self.lesson is not None and not record.is_pass:
+            record.observation = self.lesson.prompt
+        elif self.compressor is not None and (is_cached or record.is_pass):
             record.observation = self.compressor.new_observation()
         return record
 
@@ -177,7 +181,7 @@ class PrefixManager:
 
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree; it may shrink."""
-        if self.pressure is not None:
+        if self.pressure is not None and self.lesson is None:
             self.pressure.chunk_complete(reader, path_to(node))
 
     def prefilled_compressed(self, reader: Reader, node: Node) -> int:
@@ -197,6 +201,9 @@ class PrefixManager:
         observation, record.observation = record.observation, None
         if self.compressor is None or self.ranges is None or observation is None:
             return
+        if self.lesson is not None:
+            self.lesson.node = node
+            return
         path = path_to(node)
         end = min(observation.end, length_of(path))
         asks = wish is not None and bool(wish.questions)
@@ -208,7 +215,8 @@ class PrefixManager:
         if self.scoring is None or self.pressure is None:
             return
         self.pressure.prompt_complete(path, end, observation)
-        self.scoring.found(path_to(node), min(observation.first_query, end), observation)
+        if not self.compressor.compresses_at_once:
+            self.scoring.found(path_to(node), min(observation.first_query, end), observation)
         if wish is not None and wish.warm:
             self.scoring.wished(path_to(node), end, wish, observation)
 
@@ -224,19 +232,17 @@ class PrefixManager:
             if self.ranges is not None:
                 self.ranges.try_pending()
 
-    def between_steps(self, passes: PassPort) -> LessonResult | None:
-        """The scheduler is between two steps; return the result of a lesson that ended."""
-        result = None
+    def between_steps(self, passes: PassPort) -> None:
+        """The scheduler is between two steps."""
         if self.ranges is not None:
             self.ranges.between_steps()
         if self.generations is not None:
             self.generations.between_steps()
         if self.scoring is not None:
-            result = self.scoring.between_steps(passes)
+            self.scoring.between_steps(passes)
         if self.saving is not None:
             self.saving.between_steps()
         self.listener.between_steps()
-        return result
 
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Return the spans that each request of a batch reads now, root first; ``nodes``: last node of each path.
@@ -262,7 +268,7 @@ class PrefixManager:
 
     def leaving(self, node: Node) -> None:
         """A leaf is about to be dropped because slots are short."""
-        if self.host is not None:
+        if self.host is not None and self.lesson is None:
             self.host.leaving(node)
 
     def dropped(self, node: Node) -> Tensor | None:
@@ -271,6 +277,8 @@ class PrefixManager:
         Returns:
             [num_slots], int64, token slots to release; None: its ordinary ones, because it held no span.
         """
+        if self.lesson is not None:
+            self.lesson.is_dropped = True
         if self.scoring is not None:
             self.scoring.dropped(node)
         drop = self.table.drop(node, self._tree.largest)
@@ -337,14 +345,18 @@ class PrefixManager:
             return []
         if self.generations is not None and end >= prompt_len:
             self.generations.begin(reader, end)
-        if self.scoring is None and not self.ranges.is_long_enough(prompt_len - self.compressor.config.tail_tokens):
+        is_observed = self.scoring is not None or self.lesson is not None
+        if not is_observed and not self.ranges.is_long_enough(prompt_len - self.compressor.config.tail_tokens):
             return []
         path = path_to(node)
         waterline = self.spans.waterline(path)
         slots = self._tree.row(reader, waterline, end) if observation.needs_slots else None
         observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
         seen = None
-        if self.scoring is not None and self.readers[reader].is_pass:
+        is_pass = self.readers[reader].is_pass
+        if self.lesson is not None:
+            seen = self.lesson.readers if is_pass else None
+        elif self.scoring is not None and is_pass:
             seen = self.scoring.observation_of(reader)
         if seen is not None and end > seen.end and waterline <= seen.start:  # else it is computed again, or compressed
             segments = {self.spans[above].segment: None for above in path if above in self.spans}

@@ -54,7 +54,7 @@ STEPS: Mapping[State, ShrinkStep] = {
 
 
 class Pressure(Part):
-    """Shrinks uncompressed prefixes that can be scored now, and segments above the least share.
+    """Shrinks uncompressed prefixes if learned scores rank them, and segments above the least share.
 
     They shrink in steps (``KVEvictConfig.shares``): to the light share by scores at hand, to the budget and to
     ``min_budget`` by the ``worth`` stored with the segment.
@@ -91,22 +91,19 @@ class Pressure(Part):
             return
         self._note_ends(path, length_of(path), prompt, 0)
         share = self._config.prefill_budget
-        if share is not None and self._compressor.has_learned:
+        if share is not None:
             for node in [node for node in self._spans.uncompressed(path) if node in self._shrinking]:
                 self._compress(node, share)
 
     def _note_ends(self, path: Sequence[Node], end: int, prompt: PromptObservation, num_bytes: int) -> None:
-        if not (self._compressor.has_learned or prompt.has_echo) or prompt.has_failed:
+        if not self._compressor.scores_any_range or prompt.has_failed:
             return
         position = start = self._spans.waterline(path)
         for node in self._spans.uncompressed(path):
             position += len(node.key)
             if self._ranges.is_long_enough(min(position, end) - start):
-                if self._saw(prompt, start):
-                    self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt, num_bytes)
-                    start = min(position, end)
-                elif node in self._shrinking:
-                    start = position
+                self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt, num_bytes)
+                start = min(position, end)
             if position >= end:
                 return
 
@@ -117,22 +114,6 @@ class Pressure(Part):
             oldest = prompts.oldest()
             assert oldest is not None
             prompts.take(oldest[0])
-            if not self._compressor.has_learned:
-                self._table.keep_size(oldest[0])
-
-    def _saw(self, prompt: PromptObservation, start: int) -> bool:
-        """Whether a prompt's observation scores the tokens from ``start`` on: echo needs their own queries."""
-        return self._compressor.has_learned or not self._ranges.is_long_enough(prompt.first_query - start)
-
-    def _can_score(self, node: Node) -> bool:
-        """Whether the uncompressed range that ends at a node can be scored now.
-
-        Before scores are learned, ranges that passes are reading are left alone: lessons need them uncompressed.
-        """
-        if self._compressor.has_learned:
-            return True
-        prompt = self._table.prompts.get(node)
-        return prompt is not None and prompt.has_echo and not self._table.is_being_scored(node)
 
     def _add_end(self, node: Node, prompt: PromptObservation, num_bytes: int) -> None:
         self._table.let_shrink(node)
@@ -185,7 +166,6 @@ class Pressure(Part):
         if not self._shrinking:
             return 0
         won = 0
-        waits: set[Node] = set()  # ends that do not shrink now, and nodes below them
         before: dict[Node, list[int]] = {}  # tokens since the end above, by segment, of nodes that are no ends
         for node in self._readers.movable_nodes():
             is_end = node in self._shrinking and node not in self._spans
@@ -193,9 +173,7 @@ class Pressure(Part):
             if node.parent in before and len(node.parent.children) == 1:
                 segments = [*before[node.parent], *([0] if self._ranges.begins_segment(node.parent, node) else [])]
             segments[-1] += len(node.key)
-            if node.parent in waits or (is_end and not self._can_score(node)):
-                waits.add(node)
-            elif is_end:
+            if is_end:
                 won += self._reserve_of_end(node, segments)
             elif node in self._shrinking:
                 won += self._reserve_of_span(node)
@@ -246,7 +224,6 @@ class Pressure(Part):
         Returns:
             Token slots released.
         """
-        self._compressor.is_short = True
         won = self._ranges.exchange_all()
         rest: list[Node] = []
         while won < self._round and (top := self._heap.top()) is not None:
@@ -319,8 +296,6 @@ class Pressure(Part):
         end = length_of(path)
         if not self._ranges.is_long_enough(end - self._spans.waterline(path)):
             self._discard(node)
-            return 0
-        if not self._can_score(node):
             return 0
         if share is None and self._config.shares:
             share = self._config.shares[0]

@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
-from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.events.types import Refused, ScoringPass
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, Stage, decide
+from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, decide
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, has_images, key_of, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.pacing import Pacing
@@ -24,8 +23,7 @@ from sgl_kvevict.request import RequestOptions, ticket_digest
 ANSWER_REACH = 15
 """Tokens on each side of an attended one that share its score: a question's answer may stand there."""
 MAX_KEPT_PROMPTS = 16
-"""Prefixes that may wait for passes with the last queries of a prompt; of further ones nothing is learned, and their
-learned scores do without."""
+"""Prefixes that may wait for passes with the last queries of a prompt; learned scores of further ones do without."""
 
 
 class PrefixScoring(Part):
@@ -89,22 +87,16 @@ class PrefixScoring(Part):
         self.jobs.tell(_tickets(wish), _outcome_of(done))
 
     def _kept(self, prompt: PromptObservation) -> PromptObservation | None:
-        """The part of a prompt's observation that lessons and learned scores need; None if it is not kept."""
-        is_needed = self._compressor.learner is not None and len(self.jobs) < MAX_KEPT_PROMPTS
-        return prompt.without_echo() if is_needed else None
-
-    def _teaches(self, job: ScoringJob) -> bool:
-        """Whether a job's prefix can be learned from; True for all when nothing is to be learned."""
-        if self._compressor.learner is None or self._compressor.has_learned:
-            return True
-        return job.prompt is not None and self._ranges.bounds(path_to(job.node)) is not None
+        """A prompt's observation if learned scores need it with a job; None if it is not kept."""
+        is_needed = self._compressor.scores_any_range and len(self.jobs) < MAX_KEPT_PROMPTS
+        return prompt if is_needed else None
 
     def _queue(self, job: ScoringJob, prompt: PromptObservation) -> None:
         """Queue a job; a prefix with images is compressed by learned scores instead, with ``prompt``'s queries."""
         path = path_to(job.node)
         if any(map(has_images, path)):
             outcome = Outcome.HAS_IMAGES
-            if self._compressor.has_learned:
+            if self._compressor.scores_any_range:
                 outcome = _outcome_of(self._ranges.compress(path, self._ranges.end_of(path), prompt))
             self.jobs.tell(job.tickets, outcome)
         elif self._ranges.bounds(path) is None and not self._unmeasured(job, path):
@@ -128,22 +120,22 @@ class PrefixScoring(Part):
         """The observation that the running pass adds to; None if its prefix is gone."""
         return self._job.observation if reader is self._pass and self._job is not None else None
 
-    def between_steps(self, passes: PassPort) -> LessonResult | None:
-        """Start the next pass or layer of a lesson if it is time; return the result of a completed lesson."""
+    def between_steps(self, passes: PassPort) -> None:
+        """Start the next pass if it is time."""
         if self._pass is not None:
             self._check_pass(self._pass, passes)
         has_pass = self._pass is not None
         num_tokens = self._pacing.turn(passes.now, has_users=passes.has_users, has_pass=has_pass)
         if has_pass or not len(self.jobs):
-            return None
+            return
         if passes.is_paused or passes.has_waiting:
             num_tokens = 0
         num_tokens = -self._tree.largest(-num_tokens)  # each rank has a clock of its own; all must allow it
         if num_tokens == 0:
-            return None
-        job = self.jobs.next(self._teaches)
+            return
+        job = self.jobs.next()
         assert job is not None
-        return self._take_turn(job, passes, num_tokens)
+        self._take_turn(job, passes, num_tokens)
 
     def pass_ended(self, *, aborted: bool) -> None:
         """End the running pass: its job continues, or its prefix is compressed."""
@@ -199,36 +191,22 @@ class PrefixScoring(Part):
 
     # ---- events of jobs ---------------------------------------------------------------------------------------
 
-    def _take_turn(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> LessonResult | None:
-        result, is_lesson = None, job.stage is Stage.LEARNING
-        with self._guard.at(Place.COMPRESSION if is_lesson else Place.PASS) as attempt:
+    def _take_turn(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> None:
+        with self._guard.at(Place.PASS) as attempt:
             step = decide(job.stage, JobEvent.TURN, self._facts(job))
             if step is Action.BEGIN and self._begin(job, passes):
                 step = Action.START_PASS
             if step is Action.START_PASS:
                 self._start_pass(job, passes, num_tokens)
-            elif step is Action.LEARN_LAYER:
-                assert job.lesson is not None
-                result = job.lesson.step()
-                facts = () if result is None else (Fact.LESSON_OVER,)
-                self._do(job, decide(job.stage, JobEvent.LAYER_LEARNED, facts))
             elif step is not Action.BEGIN:
                 self._do(job, step)
         if attempt.failed:
             self._end(job, JobEvent.FAILED)
-        if is_lesson:
-            self._pacing.started(num_tokens)
-        return result
 
     def _facts(self, job: ScoringJob) -> set[Fact]:
         path = path_to(job.node)
         if job.observation is None:
-            bounds = self._ranges.bounds(path)
-            at_once = self._compressor.compresses_at_once and job.prompt is not None and not job.questions
-            holds = {
-                Fact.NOTHING_LEFT: bounds is None and not self._unmeasured(job, path),
-                Fact.NEEDS_NO_PASSES: at_once and bounds is not None,
-            }
+            holds = {Fact.NOTHING_LEFT: self._ranges.bounds(path) is None and not self._unmeasured(job, path)}
         else:
             holds = {
                 Fact.UNUSABLE: job.observation.has_failed,
@@ -240,12 +218,8 @@ class PrefixScoring(Part):
     def _do(self, job: ScoringJob, step: Action | Outcome) -> None:
         if isinstance(step, Outcome):
             self._end_as(job, step)
-        elif step is Action.COMPRESS_AT_ONCE:
-            self._compress(job, job.prompt)
         elif step is Action.COMPRESS:
-            self._compress(job, job.observation)
-        elif step is Action.FINISH_PASSES:
-            self._finish(job)
+            self._compress(job)
         else:
             assert step is Action.WAIT
 
@@ -302,30 +276,18 @@ class PrefixScoring(Part):
             self._table.listener.tell(ScoringPass(observation.start, observation.end, seconds))
             probes.was_read()
 
-    def _finish(self, job: ScoringJob) -> None:
-        """Begin a lesson with the prefix of a job whose passes are over, or compress it."""
+    def _compress(self, job: ScoringJob) -> None:
+        """Compress the prefix of a job whose passes are over."""
         assert job.observation is not None
         path = path_to(job.node)
         with self._guard.on_one_rank():
             self._pressure.passes_over(path, job.observation)
-            bounds = self._ranges.bounds(path)
-            if not job.questions and job.prompt is not None and bounds is not None:
-                slots = self._ranges.token_slots(path, bounds[1] - bounds[0])
-                job.lesson = self._compressor.lesson(slots, job.observation, job.prompt)
-        if job.lesson is None:
-            self._compress(job, job.observation)
-        self._job = None
-
-    def _compress(self, job: ScoringJob, observation: PromptObservation | ReaderObservation | None) -> None:
-        assert observation is not None
-        path = path_to(job.node)
-        done = self._ranges.compress(path, self._ranges.end_of(path), observation)
+        done = self._ranges.compress(path, self._ranges.end_of(path), job.observation)
         self._end_as(job, _outcome_of(done))
 
     def _unmeasured(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
         """Segments of a path that passes are to measure; none for questions, which score the tokens around each one."""
-        is_wanted = not job.questions and not self._compressor.compresses_at_once
-        return self._pressure.unmeasured(path) if is_wanted else []
+        return [] if job.questions else self._pressure.unmeasured(path)
 
     def _end(self, job: ScoringJob, event: JobEvent) -> None:
         """End a job by an event that ends it at every stage."""

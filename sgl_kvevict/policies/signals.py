@@ -31,10 +31,8 @@ class Signal(Enum):
     READER_ATTENTION = "reader_attention"
     """Per token: 2-norm of the attention of the queries of scoring passes, over queries and the group's heads. Passes
     repeat the prefix, or ask questions given with it; they follow the range, so it is compressed later."""
-    ECHO_ATTENTION = "echo_attention"
-    """Per token: largest attention that the prompt's own queries would pay it if they stood after the prompt."""
     LEARNED_SCORES = "learned_scores"
-    """Per token: predicted log of reader attention, or joint scores; absent until weights are learned."""
+    """Per token: predicted log of reader attention, or joint scores; absent where given questions were read."""
     OUTPUT_GRAM = "output_gram"
     """Tensor [num_kv_heads, head_dim, head_dim], float32: :func:`output_gram` of the layer."""
     KEYS = "keys"

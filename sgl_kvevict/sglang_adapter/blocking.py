@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
@@ -78,10 +77,6 @@ class BlockingNodes:
                 return None if span is None or span.segment.splittable else self._spans.owner_of(node)
             last = node
         return self._spans.owner_of(last) if self._spans.blocks(last) else None
-
-    def num_compressed(self, key: RadixKey) -> int:
-        """Number of tokens at the begin of a key that are in spans."""
-        return sum(matched for _, matched in takewhile(lambda step: step[0] in self._spans, self._walk(key)))
 
     def _walk(self, key: RadixKey) -> Iterator[tuple[UnifiedTreeNode, int]]:
         """Nodes that share tokens with a key, root side first, and how many."""

@@ -176,6 +176,11 @@ HOOKS = (
         why="what meta_info says of a prompt prefilled compressed would be divided among the tokens of its answer",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
+        function="sgl_kvevict.sglang_adapter.learning.before_ready",
+        why="no event precedes a scheduler's report that it is ready: requests would come before scores are learned",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.handle_shutdown",
         function="sgl_kvevict.sglang_adapter.scheduler_store.after_shutdown",
         why="segments that wait to be written to the store would be lost when the server is stopped",

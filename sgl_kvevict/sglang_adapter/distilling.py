@@ -1,8 +1,10 @@
-"""Learned scores of the served model: loaded at start, or learned and saved to a file."""
+"""Learned scores of the served model: found in a file, or learned before the server is ready and kept in one."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,16 +13,19 @@ import torch
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import (
-    LessonResult,
+    LearnedScores,
     ModelIdentity,
+    ScoredText,
     ScoreLearner,
     ScoreWeights,
+    cached_file,
     find_weights,
     load_weights,
     save_weights,
     weights_folders,
 )
 from sgl_kvevict.distill.files import fingerprint_of
+from sgl_kvevict.distill.learner import MIN_RECALL
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of
@@ -38,84 +43,127 @@ AUTO = "auto"
 
 
 class Distilling:
-    """The learner of one scheduler, and the identity of the model that its weights belong to.
+    """Has the scores of one scheduler's model: those of a file, or what was learned (``learning.py``).
+
+    Every rank holds the weights of its own heads; files hold those of all heads.
 
     Raises:
-        ConfigError: the configured file belongs to another model, or ``save_score_weights`` cannot be written.
-        UnsupportedSetupError: a file is configured, but the model cannot be identified, or with ``save_score_weights``
-            there are several ranks.
+        ConfigError: the configured file belongs to another model.
+        UnsupportedSetupError: a file is configured, but the model cannot be identified.
     """
 
     def __init__(
         self, config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry, device: torch.device
     ) -> None:
         model_config = ctx.model_config
-        self._ranks = ranks = TensorRanks(ctx.params.attn_tp_cache_group)
-        self._save_to = config.save_score_weights
+        self._config = config
+        self._geometry = geometry
+        self._device = device
+        self._ranks = TensorRanks(ctx.params.attn_tp_cache_group)
+        self._num_heads = 1 if geometry.is_latent else model_config.get_total_num_kv_heads()
         runner = ctx.tp_worker.model_runner
+        self._has_weights = has_weights(runner, ServerSettings.read())
         rotary = rotary_of(runner)
-        has_files = has_weights(runner, ServerSettings.read())
-        fingerprint = model_fingerprint(model_config.model_path, model_config.revision) if has_files else None
+        fingerprint = model_fingerprint(model_config.model_path, model_config.revision)
         self._identity = None
         if fingerprint is not None:
-            num_heads = 1 if geometry.is_latent else model_config.get_total_num_kv_heads()
-            sizes = (geometry.num_layers, num_heads, geometry.head_dim)
+            sizes = (geometry.num_layers, self._num_heads, geometry.head_dim)
             name = Path(model_config.model_path).name
             self._identity = ModelIdentity(name, fingerprint, *sizes, rotary, geometry.is_latent)
-        self._refuse(config)
+        if self._identity is None and config.score_weights not in (None, AUTO):
+            raise UnsupportedSetupError(["score_weights: the model has no safetensors files to know it by"])
+        self.learned = LearnedScores(rotary)
         weights = self._agreed(self._load(config.score_weights))
         if weights is not None:
-            weights = weights.of_rank(ranks.rank, ranks.size, geometry.num_kv_heads).to(device)
-        share = config.budget if isinstance(config.budget, float) else 0.2
-        self.learner = ScoreLearner(geometry, rotary, share, config.distill_prefixes, weights, self._least)
+            self._use(weights)
 
-    def learned(self, result: LessonResult) -> None:
-        """Log the result of a lesson, and save the weights once they are in use."""
-        if not self._ranks.is_first:
-            return
-        recall = "" if result.recall is None else f", finds {result.recall:.0%} of what passes keep"
-        verdict = "learned scores are in use" if result.is_accepted else "still learning"
-        logger.info("kvevict: learned from %d prefixes%s: %s", result.num_prefixes, recall, verdict)
-        if self._save_to is not None and self.learner.weights is not None and self._identity is not None:
-            try:
-                save_weights(Path(self._save_to), self.learner.weights, self._identity)
-                logger.info("kvevict: learned scores are in %s", self._save_to)
-            except OSError:
-                logger.exception("kvevict: learned scores cannot be written; they stay in use")
+    @property
+    def path(self) -> Path | None:
+        """Where learned scores are kept; None: nowhere (``score_weights: null``, or no safetensors files)."""
+        source = self._config.score_weights
+        if source is None or self._identity is None:
+            return None
+        return cached_file(self._identity) if source == AUTO else Path(source).expanduser()
 
-    def _least(self, value: int) -> int:
-        return -self._ranks.largest(-value)
+    @property
+    def share(self) -> float:
+        """Share of the entries at which recall is measured."""
+        return self._config.budget if isinstance(self._config.budget, float) else 0.2
 
-    def _refuse(self, config: KVEvictConfig) -> None:
-        reasons = []
-        unknown = "the model has no safetensors files to know it by"
-        if self._identity is None and config.score_weights not in (None, AUTO):
-            reasons.append(f"score_weights: {unknown}")
-        if self._identity is None and config.save_score_weights is not None:
-            reasons.append(f"save_score_weights: {unknown}")
-        if self._ranks.size > 1 and config.save_score_weights is not None:
-            reasons.append("save_score_weights: with tensor parallelism no rank has all heads; learn on one rank")
-        if reasons:
-            raise UnsupportedSetupError(reasons)
+    def use_none(self) -> bool:
+        """Score all tokens alike if there is nothing to learn from: dummy weights, or windows in all layers."""
+        if self._has_weights and self._geometry.full_layers:
+            return False
+        why = "all layers have sliding windows" if self._has_weights else "the weights are random (--load-format dummy)"
+        self.say(logging.WARNING, "%s, so scores are not learned: values alone choose", why)
+        self.learned.weights = ScoreWeights.zeros(self._geometry, self._device)
+        return True
+
+    def new_learner(self) -> ScoreLearner:
+        """A learner of this rank's heads."""
+        return ScoreLearner(self._geometry, self.learned.rotary, self._device)
+
+    def finish(self, learner: ScoreLearner, trial: Callable[[], ScoredText]) -> None:
+        """Use what was learned, and keep it; all ranks call it together. ``trial`` is a text not learned from."""
+        weights = self._whole(learner.solve())
+        recall = learner.recall(self._of_rank(weights), trial(), self.share)
+        weights = replace(weights, recall=-self._ranks.largest(-int(1000 * recall)) / 1000)
+        self._use(weights)
+        if (path := self.path) is not None:
+            self._save(path, weights)
+
+    def _whole(self, mine: ScoreWeights) -> ScoreWeights:
+        """Weights of all heads, from those of every rank."""
+        caches = self._ranks.gather_tensors(mine.cache)
+        windows = self._ranks.gather_tensors(mine.window)
+        parts = [ScoreWeights(*both, mine.num_prefixes) for both in zip(caches, windows, strict=True)]
+        return ScoreWeights.of_ranks(parts, self._num_heads)
+
+    def _use(self, weights: ScoreWeights) -> None:
+        self.learned.weights = self._of_rank(weights)
+        if weights.recall is not None and weights.recall < MIN_RECALL:
+            self.say(
+                logging.WARNING,
+                "learned scores find %.0f %% of what passes keep, less than %.0f %%: prefixes that shrink before "
+                "passes have read them lose more than docs/quality.md says; other texts (score_texts) or another "
+                "policy may help",
+                100 * weights.recall,
+                100 * MIN_RECALL,
+            )
+
+    def _of_rank(self, weights: ScoreWeights) -> ScoreWeights:
+        return weights.of_rank(self._ranks.rank, self._ranks.size, self._geometry.num_kv_heads).to(self._device)
+
+    def _save(self, path: Path, weights: ScoreWeights) -> None:
+        """Write the file, on every rank: ranks on other hosts have folders of their own."""
+        assert self._identity is not None
+        try:
+            save_weights(path, weights, self._identity)
+        except OSError as error:
+            logger.warning("kvevict: %s cannot be written (%s): the next start learns anew", path, error.strerror)
 
     def _load(self, source: str | None) -> ScoreWeights | None:
         if source is None or self._identity is None:
             return None
-        path = find_weights(self._identity, weights_folders()) if source == AUTO else Path(source)
-        if path is None:
+        path = find_weights(self._identity, weights_folders()) if source == AUTO else Path(source).expanduser()
+        if path is None or not path.exists():
             return None
         weights = load_weights(path, self._identity)
-        if self._ranks.is_first:
-            logger.info("kvevict: learned scores of %d prefixes from %s", weights.num_prefixes, path)
+        self.say(logging.INFO, "learned scores of %d texts from %s", weights.num_prefixes, path)
         return weights
 
     def _agreed(self, weights: ScoreWeights | None) -> ScoreWeights | None:
         """The weights if all ranks found the same ones; ranks on other hosts search other folders."""
         digest = 0 if weights is None else weights.digest()
-        if self._ranks.largest(digest) == self._least(digest):
+        if self._ranks.largest(digest) == -self._ranks.largest(-digest):
             return weights
         logger.warning("kvevict: tensor-parallel ranks found different score weights: all learn anew")
         return None
+
+    def say(self, level: int, message: str, *values: object) -> None:
+        """Log a line, on the first rank only."""
+        if self._ranks.is_first:
+            logger.log(level, f"kvevict: {message}", *values)
 
 
 def rotary_of(runner: ModelRunner) -> Rotary:

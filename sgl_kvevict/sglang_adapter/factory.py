@@ -142,14 +142,14 @@ def _assemble(
         rotary = None
         if Signal.LEARNED_SCORES in policy.needs:
             distilling = Distilling(config, ctx, geometry, arena.k.device)
-            rotary = distilling.learner.rotary
+            rotary = distilling.learned.rotary
         elif needs_rotary(policy.needs):
             rotary = find_rotary(model, backend.places)
-        learner = None if distilling is None else distilling.learner
+        learned = None if distilling is None else distilling.learned
         # A pool for windows may replace an uncompressed node's slots, which a choice would still be reading.
         is_alone = arena.k.is_cuda and window_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()) is None
         stream = SideStream(arena.k.device) if is_alone else None
-        compressor = Compressor(config, policy, packer, rotary, output_grams, learner, backend.slot_positions, stream)
+        compressor = Compressor(config, policy, packer, rotary, output_grams, learned, backend.slot_positions, stream)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         access = open_access(config, ctx, geometry, arena.k.dtype, drafts)

@@ -123,7 +123,6 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
             "because tokens with log-probabilities are not compressed while the prompt is prefilled"
         )
     tree.manager.readers[req].is_long = True
-    tree.compressor.is_short = True
     return None
 
 

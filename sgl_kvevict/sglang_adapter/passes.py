@@ -82,23 +82,40 @@ class SchedulerPasses:
 
     def start(self, node: UnifiedTreeNode, probe: Sequence[int]) -> Req:
         """Queue a complete request directly, bypassing the checks and limits for clients."""
+        tokens = [*key_of(path_to(node)), *probe]
+        adapter = _loaded_adapter(self._scheduler, node)
+        return self._queue(tokens, extra_key=node.key.extra_key, cache_salt=node.key.cache_salt, adapter=adapter)
+
+    def prefill(self, tokens: Sequence[int]) -> Req:
+        """Queue a text that the tree keeps; answered to no one, like a pass."""
+        return self._queue(tokens, is_inserted=True)
+
+    def _queue(
+        self,
+        tokens: Sequence[int],
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        is_inserted: bool = False,
+    ) -> Req:
         scheduler = self._scheduler
         sampling = SamplingParams(max_new_tokens=0, temperature=0)
         sampling.normalize(None)
         req = Req(
             f"{scheduler.tree_cache.pass_name}-{next(_NUMBERS)}",  # for logs only
             "",
-            array("q", [*key_of(path_to(node)), *probe]),
+            array("q", tokens),
             sampling,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
             vocab_size=scheduler.model_config.vocab_size,
-            extra_key=node.key.extra_key,
-            cache_salt=node.key.cache_salt,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
         )
-        req.lora_id = _loaded_adapter(scheduler, node)
+        req.lora_id = adapter
         req.tokenizer = scheduler.tokenizer
         req.logprob_start_len = -1
-        req.skip_radix_cache_insert = True
+        req.skip_radix_cache_insert = not is_inserted
         req.finished_output = True
         scheduler.init_req_max_new_tokens(req)
         scheduler._set_or_validate_priority(req)
@@ -137,6 +154,4 @@ def after_ingest(_received: Sequence[object], scheduler: Scheduler, *_args: obje
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree):
         tree.clock.tick()
-        result = tree.manager.between_steps(SchedulerPasses(scheduler))
-        if result is not None and tree.distilling is not None:
-            tree.distilling.learned(result)
+        tree.manager.between_steps(SchedulerPasses(scheduler))

@@ -45,6 +45,15 @@ class TensorRanks:
             )
         return int(result)
 
+    def gather_tensors(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, by rank, on the CPU; shape and dtype must be the same on each."""
+        mine = mine.cpu().contiguous()
+        if self.size == 1:
+            return [mine]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(parts, mine, group=self._group)
+        return parts
+
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return every rank's numbers, by rank; the count must be the same on each."""
         if self.size == 1:

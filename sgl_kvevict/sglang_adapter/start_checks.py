@@ -176,18 +176,39 @@ def resource_reasons(config: KVEvictConfig) -> list[str]:
     reasons = []
     if config.store is not None:
         reasons += _store_reasons(config.store)
-    if config.save_score_weights is not None:
-        reasons += output_reasons("save_score_weights", Path(config.save_score_weights).expanduser())
     if config.score_weights not in (None, "auto"):
-        from sgl_kvevict.distill.files import check_format
-
-        try:
-            check_format(Path(config.score_weights))
-        except ConfigError as error:
-            reasons.append(f"score_weights: {error}")
+        reasons += _weights_reasons(Path(config.score_weights).expanduser())
+    if config.score_texts is not None:
+        reasons += _texts_reasons(config.score_texts)
     if config.events is not None:
         reasons += _socket_reasons(config.events.endpoint)
     return reasons
+
+
+def _weights_reasons(path: Path) -> list[str]:
+    """Reason if a file of learned scores cannot be read, or does not exist and could not be written."""
+    from sgl_kvevict.distill.files import check_format
+
+    if not path.exists():
+        return output_reasons("score_weights", path)
+    try:
+        check_format(path)
+    except ConfigError as error:
+        return [f"score_weights: {error}"]
+    return []
+
+
+def _texts_reasons(folder: str) -> list[str]:
+    """Reason if scores cannot be learned from the texts of a folder."""
+    from sgl_kvevict.distill.texts import passages_of
+
+    if not Path(folder).expanduser().is_dir():
+        return [f"score_texts: got {folder!r}; allowed: an existing folder, or null"]
+    try:
+        passages_of(folder)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def output_reasons(name: str, path: Path) -> list[str]:

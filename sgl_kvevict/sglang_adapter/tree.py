@@ -233,10 +233,17 @@ class KVEvictTree(UnifiedRadixCache):
             self.components[FULL].order_by(self.manager.order)
 
     def forget_compressed(self) -> None:
-        """The weights changed: no compressed prefix, score, observation or learned weight is used for new requests."""
-        compressor = self.manager.compressor
-        if compressor is not None and compressor.learner is not None:
-            compressor.learner.forget()
+        """The weights changed: no compressed prefix, score or observation is used for new requests.
+
+        Learned scores stay in use: to learn anew would take seconds to minutes, in which nobody is served.
+        """
+        learned = None if self.compressor is None else self.compressor.learned
+        if learned is not None and not learned.is_stale:
+            learned.is_stale = True
+            logger.warning(
+                "kvevict: the weights are not those that were loaded: scores learned for those stay in use until a "
+                "restart (/server_info: learned_scores.is_stale)"
+            )
         self.manager.forget_seen()
         if self.manager.access is not None and self.manager.access.is_on:
             self.manager.switch_store_off()
@@ -313,8 +320,7 @@ class KVEvictTree(UnifiedRadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match as stock up to the first blocking node, and record the request as a reader.
 
-        A compressed path is compressed from its first token, so an exact request matches none of it. Before scores are
-        learned only tokens whose queries are seen can shrink, so a prompt longer than the pool computes others again.
+        A compressed path is compressed from its first token, so an exact request matches none of it.
         """
         req, key = params.req, self._pairs(params.key)
         record = None
@@ -323,8 +329,6 @@ class KVEvictTree(UnifiedRadixCache):
             record = self.manager.matched(req, is_cached=not req.skip_radix_cache_insert)
             if record.is_exact and self._blocking.begins_compressed(key):
                 key = key[:0]
-            elif record.is_long and self.compressor is not None and not self.compressor.has_learned:
-                key = key[: self._blocking.num_compressed(key)]
         key = self._allowed(key)
         result = super().match_prefix(params if key is params.key else replace(params, key=key))
         if record is not None:

@@ -134,7 +134,6 @@ COMMAND_LINES = [
     *("inspect {other} --timeout 0.1", "inspect {dead} --json --html {tmp}/x.html", "inspect {dead} --html {below}"),
     *("learn demo", "learn {empty} --out {below}", "learn {empty} --out {empty}", "learn {empty} --out /proc/nope/x"),
     *("learn {empty} --out {tmp}/x --texts {file}", "learn {empty} --out {tmp}/x --texts {empty}"),
-    "learn {empty} --out {tmp}/x --prefixes 0",
     *("serve", "serve {missing} --dry-run", "serve {empty} --dry-run --budget much", "serve {empty} x --dry-run"),
     *("serve {empty} --dry-run --config {bad}", "serve {empty} --dry-run --config {missing}"),
     "serve {empty} --dry-run --config {empty}",

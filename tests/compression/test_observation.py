@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from helpers.dense_attention import accumulated_attention, dense_attention
-from helpers.references import echo_attention_reference
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.compression.collectors import COLLECTORS, collected, needs_rotary
 from sgl_kvevict.compression.prompt_observation import ObservationSpec, PromptObservation
@@ -99,19 +98,6 @@ def test_accumulated_attention_adds_up_over_chunks(prompt, cuts):
         torch.testing.assert_close(seen, accumulated_attention(weights, 3)[:, 5:25])
 
 
-@pytest.mark.parametrize("cuts", [[], [17], [8, 20, 39]])
-def test_of_echo_attention_the_largest_of_all_chunks_counts(prompt, cuts):
-    seen = observe(prompt, cuts, [Signal.ECHO_ATTENTION])
-    queries, _, keys, slots = prompt
-    want = torch.zeros(3, NUM_TOKENS)
-    for start, end in zip([0, *cuts], [*cuts, NUM_TOKENS], strict=True):
-        places = {"sm_scale": SM_SCALE, "key_start": 0, "query_start": start, "rotary": ROTARY}
-        chunk = echo_attention_reference(queries[1, start:end], keys[1], slots[:end], **places)
-        want[:, :end] = torch.maximum(want[:, :end], chunk)
-    got = show(seen, prompt, 1, 5, 25)[Signal.ECHO_ATTENTION]
-    torch.testing.assert_close(got, want[:, 5:25], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("cuts", [[], [17], [1, 2, 39]])
 def test_moments_are_those_of_all_queries(prompt, cuts):
     moments = show(observe(prompt, cuts, [Signal.QUERY_MOMENTS]), prompt, 1, 5, 25)[Signal.QUERY_MOMENTS]
@@ -133,7 +119,6 @@ def test_memory_of_what_was_recorded(prompt):
         Signal.WINDOW_QUERIES: 16 * 6 * (8 + 1) * 4,
         Signal.WINDOW_KEYS: 16 * 3 * 8 * 4,
         Signal.ACCUMULATED_ATTENTION: 3 * NUM_TOKENS * 4,
-        Signal.ECHO_ATTENTION: 3 * NUM_TOKENS * 4,
         Signal.QUERY_MOMENTS: 0,  # does not grow with the prompt
     }
     for signal, num_bytes in per_layer.items():
@@ -141,18 +126,8 @@ def test_memory_of_what_was_recorded(prompt):
     assert observe(prompt, [30], per_layer).num_bytes == 2 * sum(per_layer.values())
 
 
-def test_a_copy_without_echo_leaves_the_observation_as_it_is(prompt):
-    observation = observe(prompt, [30], [Signal.ECHO_ATTENTION, Signal.ACCUMULATED_ATTENTION])
-    before, shown = observation.num_bytes, show(observation, prompt, 0, 0, 20)
-    other = observation.without_echo()
-    assert observation.has_echo and not other.has_echo and observation.num_bytes == before == 2 * other.num_bytes
-    assert show(other, prompt, 0, 0, 20).keys() == {Signal.ACCUMULATED_ATTENTION}
-    for signal, numbers in shown.items():
-        assert torch.equal(show(observation, prompt, 0, 0, 20)[signal], numbers)
-
-
 def test_each_signal_has_one_collector():
     signals = {Signal.WINDOW_QUERIES, Signal.WINDOW_KEYS, Signal.ACCUMULATED_ATTENTION, Signal.KEYS}
     assert collected(frozenset(signals)).keys() == signals - {Signal.KEYS}
     assert len(set(COLLECTORS.values())) == len(COLLECTORS)
-    assert needs_rotary(frozenset({Signal.ECHO_ATTENTION})) and not needs_rotary(frozenset(signals))
+    assert needs_rotary(frozenset({Signal.QUERY_MOMENTS})) and not needs_rotary(frozenset(signals))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,6 +39,20 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert torch.equal(read.cache, WEIGHTS.cache) and torch.equal(read.window, WEIGHTS.window)
     assert (read.num_prefixes, read.recall) == (7, 0.875)
     assert [entry.name for entry in path.parent.iterdir()] == ["weights.safetensors"]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()  # others who share the folder read it
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(PermissionError):
+        save_weights(tmp_path / "weights.safetensors", WEIGHTS, MODEL)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

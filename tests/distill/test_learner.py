@@ -1,4 +1,4 @@
-"""Learning from scored prefixes: sums of products, trials on prefixes not learned from yet, and when to stop."""
+"""Learning from scored texts: sums of products, recall on texts not learned from, and weights of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sgl_kvevict.distill import CachedRange, LessonResult, ScoreLearner, window_features
+from sgl_kvevict.distill import CachedRange, ScoredText, ScoreLearner, ScoreWeights, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
 from sgl_kvevict.distill.learner import RIDGE, SAMPLED_TOKENS, RidgeStatistics, top_recall
 from sgl_kvevict.geometry import KVGeometry
@@ -45,15 +45,16 @@ class Prefix:
         k, v = self.tokens.k_arena[layer], self.tokens.v_arena[layer]
         return LayerView(layer, 0, k, v, self.tokens.token_slots, DIM**-0.5, {Signal.WINDOW_QUERIES: self.window})
 
-    def teach(self, learner: ScoreLearner) -> LessonResult:
-        lesson = learner.lesson(self.tokens, self.scores, self.show)
-        results = [lesson.step() for _ in range(LAYERS)]
-        assert results[:-1] == [None] * (LAYERS - 1) and results[-1] is not None
-        return results[-1]
+    @property
+    def text(self) -> ScoredText:
+        return ScoredText(self.tokens, self.scores, self.show)
 
 
-def learner(num_prefixes: int = 3, **kwargs: object) -> ScoreLearner:
-    return ScoreLearner(GEOMETRY, ROTARY, 0.2, num_prefixes, **kwargs)  # type: ignore[arg-type]
+def learner_of(*prefixes: Prefix, geometry: KVGeometry = GEOMETRY) -> ScoreLearner:
+    learner = ScoreLearner(geometry, ROTARY)
+    for prefix in prefixes:
+        learner.add(prefix.text)
+    return learner
 
 
 def test_sums_of_products_give_the_regression_on_all_tokens_at_once() -> None:
@@ -82,86 +83,63 @@ def test_a_regression_on_the_first_features_needs_no_other_sums() -> None:
     torch.testing.assert_close(whole.solve(0, 3), part.solve(0, 3))
 
 
-def test_weights_are_in_use_after_they_found_enough_of_another_prefix() -> None:
-    pupil = learner(3)
-    for seed in range(3):
-        assert Prefix(seed).teach(pupil) == LessonResult(seed + 1, None, False)
-        assert pupil.weights is None and pupil.state()["learning_bytes"]
-    result = Prefix(3).teach(pupil)
-    assert result.is_accepted and result.num_prefixes == 4 and result.recall is not None and result.recall > 0.9
-    assert pupil.weights is not None and pupil.weights.num_prefixes == 3
-    assert pupil.state() == {"in_use": True, "prefixes": 3, "recall": result.recall, "learning_bytes": 0}
-    other = Prefix(50)
+def test_weights_find_what_passes_keep_of_a_text_not_learned_from() -> None:
+    learner = learner_of(*map(Prefix, range(3)))
+    weights, other = learner.solve(), Prefix(50)
+    assert weights.num_prefixes == learner.num_texts == 3 and weights.recall is None
+    recall = learner.recall(weights, other.text, 0.2)
+    assert recall > 0.9
     window = torch.stack([other.features(layer)[..., -NUM_WINDOW:] for layer in range(LAYERS)])
-    found = pupil.weights.score(other.tokens, ROTARY, window)
-    assert top_recall(found, other.scores, 0.2) > 0.9
-    with pytest.raises(ValueError, match="are in use"):
-        other.teach(pupil)
+    found = weights.score(other.tokens, ROTARY, window)
+    assert top_recall(found[..., 4:], other.scores[..., 4:], 0.2) == pytest.approx(recall, abs=0.01)
+    assert learner.recall(weights, Prefix(51, noise=True).text, 0.2) < 0.5
 
 
 def test_layers_with_a_window_are_not_learned_from_and_count_for_nothing() -> None:
     """Readers' scores of theirs are nonsense here: they neither help nor hurt what is found in the other layer."""
-    pupil = ScoreLearner(replace(GEOMETRY, windows=(16, 0)), ROTARY, 0.2, 3)
-    for seed in range(4):
-        prefix = Prefix(seed)
+    prefixes = [Prefix(seed) for seed in range(4)]
+    for prefix in prefixes:
         prefix.scores[0] = 1e6
-        lesson = pupil.lesson(prefix.tokens, prefix.scores, prefix.show)
-        result = lesson.step()
-        assert result is not None
-    assert result.is_accepted and result.recall is not None and result.recall > 0.9
-    assert pupil.weights is not None
-    assert not pupil.weights.cache[0].any() and not pupil.weights.window[0].any() and pupil.weights.window[1].any()
+    learner = learner_of(*prefixes[:3], geometry=replace(GEOMETRY, windows=(16, 0)))
+    weights = learner.solve()
+    assert learner.recall(weights, prefixes[3].text, 0.2) > 0.9
+    assert not weights.cache[0].any() and not weights.window[0].any() and weights.window[1].any()
 
 
-def test_what_finds_too_little_is_not_used_and_learning_goes_on() -> None:
-    pupil = learner(2)
-    results = [Prefix(seed, noise=True).teach(pupil) for seed in range(5)]
-    assert [result.recall is None for result in results] == [True, True, False, False, False]
-    assert not any(result.is_accepted for result in results) and pupil.weights is None
-    assert pupil.state()["prefixes"] == 5
-
-
-def test_ranks_use_weights_only_if_all_of_them_may() -> None:
-    pupil = learner(1, agree=lambda value: min(value, 500))
-    Prefix(0).teach(pupil)
-    result = Prefix(1).teach(pupil)
-    assert result.recall == 0.5 and not result.is_accepted and pupil.weights is None
-
-
-def test_the_sums_stay_as_large_as_they_are_and_long_prefixes_count_no_more() -> None:
-    pupil = learner(9)
-    Prefix(0).teach(pupil)
-    size = pupil.state()["learning_bytes"]
+def test_the_sums_stay_as_large_as_they_are_and_long_texts_count_no_more() -> None:
+    learner = learner_of(Prefix(0))
     columns = num_cache_features(DIM) + NUM_WINDOW
-    assert size == LAYERS * HEADS * columns * (columns + 1) * 8
-    Prefix(1, num_tokens=3000).teach(pupil)
-    assert pupil.state()["learning_bytes"] == size
-    statistics = pupil._statistics
-    assert statistics is not None
+    assert learner.num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
+    learner.add(Prefix(1, num_tokens=3000).text)
+    assert learner.num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
+    statistics = learner._statistics
     counted = statistics._gram[0, 0, statistics.constant, statistics.constant]
     assert 146 + SAMPLED_TOKENS // 2 < counted <= 146 + SAMPLED_TOKENS  # the first 4 tokens are left out
 
 
 def test_without_window_attention_the_cache_alone_is_learned_from() -> None:
-    pupil = learner(1)
-    for seed in range(2):
-        prefix = Prefix(seed, num_tokens=600)
-        shown = [replace(prefix.show(layer), signals={}) for layer in range(LAYERS)]
-        lesson = pupil.lesson(prefix.tokens, prefix.scores, shown.__getitem__)
-        result = [lesson.step() for _ in range(LAYERS)][-1]
-    assert result is not None and result.is_accepted and pupil.weights is not None
-    assert not pupil.weights.window[..., -NUM_WINDOW:].any()
-    torch.testing.assert_close(pupil.weights.window[..., :-NUM_WINDOW], pupil.weights.cache)
+    prefix = Prefix(0, num_tokens=600)
+    learner = ScoreLearner(GEOMETRY, ROTARY)
+    learner.add(ScoredText(prefix.tokens, prefix.scores, lambda layer: replace(prefix.show(layer), signals={})))
+    weights = learner.solve()
+    assert not weights.window[..., -NUM_WINDOW:].any()
+    torch.testing.assert_close(weights.window[..., :-NUM_WINDOW], weights.cache)
 
 
-def test_new_model_weights_make_it_forget() -> None:
-    pupil = learner(1)
-    Prefix(0).teach(pupil)
-    Prefix(1).teach(pupil)
-    assert pupil.weights is not None
-    pupil.forget()
-    assert pupil.state() == {"in_use": False, "prefixes": 0, "recall": None, "learning_bytes": 0}
-    assert Prefix(2).teach(pupil).num_prefixes == 1
+@pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (2, 1)])
+def test_weights_of_all_heads_are_put_together_from_those_of_ranks(num_ranks: int, num_heads: int) -> None:
+    whole = ScoreWeights(normal(0, 3, num_heads, 5), normal(1, 3, num_heads, 7), 16, 0.8)
+    per_rank = max(num_heads // num_ranks, 1)
+    parts = [whole.of_rank(rank, num_ranks, per_rank) for rank in range(num_ranks)]
+    again = ScoreWeights.of_ranks(parts, num_heads)
+    torch.testing.assert_close(again.cache, whole.cache)
+    torch.testing.assert_close(again.window, whole.window)
+    assert (again.num_prefixes, again.recall) == (16, 0.8)
+
+
+def test_ranks_with_one_head_agree_on_the_mean() -> None:
+    parts = [ScoreWeights(torch.full((2, 1, 5), value), torch.full((2, 1, 7), value), 16) for value in (1.0, 3.0)]
+    assert (ScoreWeights.of_ranks(parts, 1).cache == 2).all()
 
 
 def test_recall_is_the_share_of_the_highest_scores_that_are_found() -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvevict.cli.learn import LENGTHS, SPARE_TEXTS, _passages
-from sgl_kvevict.distill.texts import KINDS, texts_of_folder, training_texts
+from sgl_kvevict.distill.texts import KINDS, passages_of, texts_of_folder, training_texts
 from sgl_kvevict.errors import ConfigError
 
 
@@ -26,12 +25,15 @@ def test_passages_of_a_folder_come_from_all_files_in_turn(tmp_path: Path) -> Non
     assert texts_of_folder(tmp_path, [10] * 9)[-1] == "b" * 5
 
 
-def test_a_folder_with_too_little_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a" * 20_000)
-    assert len(_passages(tmp_path, 1)) >= 2
-    with pytest.raises(ConfigError, match=r"--texts: got 3 passages of 2,000 characters or more .* allowed: 9 or more"):
-        _passages(tmp_path, 8)
-    (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        _passages(tmp_path, 1)
-    assert len(_passages(None, 8)) == 9 + SPARE_TEXTS and LENGTHS
+def test_texts_come_from_a_folder_or_from_python(tmp_path: Path) -> None:
+    texts = passages_of(None)
+    assert len(texts) == 17 and {len(text) for text in texts} == {2000, 4000, 8000, 16000}
+    (tmp_path / "one.txt").write_text("word " * 3000)
+    with pytest.raises(ConfigError, match="score_texts: got 3 passages of 2,000 characters or more"):
+        passages_of(str(tmp_path))
+    for number in range(17):
+        (tmp_path / f"{number:02}.txt").write_text(f"{number:02} " * 6000)
+    assert [text[:2] for text in passages_of(str(tmp_path))] == [f"{number:02}" for number in range(17)]
+    (tmp_path / "03.txt").write_bytes(bytes([0xFF, 0xFE, 0xFF]))
+    with pytest.raises(ConfigError, match=r"score_texts: .* cannot be read"):
+        passages_of(str(tmp_path))

@@ -1,17 +1,22 @@
-"""The default policy on a real server and a real model: prefixes shrink when slots are short."""
+"""The default policy on real servers: scores known before the first request; prefixes shrink when slots are short."""
 
 from __future__ import annotations
 
 import json
+import random
+import secrets
+import shutil
 from pathlib import Path
 
 import pytest
 
+from helpers.tiny_model import save_tiny_llama
+from helpers.traffic import generate, idle_state
 from sgl_kvevict.client import warm
 from sgl_kvevict.distill import weights_folders
-from sgl_kvevict.distill.texts import training_texts
+from sgl_kvevict.distill.files import read_recall
 from sgl_kvevict.launcher import LaunchError
-from sgl_kvevict.measure import flush, plugin_state, wait_until_scored
+from sgl_kvevict.measure import flush, plugin_state
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -39,7 +44,7 @@ def test_a_prefix_shrinks_when_slots_are_short_and_answers(start, demo_model):
         assert "kvevict: learned scores of" in server.log()
         ask(server, document)
         state = plugin_state(server)
-        assert state["policy"] == "distilled" and state["learned_scores"]["in_use"]
+        assert state["policy"] == "distilled" and state["learned_scores"]["texts"] == 16
         assert state["span_tokens"] == 0 and state["scoring_jobs"] == 0
         ask(server, "<|im_start|>user\n" + text[4000:8000])
         state = plugin_state(server)
@@ -83,34 +88,66 @@ def test_an_exact_request_answers_as_without_compression(not_waiting):
     assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
 
 
-def test_a_cold_server_learns_from_its_users(start, demo_model):
-    """Until then prefixes are compressed by passes, as those of `reconstruction` are; then new ones need none."""
-    handbook = document_of(HANDBOOK.read_text()[:4000])
-    config = {"score_weights": None, "wait_for_passes": False}
-    with start(demo_model, "--max-total-tokens", "6000", config=config) as server:
-        assert not plugin_state(server)["learned_scores"]["in_use"]
-        learned = right = right_in_full = 0
-        for text in training_texts([1200] * 16):
-            document = document_of(text)
-            ask(server, document + QUESTION)
-            answer = ask(server, document + QUESTION)
-            right_in_full += "marigold" in answer["text"]
-            assert plugin_state(server)["scoring_jobs"] == 1  # passes come for what was asked about twice
-            wait_until_scored(server)
-            learned += 1
-            answer = ask(server, document + QUESTION)
-            assert answer["meta_info"]["cached_tokens"] > 256
-            right += "marigold" in answer["text"]
-            if plugin_state(server)["learned_scores"]["in_use"]:
-                break
-        assert 9 <= learned <= 16  # eight are learned from, and it is tried on others until it is good enough
-        assert right >= 0.8 * right_in_full > 0
-        flush(server)
-        ask(server, handbook)
-        state = plugin_state(server)
-        assert state["span_tokens"] > 800 and state["scoring_jobs"] == 0
-        assert "marigold" in ask(server, handbook + QUESTION)["text"]
-        assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+def learned(server) -> dict:
+    return plugin_state(server)["learned_scores"]
+
+
+TINY = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
+
+
+@pytest.fixture(scope="module")
+def novice(tmp_path_factory) -> Path:
+    """A model that no test has learned the scores of."""
+    return save_tiny_llama(tmp_path_factory.mktemp("novice"), seed=secrets.randbits(32))
+
+
+@pytest.mark.parametrize("flags", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no overlap"])
+def test_scores_are_learned_before_the_port_opens_and_once(start, novice, tmp_path, flags):
+    path = tmp_path / "new" / "scores.safetensors"
+    config = {"score_weights": str(path), "wait_for_passes": False}
+    with start(novice, *TINY, *flags, config=config) as server:
+        log = server.log()
+        assert log.index("learning scores: text 16 of 16") < log.index("learned scores find") < log.index("Uvicorn")
+        assert learned(server)["texts"] == 16 and 0 < learned(server)["recall"] <= 1
+        state = idle_state(server)
+        assert state["segments"] == 0 and state["leaked_slots"] == 0 and state["errors"] == {}
+        tokens = random.Random(0).choices(range(3, 500), k=600)
+        for _ in range(2):
+            generate(server, tokens, 4)
+        assert idle_state(server)["span_tokens"] > 500 and server.leak_messages() == []
+    recall = read_recall(path)
+    with start(novice, *TINY, *flags, config=config) as server:
+        assert "learning scores" not in server.log() and learned(server)["recall"] == recall
+
+
+def test_ranks_learn_their_own_heads_and_one_file_has_all(start, novice, tmp_path):
+    path = tmp_path / "scores.safetensors"
+    ranks = ("--tp-size", "2", "--dtype", "float32")
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with start(novice, *TINY, *ranks, config={"score_weights": str(path)}, env=env) as server:
+        assert learned(server)["texts"] == 16 and server.log().count("text 16 of 16") == 1
+    with start(novice, *TINY, config={"score_weights": str(path)}) as server:  # one rank, all heads
+        assert "learned scores of 16 texts" in server.log()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_next_start_only(start, novice, tmp_path):
+    (tmp_path / "sgl-kvevict").write_text("a file where the cache's folder would be")
+    with start(novice, *TINY, config={}, env={"XDG_CACHE_HOME": str(tmp_path)}) as server:
+        assert "cannot be written" in server.log() and learned(server)["texts"] == 16
+
+
+def test_new_weights_keep_the_scores_and_say_so(start, tiny_llama, novice):
+    with start(tiny_llama, *TINY, config={}) as server:
+        body = json.loads(server.post("/update_weights_from_disk", {"model_path": str(novice)}))
+        assert body["success"] and learned(server)["is_stale"]
+        assert "scores learned for those stay in use" in server.log()
+
+
+def test_a_model_without_a_tokenizer_is_refused_by_name(start, novice, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(novice, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    with pytest.raises(LaunchError, match="no tokenizer can be loaded from"):
+        start(bare, *TINY, config={"score_weights": None})
 
 
 def test_weights_of_another_model_stop_the_server_by_name(start, tiny_llama):

@@ -1,4 +1,4 @@
-"""Prompts longer than the pool on real servers, with strict checks, before any scores are learned."""
+"""Prompts longer than the pool on real servers, with strict checks."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class FakeTree:
         config: KVEvictConfig = CONFIG,
         num_slots: int = 400,
         *,
-        has_learned: bool = False,
+        scores_any_range: bool = False,
         stream: ChoiceStream | None = None,
     ) -> None:
         self.geometry = KVGeometry(2, 2, 2, 2, num_slots)
@@ -88,7 +88,7 @@ class FakeTree:
         arena = torch.zeros(2, num_slots, 2, 2)
         store = SegmentPacker(self.geometry, arena, arena.clone())
         self.guard = Guard()
-        compressor = (LearnedCompressor if has_learned else Compressor)(config, policy, store, stream=stream)
+        compressor = (LearnedCompressor if scores_any_range else Compressor)(config, policy, store, stream=stream)
         self.manager = PrefixManager(cast("TreePort", self), store, compressor, self.guard, lambda: self.now)
         self.root = FakeNode(0, FakeKey([]))
         self.free_slots: list[int] = []

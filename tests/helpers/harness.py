@@ -75,7 +75,7 @@ class Harness:
     """A scheduler in miniature: admits, prefills in chunks, decodes, finishes, retracts and flushes requests.
 
     Attributes:
-        has_learned: ranges that wait for passes can be compressed when slots are short.
+        scores_any_range: ranges that wait for passes can be compressed when slots are short.
         host_blocks: memory on the host for what is dropped, in blocks of two slots' entries.
         windows: of the two layers, see :attr:`KVGeometry.windows`.
         is_latent: values are the first numbers of the keys' rows, of one head.
@@ -95,7 +95,7 @@ class Harness:
     eviction_policy: str = "lru"
     eviction_config: dict | None = None
     has_sessions: bool = False
-    has_learned: bool = False
+    scores_any_range: bool = False
     access: StoreAccess | None = None
     host_blocks: int = 0
     windows: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ class Harness:
         )
         self.rows, self.allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
         store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts())
-        kind = LearnedCompressor if self.has_learned else Compressor
+        kind = LearnedCompressor if self.scores_any_range else Compressor
         stream = None if self.make_stream is None else self.make_stream()
         compressor = None
         if self.policy is not None:

@@ -8,4 +8,4 @@ from sgl_kvevict.compression import Compressor
 class LearnedCompressor(Compressor):
     """As if scores had been learned: any range can be compressed at any time."""
 
-    has_learned = True
+    scores_any_range = True

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
 from helpers.admission import LongPromptScheduler
-from helpers.machines import BASES, ColdMachine, PressureMachine
+from helpers.machines import BASES, PressureMachine
 from sgl_kvevict.config import KVEvictConfig
 
 CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12)
@@ -18,7 +18,7 @@ LONG_BASES = tuple([base[i % 48] for i in range(800)] for base in BASES)
 class LongMachine(PressureMachine):
     """Prompts of up to 4.5 times the pool beside everything else, one of which is prefilled at a time."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "config": CONFIG, "max_tokens": 1024}
+    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "config": CONFIG, "max_tokens": 1024}
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,6 @@ class LongMachine(PressureMachine):
             self.harness.abort(req)
 
 
-class ColdLongMachine(LongMachine):
-    """Before scores are learned: chunks shrink by what their own prompt attends to."""
-
-    policy = ColdMachine.policy
-    options: ClassVar[dict[str, Any]] = {"config": CONFIG, "max_tokens": 1024}
-
-
 class PrefillBudgetMachine(LongMachine):
     """All prompts that are prefilled in chunks shrink meanwhile."""
 
@@ -79,4 +72,4 @@ class PrefillBudgetMachine(LongMachine):
     }
 
 
-LONG_MACHINES = (LongMachine, ColdLongMachine, PrefillBudgetMachine)
+LONG_MACHINES = (LongMachine, PrefillBudgetMachine)

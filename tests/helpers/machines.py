@@ -22,7 +22,6 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Policy, build_policy
-from sgl_kvevict.policies.signals import Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -182,7 +181,7 @@ class PressureMachine(PassesMachine):
     """The same once scores are learned: prefixes shrink under their readers when slots are short."""
 
     num_slots = 160
-    options: ClassVar[dict[str, Any]] = {"has_learned": True}
+    options: ClassVar[dict[str, Any]] = {"scores_any_range": True}
 
 
 class UnsplittablePressureMachine(PressureMachine):
@@ -220,13 +219,6 @@ class MeasuredPressureMachine(PressureMachine):
         self._settle()
 
 
-class ColdMachine(PressureMachine):
-    """Before anything is learned: what prompts left behind while slots were short has to do."""
-
-    policy = PseudoRandomPolicy(needs_passes=True, needs=frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION}))
-    options: ClassVar[dict[str, Any]] = {}
-
-
 class ExactMachine(PressureMachine):
     """Some requests read nothing compressed, and hold what they read."""
 
@@ -239,7 +231,7 @@ class ExactMachine(PressureMachine):
 class HostMachine(PressureMachine):
     """What is dropped moves to the host's memory, which is short too, and comes back."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 16}
+    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "host_blocks": 16}
 
     @rule(
         base=st.sampled_from(BASES),
@@ -267,7 +259,7 @@ class HostUnsplittableMachine(HostMachine):
 class HostMeasuredMachine(MeasuredPressureMachine, HostMachine):
     """What passes have read leaves for the host, and comes back as measured."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 40}
+    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "host_blocks": 40}
 
 
 class HostExactMachine(ExactMachine, HostMachine):
@@ -279,13 +271,13 @@ class HostExactMachine(ExactMachine, HostMachine):
 class CoarsePressureMachine(PressureMachine):
     """Checkpoints stop short of prompts, and prefixes shrink."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "cache_grid": 7}
+    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "cache_grid": 7}
 
 
 class FrequencyPressureMachine(PressureMachine):
     """Another order decides which leaf goes; prefixes shrink before."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "eviction_policy": "lfu"}
+    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "eviction_policy": "lfu"}
 
 
 class CoarseMachine(CacheMachine):
@@ -421,7 +413,7 @@ class BesideHostMachine(BesideMachine):
     """What is dropped meanwhile moves to the host's memory."""
 
     num_slots = 130
-    options: ClassVar[dict[str, Any]] = BesideMachine.options | {"has_learned": True, "host_blocks": 16}
+    options: ClassVar[dict[str, Any]] = BesideMachine.options | {"scores_any_range": True, "host_blocks": 16}
 
 
 class BesidePressureMachine(BesideMachine, MeasuredPressureMachine):
@@ -466,7 +458,6 @@ MACHINES = (
     WindowsMachine,
     WindowsUnderPressureMachine,
     MeasuredPressureMachine,
-    ColdMachine,
     ExactMachine,
     CoarsePressureMachine,
     FrequencyPressureMachine,

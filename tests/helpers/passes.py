@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness
-from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
@@ -54,7 +53,6 @@ class MiniScheduler:
         self.max_req_input_len = 500
         self.tree_cache = harness.tree
         self.passes: list[Req] = []
-        self.results: list[LessonResult] = []
         self.processed_tokens_counter = 0
         self.running_batch = SimpleNamespace(reqs=[])
         self.last_batch = self.chunked_req = None
@@ -72,9 +70,7 @@ class MiniScheduler:
     def turn(self) -> None:
         """One turn of the loop, in which nothing is run."""
         self.now += self.turn_s
-        result = self.harness.tree.manager.between_steps(self.port(self))
-        if result is not None:
-            self.results.append(result)
+        self.harness.tree.manager.between_steps(self.port(self))
 
     def run_pass(self, chunk: int | None = None) -> bool:
         """Admit and run the waiting pass, as far as slots last; False if there is none."""

@@ -9,7 +9,6 @@ from hypothesis.stateful import rule
 
 from helpers.machines import (
     CacheMachine,
-    ColdMachine,
     ExactMachine,
     FrequencyPressureMachine,
     MeasuredPressureMachine,
@@ -59,10 +58,6 @@ class StateMeasuredMachine(States, MeasuredPressureMachine):
     """What passes have read shrinks while states come and go."""
 
 
-class StateColdMachine(States, ColdMachine):
-    """Nothing is learned yet."""
-
-
 class StateExactMachine(States, ExactMachine):
     """Some requests read nothing compressed, and keep their state to themselves."""
 
@@ -74,7 +69,7 @@ class StateTailMachine(States, TailMachine):
 class StateFrequencyMachine(States, FrequencyPressureMachine):
     """So does an order that knows no states."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "eviction_policy": "lfu"}
+    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "eviction_policy": "lfu"}
 
 
 class StateSessionMachine(States, SessionMachine):
@@ -127,7 +122,6 @@ STATE_MACHINES = (
     StatePassesMachine,
     StatePressureMachine,
     StateMeasuredMachine,
-    StateColdMachine,
     StateExactMachine,
     StateTailMachine,
     StateFrequencyMachine,

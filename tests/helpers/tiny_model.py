@@ -16,7 +16,10 @@ VOCAB_SIZE = 512
 
 
 def save_tiny_llama(folder: Path, seed: int = 0) -> Path:
-    """Write a float32 llama with 3 layers, 8 query and 4 KV heads; weights are large, so that attention matters."""
+    """Write a float32 llama with 3 layers, 8 query and 4 KV heads; weights are large, so that attention matters.
+
+    It has a tokenizer, so that a server can learn its scores.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -34,6 +37,7 @@ def save_tiny_llama(folder: Path, seed: int = 0) -> Path:
         dtype="float32",
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 

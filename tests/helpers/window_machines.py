@@ -9,7 +9,6 @@ from hypothesis.stateful import rule
 
 from helpers.machines import (
     CacheMachine,
-    ColdMachine,
     ExactMachine,
     GenerationMachine,
     MeasuredPressureMachine,
@@ -59,10 +58,6 @@ class WindowMeasuredMachine(Windows, MeasuredPressureMachine):
     """What passes have read shrinks while windows come and go."""
 
 
-class WindowColdMachine(Windows, ColdMachine):
-    """Nothing is learned yet."""
-
-
 class WindowExactMachine(Windows, ExactMachine):
     """Some requests read nothing compressed."""
 
@@ -89,7 +84,6 @@ WINDOW_MACHINES = (
     WindowPassesMachine,
     WindowPressureMachine,
     WindowMeasuredMachine,
-    WindowColdMachine,
     WindowExactMachine,
     WindowTailMachine,
     WindowSessionMachine,

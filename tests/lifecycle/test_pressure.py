@@ -12,7 +12,7 @@ SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
 def cache(num_slots: int = 320, **fields) -> FakeTree:
     """A tree whose prefixes wait for passes, and can be scored without them; 5 slots are won at once."""
     policy = PseudoRandomPolicy(needs_passes=True)
-    return FakeTree(policy, SHRINKING.model_copy(update=fields), num_slots, has_learned=True)
+    return FakeTree(policy, SHRINKING.model_copy(update=fields), num_slots, scores_any_range=True)
 
 
 def cached(tree: FakeTree, num_tokens: int, parent: FakeNode | None = None, *, at: float = 0.0) -> FakeNode:
@@ -253,7 +253,7 @@ def test_what_is_too_short_by_itself_does_not_keep_what_is_below_it_from_shrinki
 def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
     """It would become a segment of the tokens that are left, and requests would find it."""
     policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
-    tree = FakeTree(policy, SHRINKING, has_learned=True)
+    tree = FakeTree(policy, SHRINKING, scores_any_range=True)
     upper = tree.add(3)  # too short for a segment of its own
     node = tree.add(22, upper)
     tree.release(tree.prompt(node))
@@ -268,7 +268,7 @@ def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
 def test_segments_that_cannot_be_split_are_promised_one_by_one():
     """A range becomes two where a request's path ends, and each is rounded up to whole slots."""
     policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
-    tree = FakeTree(policy, SHRINKING, has_learned=True)
+    tree = FakeTree(policy, SHRINKING, scores_any_range=True)
     upper = tree.add(3)  # too short for a segment of its own
     node = tree.add(23, upper)
     readers = [tree.prompt(node), tree.reader(upper)]

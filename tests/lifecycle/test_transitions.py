@@ -44,22 +44,16 @@ def test_every_state_has_a_next_step_and_only_the_last_ones_lead_below_the_budge
 
 
 JOB_STEPS = {
-    (Stage.DUE, JobEvent.TURN): [
-        ({Fact.NOTHING_LEFT}, Outcome.COMPRESSED),
-        ({Fact.NEEDS_NO_PASSES}, Action.COMPRESS_AT_ONCE),
-        (set(), Action.BEGIN),
-    ],
+    (Stage.DUE, JobEvent.TURN): [({Fact.NOTHING_LEFT}, Outcome.COMPRESSED), (set(), Action.BEGIN)],
     (Stage.SCORING, JobEvent.TURN): [({Fact.CHANGED}, Outcome.COMPRESSED), (set(), Action.START_PASS)],
-    (Stage.LEARNING, JobEvent.TURN): [({Fact.CHANGED}, Action.COMPRESS), (set(), Action.LEARN_LAYER)],
     (Stage.SCORING, JobEvent.PASS_READ): [
         ({Fact.UNUSABLE}, Outcome.FAILED),
         ({Fact.UNUSABLE, Fact.CHANGED, Fact.PROBES_LEFT}, Outcome.FAILED),
         ({Fact.CHANGED}, Outcome.COMPRESSED),
         ({Fact.CHANGED, Fact.PROBES_LEFT}, Outcome.COMPRESSED),
         ({Fact.PROBES_LEFT}, Action.WAIT),
-        (set(), Action.FINISH_PASSES),
+        (set(), Action.COMPRESS),
     ],
-    (Stage.LEARNING, JobEvent.LAYER_LEARNED): [({Fact.LESSON_OVER}, Action.COMPRESS), (set(), Action.WAIT)],
     **{(stage, JobEvent.ABORTED): [(set(), Outcome.ABORTED), (set(Fact), Outcome.ABORTED)] for stage in Stage},
     **{(stage, JobEvent.DROPPED): [(set(), Outcome.DROPPED), (set(Fact), Outcome.DROPPED)] for stage in Stage},
     **{(stage, JobEvent.FAILED): [(set(), Outcome.FAILED), (set(Fact), Outcome.FAILED)] for stage in Stage},
@@ -137,7 +131,7 @@ def test_a_refused_change_changes_nothing():
 
 def test_a_record_goes_as_a_whole():
     """Split, drop, new weights and a flush leave no part of a record behind."""
-    tree = FakeTree(PseudoRandomPolicy(needs_passes=True), has_learned=True)
+    tree = FakeTree(PseudoRandomPolicy(needs_passes=True), scores_any_range=True)
     table = tree.manager.table
     node = tree.add(24)
     tree.release(tree.prompt(node, warm=True))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from helpers.own_policies import OWN_POLICIES
-from kvevict_kernels.echo_attention import echo_attention
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import (
     LayerView,
@@ -50,18 +49,8 @@ def shows(prompt: Any) -> Callable[[int], LayerView]:
     def show(layer: int) -> LayerView:
         moments = QueryMoments.empty(6, 8, table).add(prompt.queries[layer], 0)
         gram = torch.randn(prompt.num_heads, 8, 8, generator=torch.Generator().manual_seed(layer))
-        seen = prompt.show(layer)
-        echo = echo_attention(
-            prompt.queries[layer],
-            seen.k_buffer,
-            prompt.slots,
-            sm_scale=seen.sm_scale,
-            key_start=0,
-            query_start=prompt.length - prompt.queries[layer].shape[0],
-            rotary=table,
-        )[:, prompt.start : prompt.end]
-        more = {Signal.QUERY_MOMENTS: moments, Signal.ECHO_ATTENTION: echo}
-        return seen.with_signals({**more, Signal.OUTPUT_GRAM: gram @ gram.transpose(1, 2)})
+        signals = {Signal.QUERY_MOMENTS: moments, Signal.OUTPUT_GRAM: gram @ gram.transpose(1, 2)}
+        return prompt.show(layer).with_signals(signals)
 
     return show
 

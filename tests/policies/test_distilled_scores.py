@@ -51,7 +51,7 @@ def test_scores_are_attention_times_the_distance_of_values(dtype: torch.dtype) -
         "both": {"reader_attention": measured, "learned_scores": predicted},
     }
     for name, expected in logs.items():
-        got = SCORER.score(view(values, **signals[name], echo_attention=measured)).values
+        got = SCORER.score(view(values, **signals[name])).values
         torch.testing.assert_close(got.double(), by_hand(values, expected), atol=1e-4, rtol=1e-4)
 
 
@@ -64,11 +64,9 @@ def test_what_all_values_share_and_a_layers_scale_do_not_count() -> None:
     assert relative_norms(torch.ones(TOKENS, HEADS, DIM)).isfinite().all()
 
 
-def test_without_passes_and_learned_scores_echo_attention_is_the_score() -> None:
-    values, echo = normal(2, TOKENS, HEADS, DIM), normal(3, HEADS, TOKENS).abs()
-    assert SCORER.score(view(values, echo_attention=echo)).values.equal(echo)
-    with pytest.raises(ValueError, match="echo_attention"):
-        SCORER.score(view(values))
+def test_without_passes_and_learned_scores_there_is_no_score() -> None:
+    with pytest.raises(ValueError, match="reader_attention"):
+        SCORER.score(view(normal(2, TOKENS, HEADS, DIM)))
 
 
 def test_joint_attention_is_the_mean_of_logarithms() -> None:

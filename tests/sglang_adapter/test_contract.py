@@ -243,14 +243,26 @@ WRITTEN = {
         "tokenizer",
         "top_logprobs_num",
     },
-    "Scheduler": {"chunked_req", "last_batch", "max_req_input_len", "max_req_len", "waiting_queue"},
+    "Scheduler": {"chunked_req", "last_batch", "max_req_input_len", "max_req_len", "running_batch", "waiting_queue"},
     "ScheduleBatch": {"batch_is_full"},
     "dp_attention": {"memcpy_func"},
 }
 """Attributes of SGLang's objects that we write."""
 OURS = {
     *Totals.__struct_fields__,
-    *("is_exact", "is_long", "is_parked", "is_short", "listener", "observation", "prefilling"),
+    *(
+        "is_exact",
+        "is_long",
+        "is_parked",
+        "is_pass",
+        "is_stale",
+        "lesson",
+        "readers",
+        "weights",
+        "listener",
+        "observation",
+        "prefilling",
+    ),
 }
 """Attributes of our own objects that somebody else than the object writes."""
 

@@ -184,7 +184,7 @@ def test_what_old_weights_computed_never_gets_there():
 def test_uncompressed_tokens_are_compressed_on_their_way():
     """As if they were no end of a prompt (an answer, say), they do not shrink before they are dropped."""
     policy = PseudoRandomPolicy(needs_passes=True)
-    harness = Harness(host_blocks=60, policy=policy, has_learned=True)
+    harness = Harness(host_blocks=60, policy=policy, scores_any_range=True)
     serve(harness, DOCUMENTS[0])
     table = harness.tree.manager.table
     for node in list(table.shrinking):
@@ -196,7 +196,7 @@ def test_uncompressed_tokens_are_compressed_on_their_way():
     assert span.segment.num_slots == 17  # 30 % of 56
 
 
-def test_before_scores_are_learned_they_are_computed_again():
+def test_without_learned_scores_they_are_computed_again():
     harness = Harness(host_blocks=60, policy=PseudoRandomPolicy(needs_passes=True))
     serve(harness, DOCUMENTS[0])
     drop_all(harness)
@@ -209,7 +209,7 @@ def test_nothing_is_squeezed_below_the_budget_while_the_host_has_room():
     documents = [[(i * step + step) % 11 for i in range(60)] for step in range(2, 10)]
 
     def smallest(host_blocks: int) -> int:
-        harness = Harness(config=config, policy=policy, num_slots=100, has_learned=True, host_blocks=host_blocks)
+        harness = Harness(config=config, policy=policy, num_slots=100, scores_any_range=True, host_blocks=host_blocks)
         for document in documents * 2:
             serve(harness, [*document, 1])
         assert host_blocks == 0 or totals(harness).compressions == len(documents)  # each is computed once

@@ -1,24 +1,31 @@
-"""The policy that learns from its passes: passes until it knows enough, then every prompt is compressed at once."""
+"""The policy that scores by what was learned: learned from texts before the first request, then used with passes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from helpers.harness import Harness, publish_server_args
-from helpers.passes import MiniScheduler
+from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import LessonResult, ScoreLearner, learner
-from sgl_kvevict.lifecycle.nodes import path_to
+from sgl_kvevict.distill import LearnedScores, ScoreLearner, ScoreWeights
+from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Rotary, build_policy
 from sgl_kvevict.policies.methods.distilled import DistilledScorer
 from sgl_kvevict.request import ticket_digest
+from sgl_kvevict.sglang_adapter import learning
+from sgl_kvevict.sglang_adapter.distilling import Distilling
+from sgl_kvevict.sglang_adapter.learning import TextReader
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 NUM_LAYERS = 2
 TICKET = "a-random-text-of-the-asker"
+ROTARY = Rotary(torch.empty(600, 0), is_neox=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,37 +33,74 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-class Pupil:
-    """A cache that learns; what its passes see is the same everywhere, so what it learns is worth nothing."""
+class Words(Letters):
+    """A tokenizer that also encodes texts as they are."""
 
-    def __init__(self, monkeypatch, num_prefixes=1, num_slots=600, min_recall=0.0, scorer=None, **fields):
-        monkeypatch.setattr(learner, "MIN_RECALL", min_recall)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(text, add_special_tokens=False)
+
+
+class ReadingScheduler(MiniScheduler):
+    """The part of SGLang's scheduler that runs texts before any request: one prefill chunk a batch."""
+
+    CHUNK = 50
+
+    def __init__(self, harness: Harness) -> None:
+        super().__init__(harness)
+        self.tokenizer = Words()
+        self.max_total_num_tokens = harness.num_slots
+        self.num_batches = 0
+
+    def get_next_batch_to_run(self, running_batch, last_batch):
+        if self.waiting_queue:
+            req = self.waiting_queue.pop(0)
+            assert self.harness.admit(req)
+            self.chunked_req = req
+        batch = self.chunked_req
+        return SimpleNamespace(running_batch=running_batch, batch_to_run=batch)
+
+    def run_batch(self, req):
+        self.num_batches += 1
+        assert self.harness.prefill(req, req.prefix_len + self.CHUNK)
+
+    def process_batch_result(self, req, _result):
+        if req.finished() or req not in self.harness.live:
+            self.chunked_req = None
+
+    def flush_cache(self, empty_cache: bool):
+        assert not empty_cache
+        self.harness.flush()
+
+
+class Learned:
+    """A cache with learned scores."""
+
+    def __init__(self, num_slots=600, scorer=None, is_known=True, **fields):
         values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
-        config = KVEvictConfig(**values, **fields)
         policy = build_policy("distilled", {})
         policy = policy if scorer is None else replace(policy, scorer=scorer)
-        self.harness = Harness(num_slots=num_slots, config=config, policy=policy)
+        self.harness = Harness(num_slots=num_slots, config=KVEvictConfig(**values, **fields), policy=policy)
         self.manager = self.harness.tree.manager
-        rotary = Rotary(torch.empty(600, 0), is_neox=True)
-        self.learner = ScoreLearner(self.harness.geometry, rotary, 0.3, num_prefixes)
         compressor = self.manager.compressor
-        compressor.learner, compressor.observes = self.learner, replace(compressor.observes, rotary=rotary)
+        self.learned = compressor.learned = LearnedScores(ROTARY)
+        compressor.observes = replace(compressor.observes, rotary=ROTARY)
+        if is_known:
+            self.learned.weights = ScoreWeights.zeros(self.harness.geometry)
         self.scheduler = MiniScheduler(self.harness)
-        self.results = self.scheduler.results
 
     def ask(self, document, *suffix, **options):
         request = self.harness.run([*document, *suffix], options=options or None)
         self.harness.finish(request)
 
     def work(self):
-        """Passes and lessons until nothing is left to do; the number of passes."""
+        """Passes until nothing is left to do; the number of passes."""
         before = len(self.scheduler.passes)
         while len(self.manager.scoring.jobs):
             self.scheduler.run_pass()
             self.harness.check()
         return len(self.scheduler.passes) - before
 
-    def teach(self, document):
+    def ask_twice(self, document):
         self.ask(document, 1, 2, 3)
         self.ask(document, 4, 5, 6)
         return self.work()
@@ -70,28 +114,97 @@ def document(number):
     return [number, *(i * 7 % 11 for i in range(59))]
 
 
-def test_a_prefix_is_learned_from_layer_by_layer_before_it_is_compressed(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    pupil.ask(document(0), 1, 2, 3)
-    pupil.ask(document(0), 4, 5, 6)
-    assert pupil.scheduler.run_pass() and pupil.scheduler.run_pass() and pupil.scheduler.run_pass()
-    for _ in range(NUM_LAYERS):
-        assert pupil.spans == [] and pupil.results == []
-        pupil.scheduler.turn()
-    assert pupil.spans == [(0, 56)] and pupil.results == [LessonResult(1, None, False)]
-    assert pupil.work() == 0
+# ---- before the first request ---------------------------------------------------------------------------------------
 
 
-def test_once_it_has_learned_prompts_wait_for_passes_or_for_a_lack_of_slots(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    pupil.teach(document(0))
-    assert pupil.teach(document(1)) == 3 and pupil.results[-1].is_accepted
-    pupil.harness.flush()
-    pupil.ask(document(2), 7, 8, 9)
-    assert pupil.spans == []
-    assert pupil.teach(document(2)) == 3 and pupil.spans == [(0, 56)] and len(pupil.results) == 2
-    pupil.ask(document(3), 7, 8, 9)
-    assert pupil.harness.evict(1) and pupil.spans == [(0, 56), (0, 59)] and pupil.work() == 0
+def read(tokens, num_slots=600):
+    cache = Learned(num_slots, is_known=False)
+    scheduler = ReadingScheduler(cache.harness)
+    reader = TextReader(scheduler, cache.harness.tree)
+    return cache, scheduler, reader, reader.read(tokens)
+
+
+def test_a_text_is_prefilled_and_repeated_and_leaves_nothing_behind():
+    cache, scheduler, reader, text = read([i % 11 for i in range(140)])
+    assert text.tokens.token_slots.numel() == 136 and text.scores.shape == (NUM_LAYERS, 2, 136)
+    assert (text.scores > 0).all()
+    assert not cache.spans and not len(cache.manager.scoring.jobs)
+    # 140 tokens in chunks of 50, then passes of 142 tokens (pool and context have room for no longer ones)
+    assert scheduler.num_batches > 3
+    assert "window_queries" in {signal.value for signal in text.show(0).signals}
+    reader.forget()
+    cache.harness.check()
+    assert cache.harness.tree.total_size()[0] == 0 and cache.manager.lesson is None
+
+
+def test_weights_learned_from_texts_are_in_use_and_requests_are_as_always():
+    cache, _, reader, text = read([i % 11 for i in range(140)])
+    learner = ScoreLearner(cache.harness.geometry, ROTARY)
+    learner.add(text)
+    reader.forget()
+    cache.learned.weights = learner.solve()
+    assert cache_state(cache.harness.tree)["learned_scores"] == {"texts": 1, "recall": None, "is_stale": False}
+    cache.ask(document(2), 7, 8, 9)
+    assert cache.spans == [] and cache.harness.evict(1) and cache.spans == [(0, 59)]
+
+
+def test_no_range_is_scored_before_scores_are_known():
+    cache = Learned(is_known=False)
+    with pytest.raises(InvariantError, match="before scores were learned"):
+        cache.learned.weights  # noqa: B018
+
+
+def test_a_pool_that_no_text_fits_is_refused():
+    cache = Learned(num_slots=150, is_known=False)
+    with pytest.raises(UnsupportedSetupError, match="texts of 128 tokens or more, and pool and context have room for"):
+        TextReader(ReadingScheduler(cache.harness), cache.harness.tree)
+
+
+def test_a_text_that_is_never_admitted_ends_the_start(monkeypatch):
+    monkeypatch.setattr(learning, "MAX_IDLE_TURNS", 3)
+    cache = Learned(is_known=False)
+    scheduler = ReadingScheduler(cache.harness)
+    scheduler.get_next_batch_to_run = lambda **_: SimpleNamespace(running_batch=None, batch_to_run=None)
+    with pytest.raises(UnsupportedSetupError, match="of a text of 140 tokens, SGLang does not admit it"):
+        TextReader(scheduler, cache.harness.tree).read([1] * 140)
+
+
+def test_texts_are_cut_to_the_room_there_is():
+    cache = Learned(is_known=False)
+    reader = TextReader(ReadingScheduler(cache.harness), cache.harness.tree)
+    assert len(reader.tokens_of("a" * 9000, as_chat=True)) == reader.longest < 500
+
+
+def distilling(*, has_weights=True, windows=()):
+    made = object.__new__(Distilling)
+    made._ranks, made._geometry, made._device = TensorRanks(), KVGeometry(2, 4, 2, 8, 10, windows=windows), None
+    made._has_weights, made.learned = has_weights, LearnedScores(ROTARY)
+    return made
+
+
+def test_scores_that_find_too_little_are_used_and_a_warning_says_so(caplog):
+    made = distilling()
+    made._use(replace(ScoreWeights.zeros(made._geometry), recall=0.71))
+    assert made.learned.is_known and not caplog.records
+    made._use(replace(ScoreWeights.zeros(made._geometry), recall=0.41))
+    assert made.learned.weights.recall == 0.41 and "find 41 % of what passes keep, less than 70 %" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (distilling(has_weights=False), "the weights are random"),
+        (distilling(windows=(16, 16)), "all layers have sliding windows"),
+        (distilling(windows=(16, 0)), None),
+    ],
+)
+def test_where_nothing_can_be_learned_all_tokens_score_alike(made, why, caplog):
+    assert made.use_none() is (why is not None) is made.learned.is_known
+    if why is not None:
+        assert why in caplog.text and not made.learned.weights.cache.any()
+
+
+# ---- while serving --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -105,9 +218,18 @@ class Recorded(DistilledScorer):
         return super().score(view)
 
 
-def test_passes_and_what_was_learned_choose_together_unless_questions_were_read(monkeypatch):
+def test_prompts_wait_for_passes_or_for_a_lack_of_slots():
+    cache = Learned()
+    cache.ask(document(2), 7, 8, 9)
+    assert cache.spans == []
+    assert cache.ask_twice(document(2)) == 3 and cache.spans == [(0, 56)]
+    cache.ask(document(3), 7, 8, 9)
+    assert cache.harness.evict(1) and cache.spans == [(0, 56), (0, 59)] and cache.work() == 0
+
+
+def test_passes_and_what_was_learned_choose_together_unless_questions_were_read():
     scorer = Recorded(use_window=True)
-    pupil = Pupil(monkeypatch, scorer=scorer)
+    cache = Learned(scorer=scorer)
 
     def given():
         seen = scorer.seen[:]
@@ -115,164 +237,50 @@ def test_passes_and_what_was_learned_choose_together_unless_questions_were_read(
         assert len(seen) == NUM_LAYERS
         return seen[0]
 
-    pupil.teach(document(0))
-    assert given() == {"window_queries", "reader_attention"}  # nothing is learned yet
-    pupil.teach(document(1))
-    assert pupil.results[-1].is_accepted and given() == {"window_queries", "reader_attention", "learned_scores"}
-    pupil.ask(document(2), 1, 2, 3)
-    assert pupil.harness.evict(1) and given() == {"window_queries", "learned_scores"}
-    pupil.ask(document(3), warm=True, questions=["Who?"])
-    assert pupil.work() == 1 and "learned_scores" not in given()
+    cache.ask_twice(document(1))
+    assert given() == {"window_queries", "reader_attention", "learned_scores"}
+    cache.ask(document(2), 1, 2, 3)
+    assert cache.harness.evict(1) and given() == {"window_queries", "learned_scores"}
+    cache.ask(document(3), warm=True, questions=["Who?"])
+    assert cache.work() == 1 and "learned_scores" not in given()
 
 
-def test_what_passes_have_read_is_measured_and_what_only_shrank_is_not(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    for number in range(3):  # learned from, tried on, and read although scores are learned
-        pupil.teach(document(number))
-    pupil.ask(document(3), 7, 8, 9)
-    assert pupil.harness.evict(1)
-    segments = {span.segment for span in pupil.manager.spans.values()}
-    assert len(segments) == 4 and sum(segment.is_measured for segment in segments) == 3
+def test_passes_that_come_late_score_what_is_left():
+    cache = Learned()
+    cache.ask(document(2), 1, 2, 3)
+    cache.ask(document(2), warm=True, ticket=TICKET)
+    assert cache.scheduler.run_pass()
+    while not {(0, 60), (0, 56)} & set(cache.spans):
+        assert cache.harness.evict(1)
+    assert cache.work() == 2
+    assert {span.segment.is_measured for span in cache.manager.spans.values() if span.end in (56, 60)} == {True}
+    assert cache_state(cache.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
 
 
-def test_passes_that_come_late_score_what_is_left(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    pupil.teach(document(0))
-    pupil.teach(document(1))
-    pupil.ask(document(2), 1, 2, 3)
-    pupil.ask(document(2), warm=True, ticket=TICKET)
-    assert pupil.scheduler.run_pass()
-    while (0, 60) not in pupil.spans and (0, 56) not in pupil.spans[2:]:
-        assert pupil.harness.evict(1)
-    assert pupil.work() == 2
-    assert {span.segment.is_measured for span in pupil.manager.spans.values() if span.end in (56, 60)} == {True}
-    assert cache_state(pupil.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
+def test_without_waiting_the_first_prompt_is_compressed_at_once():
+    cache = Learned(wait_for_passes=False)
+    cache.ask(document(2), 7, 8, 9)
+    assert cache.spans == [(0, 59)] and cache.work() == 0
+    cache.ask(document(2), 1, 1, 1)  # diverges inside what is compressed
+    cache.harness.check()
+    assert cache.work() == 0
 
 
-def test_echo_is_collected_only_while_slots_are_short_and_nothing_is_learned(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    compressor = pupil.manager.compressor
-    assert not compressor.new_observation().has_echo
-    pupil.ask(document(0), 1, 2, 3)
-    pupil.harness.evict(1)
-    assert compressor.new_observation().has_echo
-    pupil.teach(document(1))
-    pupil.teach(document(2))
-    assert compressor.has_learned and not compressor.new_observation().has_echo
+def test_wishes_are_granted_at_once_but_for_those_with_questions():
+    cache = Learned(wait_for_passes=False)
+    cache.ask(document(2), warm=True, ticket=TICKET)
+    assert cache.work() == 0 and (0, 56) in cache.spans
+    assert cache_state(cache.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
+    cache.harness.flush()
+    cache.ask(document(3), warm=True, questions=["Who?", "Where?"])
+    assert cache.spans == [] and cache.work() == 2 and cache.spans == [(0, 56)]
 
 
-def test_before_anything_is_learned_prefixes_shrink_by_echo_and_passes_read_them_later(monkeypatch):
-    pupil = Pupil(monkeypatch, num_prefixes=5)
-    pupil.ask(document(0), 1, 2, 3)
-    pupil.harness.evict(1)
-    assert pupil.spans == []  # nothing was observed yet: the tail was dropped
-    pupil.ask(document(1), 1, 2, 3)
-    pupil.harness.evict(1)
-    assert pupil.spans == [(0, 59)]
-    (segment,) = {span.segment for span in pupil.manager.spans.values()}
-    assert (segment.num_slots, segment.is_measured) == (30, False)
-    pupil.ask(document(1), 4, 5, 6)
-    assert pupil.work() == 3 and pupil.results == []
-    (segment,) = {span.segment for span in pupil.manager.spans.values()}
-    assert (segment.num_slots, segment.is_measured) == (18, True)
-
-
-def test_what_is_to_be_learned_from_does_not_shrink_and_comes_first(monkeypatch):
-    pupil = Pupil(monkeypatch, num_prefixes=5)
-    pupil.manager.compressor.is_short = True
-    for number in (0, 1):
-        pupil.ask(document(number), 1, 2, 3)
-        if number == 0:
-            pupil.harness.evict(1)
-            assert pupil.spans == [(0, 59)]
-        pupil.ask(document(number), 4, 5, 6)
-    assert pupil.scheduler.run_pass()
-    assert pupil.scheduler.passes[0].origin_input_ids[0] == 1
-    (job,) = pupil.manager.table.begun_jobs
-    while pupil.manager.pressure.relieve(None):
-        pupil.harness.check()
-    assert not any(node in pupil.manager.spans for node in path_to(job.node))
-    pupil.work()
-    assert len(pupil.results) == 1
-
-
-def test_a_prompt_that_found_most_of_it_in_the_cache_has_no_echo_of_it(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    pupil.ask(document(0), 1, 2, 3)
-    pupil.manager.compressor.is_short = True
-    pupil.ask(document(0), 4, 5, 6)
-    assert not pupil.manager.table.shrinking
-
-
-def test_without_waiting_the_first_prompt_is_compressed_at_once(monkeypatch):
-    pupil = Pupil(monkeypatch, wait_for_passes=False)
-    assert pupil.teach(document(0)) == 3 and pupil.teach(document(1)) == 3
-    assert [result.is_accepted for result in pupil.results] == [False, True]
-    pupil.harness.flush()
-    pupil.ask(document(2), 7, 8, 9)
-    assert pupil.spans == [(0, 59)] and pupil.work() == 0
-    pupil.ask(document(2), 1, 1, 1)  # diverges inside what is compressed
-    pupil.harness.check()
-    assert cache_state(pupil.harness.tree)["learned_scores"]["in_use"]
-
-
-def test_what_is_not_good_enough_is_not_used(monkeypatch):
-    pupil = Pupil(monkeypatch, min_recall=1.1)
-    for number in range(4):
-        assert pupil.teach(document(number)) == 3
-    assert not any(result.is_accepted for result in pupil.results) and len(pupil.results) == 4
-
-
-def test_who_waits_for_passes_when_it_has_learned_needs_none_any_more(monkeypatch):
-    pupil = Pupil(monkeypatch, wait_for_passes=False)
-    pupil.teach(document(0))
-    for number in (1, 2):
-        pupil.ask(document(number), 1, 2, 3)
-        pupil.ask(document(number), 4, 5, 6)
-    assert len(pupil.manager.scoring.jobs) == 2
-    assert pupil.work() == 3
-    assert pupil.spans == [(0, 56)] * 3
-
-
-def test_wishes_are_granted_at_once_but_for_those_with_questions(monkeypatch):
-    pupil = Pupil(monkeypatch, wait_for_passes=False)
-    pupil.teach(document(0))
-    pupil.teach(document(1))
-    pupil.ask(document(2), warm=True, ticket=TICKET)
-    assert pupil.work() == 0 and (0, 56) in pupil.spans
-    outcomes = cache_state(pupil.harness.tree)["warm_outcomes"]
-    assert outcomes[ticket_digest(TICKET)] == "compressed"
-    pupil.harness.flush()
-    pupil.ask(document(3), warm=True, questions=["Who?", "Where?"])
-    assert pupil.spans == [] and pupil.work() == 2 and pupil.spans == [(0, 56)]
-    assert len(pupil.results) == 2
-
-
-def test_questions_teach_nothing(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    pupil.ask(document(0), warm=True, questions=["Who?"])
-    assert pupil.work() == 1 and pupil.spans == [(0, 56)] and pupil.results == []
-
-
-def test_a_prefix_may_leave_while_it_is_learned_from(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    pupil.ask(document(0), 1, 2, 3)
-    pupil.ask(document(0), 4, 5, 6)
-    for _ in range(3):
-        pupil.scheduler.run_pass()
-    pupil.scheduler.turn()
-    pupil.harness.evict(1000)
-    assert pupil.work() == 0 and pupil.spans == [] and pupil.results == []
-    assert pupil.teach(document(0)) == 3 and len(pupil.results) == 1
-
-
-def test_new_weights_of_the_model_end_lessons_and_what_was_learned(monkeypatch):
-    pupil = Pupil(monkeypatch)
-    pupil.teach(document(0))
-    pupil.ask(document(1), 1, 2, 3)
-    pupil.ask(document(1), 4, 5, 6)
-    for _ in range(3):
-        pupil.scheduler.run_pass()
-    pupil.scheduler.turn()
-    pupil.harness.tree.forget_compressed()
-    assert pupil.work() == 0 and pupil.learner.num_learned == 0 and len(pupil.results) == 1
+def test_new_weights_of_the_model_keep_what_was_learned_and_say_so(caplog):
+    cache = Learned()
+    weights = cache.learned.weights
+    for _ in range(2):
+        cache.harness.tree.forget_compressed()
+    assert cache.learned.weights is weights
+    assert cache_state(cache.harness.tree)["learned_scores"]["is_stale"]
+    assert caplog.text.count("scores learned for those stay in use") == 1

@@ -10,7 +10,6 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.long_machine import CONFIG
-from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.sglang_adapter.long_prompts import (
     admission_of,
     after_admission,
@@ -21,7 +20,6 @@ from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED
 
 POOL, CHUNK = 160, 20
-COLD = frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,10 +27,10 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def serve(*, has_learned: bool = True, chunk: int = CHUNK, pool: int = POOL, **fields) -> LongPromptScheduler:
-    policy = PseudoRandomPolicy(needs_passes=True, needs=frozenset() if has_learned else COLD)
+def serve(*, chunk: int = CHUNK, pool: int = POOL, **fields) -> LongPromptScheduler:
+    policy = PseudoRandomPolicy(needs_passes=True)
     config = CONFIG.model_copy(update=fields)
-    harness = Harness(num_slots=pool, max_tokens=1024, config=config, policy=policy, has_learned=has_learned)
+    harness = Harness(num_slots=pool, max_tokens=1024, config=config, policy=policy, scores_any_range=True)
     return LongPromptScheduler(harness, chunk)
 
 
@@ -55,9 +53,8 @@ def prefill(scheduler: LongPromptScheduler, req) -> int:
     raise AssertionError("the prompt is not served")
 
 
-@pytest.mark.parametrize("has_learned", [True, False])
-def test_four_times_the_pool_is_served_and_found_again(has_learned):
-    scheduler = serve(has_learned=has_learned)
+def test_four_times_the_pool_is_served_and_found_again():
+    scheduler = serve()
     tokens = text(4 * POOL)
     first = submit(scheduler, tokens)
     assert prefill(scheduler, first) == 4 * POOL // CHUNK
@@ -90,9 +87,8 @@ def test_chunks_are_smaller_than_those_of_sglang(length):
     assert prefill(scheduler, submit(scheduler, text(length))) == length // CHUNK
 
 
-@pytest.mark.parametrize("has_learned", [True, False])
-def test_a_prompt_that_fits_is_not_compressed(has_learned):
-    scheduler = serve(has_learned=has_learned)
+def test_a_prompt_that_fits_is_not_compressed():
+    scheduler = serve()
     req = submit(scheduler, text(POOL - 7 - CHUNK))
     prefill(scheduler, req)
     assert len(scheduler.tree_cache.spans) == 0 and req.customized_info is None
@@ -129,18 +125,17 @@ def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk
     assert left.worth.sort(descending=True).values.equal(most) and freed.numel() == joined.num_slots - left.num_slots
 
 
-@pytest.mark.parametrize("has_learned", [True, False])
-def test_with_prefill_budget_chunks_shrink_where_slots_are_ample(has_learned):
-    scheduler = serve(has_learned=has_learned, pool=1000, prefill_budget=0.5)
+def test_with_prefill_budget_chunks_shrink_where_slots_are_ample():
+    scheduler = serve(pool=1000, prefill_budget=0.5)
     req = submit(scheduler, text(210))
     for done in range(1, 11):
         scheduler.round()
-        before = done * CHUNK if has_learned else 0
+        before = done * CHUNK
         assert [span.segment.num_slots for span in scheduler.tree_cache.spans.values() if span.is_owner] == (
             [before // 2] if before else []
         )
     prefill(scheduler, req)
-    assert (req.customized_info == {PREFILLED_COMPRESSED: [200]}) == has_learned
+    assert req.customized_info == {PREFILLED_COMPRESSED: [200]}
 
 
 def test_with_prefill_budget_neither_exact_requests_nor_what_they_read_shrink():
@@ -241,16 +236,15 @@ def test_chunks_of_one_that_stops_in_the_middle_are_found_again(ends):
     assert prefill(scheduler, req) == (4 * POOL - 16 * CHUNK) // CHUNK and scheduler.found[req] == 16 * CHUNK
 
 
-@pytest.mark.parametrize("has_learned", [True, False])
-def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out(has_learned):
-    scheduler = serve(has_learned=has_learned)
+def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out():
+    scheduler = serve()
     tokens = text(4 * POOL)
     fits = submit(scheduler, tokens[:140])
     prefill(scheduler, fits)
     scheduler.harness.finish(fits)
     long = submit(scheduler, tokens)
     prefill(scheduler, long)
-    assert scheduler.found[long] == (140 if has_learned else 0)
+    assert scheduler.found[long] == 140
 
 
 def test_it_waits_for_readers_of_a_prefix_of_old_weights_that_begins_like_it():
@@ -312,10 +306,9 @@ def test_what_cannot_be_served_is_refused_with_the_numbers():
     assert f"with logprob_start_len 0; allowed: at least {2 * POOL - room}," in scheduler.submit(with_logprobs)
 
 
-@pytest.mark.parametrize("has_learned", [True, False])
-def test_prompts_that_are_never_cached_are_served_beside_others_and_leave_nothing(has_learned):
+def test_prompts_that_are_never_cached_are_served_beside_others_and_leave_nothing():
     """Twenty of most of the pool, some retracted in the middle, beside one that is longer than the pool."""
-    scheduler = serve(has_learned=has_learned)
+    scheduler = serve()
     harness = scheduler.harness
     long = submit(scheduler, text(2 * POOL))
     prefill(scheduler, long)

@@ -22,7 +22,7 @@ def test_ranks_drop_and_load_the_same(host_blocks):
 
     def run(rank, group):
         policy = PseudoRandomPolicy(rank=rank, needs_passes=True)
-        harness = Harness(num_slots=90, policy=policy, group=group, has_learned=True, host_blocks=host_blocks)
+        harness = Harness(num_slots=90, policy=policy, group=group, scores_any_range=True, host_blocks=host_blocks)
         found = []
         for document in DOCUMENTS * 3:
             req = harness.request([*document, 1])

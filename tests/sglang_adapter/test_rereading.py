@@ -27,7 +27,7 @@ def cache(**fields) -> tuple[Harness, MiniScheduler]:
     """A cache in which any range can be compressed at any time."""
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
     policy = PseudoRandomPolicy(needs_passes=True)
-    harness = Harness(num_slots=400, config=KVEvictConfig(**(values | fields)), policy=policy, has_learned=True)
+    harness = Harness(num_slots=400, config=KVEvictConfig(**(values | fields)), policy=policy, scores_any_range=True)
     return harness, MiniScheduler(harness)
 
 

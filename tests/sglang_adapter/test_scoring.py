@@ -32,7 +32,7 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def cache(num_slots=400, *, has_learned=False, **fields) -> tuple[Harness, MiniScheduler]:
+def cache(num_slots=400, *, scores_any_range=False, **fields) -> tuple[Harness, MiniScheduler]:
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
     config = KVEvictConfig(**(values | fields))
     harness = Harness(num_slots=num_slots, config=config, policy=PseudoRandomPolicy(needs_passes=True))

@@ -54,15 +54,22 @@ def test_a_store_that_can_be_made_is_not_made_yet(tmp_path):
 
 
 def test_files_of_scores(tmp_path):
-    (reason,) = reasons(score_weights=str(tmp_path / "none"))
-    assert reason.startswith("score_weights: score weights ") and "cannot be read" in reason
+    assert reasons(score_weights=str(tmp_path / "new" / "scores")) == []  # they are learned, and written there
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     (reason,) = reasons(score_weights=str(tmp_path / "other.safetensors"))
     assert "got format None; allowed: 'sgl-kvevict score weights 1'" in reason
-    for path in (tmp_path, "/proc/x/scores", "/etc/hostname/scores"):
-        (reason,) = reasons(save_score_weights=str(path))
-        assert reason.startswith("save_score_weights: ") and "cannot be written" in reason
-    assert reasons(save_score_weights=str(tmp_path / "new" / "scores")) == []
+    (reason,) = reasons(score_weights=str(tmp_path))
+    assert reason.startswith("score_weights: score weights ") and "cannot be read" in reason
+    for path in ("/proc/x/scores", "/etc/hostname/scores"):
+        (reason,) = reasons(score_weights=path)
+        assert reason.startswith("score_weights: ") and "cannot be written" in reason
+
+
+def test_texts_to_learn_from(tmp_path):
+    (reason,) = reasons(score_texts=str(tmp_path / "none"))
+    assert reason.endswith("allowed: an existing folder, or null")
+    (reason,) = reasons(score_texts=str(tmp_path))
+    assert reason.startswith("score_texts: got 0 passages of 2,000 characters or more")
 
 
 def test_ports_that_are_taken(taken_port, tmp_path):

@@ -79,10 +79,9 @@ class PolicyRun:
         assert policy is not None
         self.prompt, self.policy = prompt, policy
         self.label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-        needs = policy.needs
-        if Signal.LEARNED_SCORES in needs:  # they are there: prefills need not collect what stands in for them
-            needs -= {Signal.ECHO_ATTENTION}
-        self.spec = ObservationSpec(prompt.geometry, needs, policy.window_size, prompt.rotary, prompt.output_grams)
+        self.spec = ObservationSpec(
+            prompt.geometry, policy.needs, policy.window_size, prompt.rotary, prompt.output_grams
+        )
         self.token_slots = prompt.token_slots[: prompt.num_tokens - TAIL_TOKENS]
         self.num_slots = -(-int(budget * 1000) * self.token_slots.numel() // 1000)
 

@@ -5,7 +5,6 @@ from sgl_kvevict.policies.methods.ada_snapkv import AdaSnapKV
 from sgl_kvevict.policies.methods.chunkkv import ChunkKV
 from sgl_kvevict.policies.methods.d2o import D2O
 from sgl_kvevict.policies.methods.distilled import Distilled
-from sgl_kvevict.policies.methods.echo import Echo
 from sgl_kvevict.policies.methods.h2o import H2O
 from sgl_kvevict.policies.methods.k_vec import KVec
 from sgl_kvevict.policies.methods.pyramidkv import PyramidKV
@@ -18,7 +17,6 @@ from sgl_kvevict.policies.options import NamedPolicy
 METHODS: tuple[type[NamedPolicy], ...] = (
     Distilled,
     Reconstruction,
-    Echo,
     StreamingLLM,
     SnapKV,
     PyramidKV,

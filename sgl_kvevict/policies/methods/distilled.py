@@ -26,9 +26,9 @@ class DistilledScorer(Scorer):
     """Reader attention, measured or predicted or both, times how far the token's value is from the head's mean value.
 
     Softmax weights add up to 1, so what is evicted is missed by this distance: a value near the mean is replaced by the
-    others. Distances are shares of the layer's mean. Where passes have read the range and scores are learned, attention
-    is :func:`sgl_kvevict.policies.scorers.joint_attention`; where neither is there, because slots are short before
-    anything is learned, the score is echo attention.
+    others. Distances are shares of the layer's mean. Where passes have read the range, attention is
+    :func:`sgl_kvevict.policies.scorers.joint_attention`; where they have read questions given with it, it is measured
+    alone.
     With ``use_window`` the attention of the prompt's last ``WINDOW_SIZE`` queries is a feature of learned scores
     (:class:`sgl_kvevict.distill.ScoreWeights`).
 
@@ -47,19 +47,17 @@ class DistilledScorer(Scorer):
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """All three signals, keys, values, and window queries with ``use_window``."""
+        """Both scores, keys, values, and window queries with ``use_window``."""
         window = {Signal.WINDOW_QUERIES} if self.use_window else set()
-        scores = {Signal.LEARNED_SCORES, Signal.READER_ATTENTION, Signal.ECHO_ATTENTION}
+        scores = {Signal.LEARNED_SCORES, Signal.READER_ATTENTION}
         return frozenset({*scores, Signal.KEYS, Signal.VALUES, *window})
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer; ValueError if none of the three signals is present."""
+        """Score one layer; ValueError if neither score is present."""
         measured = view.find(Signal.READER_ATTENTION, Tensor)
         if Signal.LEARNED_SCORES in view.signals:
             predicted = view.need_per_token(Signal.LEARNED_SCORES)
             attention = predicted if measured is None else joint_attention(measured, predicted)
-        elif measured is None:
-            return TokenScores(view.need_per_token(Signal.ECHO_ATTENTION))
         else:
             attention = log_attention(view.need_per_token(Signal.READER_ATTENTION))
         return TokenScores(attention + relative_norms(view.values))
@@ -79,9 +77,9 @@ class Distilled(OneBudgetOptions):
     """``distilled``."""
 
     name = "distilled"
-    summary = "attention that passes measure or that was learned from them, times the value's distance from the mean"
+    summary = "attention that passes measure or learned weights predict, times the value's distance from the mean"
     source = "this project, after KVzap (arXiv 2601.07891)"
-    use_when = "always: no pass is needed once something is learned"
+    use_when = "always: scores are learned once per model, so no pass is needed"
 
     use_window: bool = Field(
         True, description="look at the attention of the prompt's last queries too, not at the cache alone"

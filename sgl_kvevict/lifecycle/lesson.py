@@ -1,0 +1,25 @@
+"""A text that the model reads before it serves requests, so that scores are learned from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_kvevict.compression import PromptObservation, ReaderObservation
+from sgl_kvevict.lifecycle.nodes import Node
+
+
+@dataclass(eq=False)
+class Lesson:
+    """What is observed of one text: its prefill, then passes that repeat it. Nothing is compressed meanwhile.
+
+    Attributes:
+        prompt: observation of its prefill.
+        node: last node of the text's path, once it is prefilled.
+        readers: attention of the passes; None before the first.
+        is_dropped: a part of the text left the cache.
+    """
+
+    prompt: PromptObservation
+    node: Node | None = None
+    readers: ReaderObservation | None = None
+    is_dropped: bool = False
