@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
+.PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers flows \
 	test-compile campaign bench-serving bench-cache-pressure bench-quality bench-peers bench-policies bench-papers
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -64,6 +64,10 @@ bench-smoke: model ## a few ratios to stock beside the committed ones; fails bel
 ##@ Tests of hours or of other environments
 test-machines: setup ## 100,000 random operations on the tree (ARGS="20000 7 windows": so many, from this seed on, with layers of that kind; also states)
 	@$(BIN)/python -W ignore tools/run_machines.py $(ARGS)
+
+flows: setup ## count files, functions and calls that a prompt, a split, a shrink, .. pass through; writes docs/results/flows.json
+	@$(BIN)/python -W ignore tools/trace_flows.py $(ARGS)
+	@$(BIN)/python tools/write_tables.py
 
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
 	@rm -f docs/results/policies-served.md
