@@ -3,7 +3,7 @@
 BIN := .venv/bin
 ARGS ?=
 export HF_HUB_OFFLINE := 1
-# OpenMP threads spin for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
+# OpenMP threads spin for microseconds only: see CPU_ENV in tools/kvevict_tools/launcher.py.
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
@@ -22,7 +22,7 @@ setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 	@scripts/setup_env.sh
 
 model: setup ## download and convert the demo model, once (ARGS=qwen-0.5b: another one; ARGS=--list)
-	@$(BIN)/sgl-kvevict model $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
+	@$(BIN)/python -m kvevict_tools.models $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
 
 demo: model ## a document compressed before your eyes, eight questions at once, a document longer than the pool: a minute
 	@$(BIN)/python examples/demo/run.py $(ARGS)
@@ -83,7 +83,7 @@ test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 test-peers: export OMP_WAIT_POLICY := passive
 test-peers: model ## compare kept positions with kvpress, in an environment of its own
 	@scripts/setup_peers.sh
-	@PYTHONPATH=tools .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
+	@PYTHONPATH=tools .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/python -m kvevict_tools.models)"
 	@$(BIN)/python -m pytest tools/peers/check_kvpress.py $(ARGS)
 
 test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
@@ -108,7 +108,7 @@ bench-quality: model ## what answers are worth after compression (ARGS="--polici
 bench-peers: export OMP_WAIT_POLICY := passive
 bench-peers: model ## the same contexts and questions with kvpress, in an environment of its own
 	@scripts/setup_peers.sh
-	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/sgl-kvevict model)" $(ARGS)
+	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/python -m kvevict_tools.models)" $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
 
 bench-policies: model ## what each policy costs and what it keeps; writes docs/results/policies-* and docs/policies.md

@@ -103,7 +103,7 @@ def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dic
         "sections": {},
         "failures": {},
     }
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "tools"))}
     if is_smoke:
         env["TRITON_INTERPRET"] = "1"
     command = [sys.executable, __file__, "--section", section, "--device", device]

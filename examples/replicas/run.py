@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -26,12 +27,11 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from sgl_kvevict.launcher import start_watcher
-
 BIN = Path(sys.executable).parent
 START_S = 600.0
 STOP_S = 30.0
-WATCHERS: list[subprocess.Popen[bytes]] = []
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 
 class Replica:
@@ -71,9 +71,11 @@ class Replica:
 
 def start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start a process in a group of its own, which ends with this process even if this one is killed."""
-    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    WATCHERS.append(start_watcher(process.pid))
-    return process
+
+    def end_with_parent() -> None:  # SGLang's other processes end with the first one
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvevict_tools.launcher import LaunchError
+from kvevict_tools.measure import flush, plugin_state, wait_until_scored
 from sgl_kvevict.client import warm
 from sgl_kvevict.distill import weights_folders
 from sgl_kvevict.distill.texts import training_texts
-from sgl_kvevict.launcher import LaunchError
-from sgl_kvevict.measure import flush, plugin_state, wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

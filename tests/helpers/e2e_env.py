@@ -1,6 +1,6 @@
 """Environment of servers under test: strict leak checks, ``/health`` that answers at once, no Triton interpreter."""
 
-from sgl_kvevict.launcher import CPU_ENV, STRICT_CHECK_ENV
+from kvevict_tools.launcher import CPU_ENV, STRICT_CHECK_ENV
 
 ENV = {
     **CPU_ENV,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_bench.setting import Setting
-from sgl_kvevict.launcher import RunningServer, System, config_env, kvevict_system, launch, stock_system
+from kvevict_tools.launcher import RunningServer, System, config_env, kvevict_system, launch, stock_system
 
 QUESTION_TOKENS = 128
 TURNS = 3
