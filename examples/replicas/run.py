@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -30,8 +29,7 @@ from typing import BinaryIO
 BIN = Path(sys.executable).parent
 START_S = 600.0
 STOP_S = 30.0
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
+WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
 class Replica:
@@ -71,11 +69,10 @@ class Replica:
 
 def start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start a process in a group of its own, which ends with this process even if this one is killed."""
-
-    def end_with_parent() -> None:  # SGLang's other processes end with the first one
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent)
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    watch = ["sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(process.pid)]  # the pipe closes when this process ends
+    WATCHERS.append(subprocess.Popen(watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True))
+    return process
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -36,8 +35,6 @@ PORTS = range(20_000, 32_000)
 """Below the ports of outgoing connections, one of which could take it while the server loads its model."""
 START_SECONDS = 600.0
 STOP_SECONDS = 10.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 Say = Callable[[str], None]
 
@@ -47,9 +44,9 @@ class LearnError(KVEvictError):
 
 
 class _Server:
-    """A server as a child process, for a ``with`` block; it does not outlive this process, however that ends.
+    """A server in a process group of its own, for a ``with`` block; its output goes to ``log``.
 
-    SGLang's other processes end with its first one. Output goes to ``log``.
+    A shell reads a pipe from this process. The pipe closes however this process ends, and the shell ends the group.
     """
 
     def __init__(self, plan: ServePlan, log: Path) -> None:
@@ -64,8 +61,10 @@ class _Server:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **plan.environ},
                 start_new_session=True,
-                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
             )
+        watch = ["sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(self._process.pid)]
+        nothing = subprocess.DEVNULL
+        self._watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, stderr=nothing, start_new_session=True)
 
     def __enter__(self) -> _Server:
         deadline = time.monotonic() + START_SECONDS
@@ -111,6 +110,8 @@ class _Server:
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
+        self._watcher.kill()
+        self._watcher.communicate()
 
 
 def _is_free(port: int) -> bool:

@@ -26,8 +26,8 @@ def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_terminated_learn_leaves_no_server_and_no_folder(tmp_path: Path) -> None:
-    """SIGKILL: tests/e2e/test_killed.py."""
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_learn_leaves_no_server(tmp_path: Path, how: signal.Signals) -> None:
     with start(tmp_path, "--never") as learn:
         logs: list[Path] = []
         while not (logs and "config" in logs[0].read_text()):
@@ -35,10 +35,10 @@ def test_a_terminated_learn_leaves_no_server_and_no_folder(tmp_path: Path) -> No
             time.sleep(0.05)
             logs = list(tmp_path.glob("kvevict-learn-*/server.log"))
         pid = helper_pid(logs[0].read_text())
-        learn.terminate()
-    assert learn.returncode == 128 + signal.SIGTERM
+        learn.send_signal(how)
+    assert learn.returncode == (128 + how if how == signal.SIGTERM else -how)
     assert wait_gone(pid)
-    assert not list(tmp_path.glob("kvevict-learn-*"))
+    assert bool(list(tmp_path.glob("kvevict-learn-*"))) is (how == signal.SIGKILL)  # the folder of the log
 
 
 def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path) -> None:
