@@ -3,11 +3,11 @@
 BIN := .venv/bin
 ARGS ?=
 export HF_HUB_OFFLINE := 1
-# OpenMP threads spin for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
+# OpenMP threads spin for microseconds only: see CPU_ENV in tools/kvevict_tools/launcher.py.
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
+.PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers flows \
 	test-compile campaign bench-serving bench-cache-pressure bench-quality bench-peers bench-policies bench-papers
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -22,7 +22,7 @@ setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 	@scripts/setup_env.sh
 
 model: setup ## download and convert the demo model, once (ARGS=qwen-0.5b: another one; ARGS=--list)
-	@$(BIN)/sgl-kvevict model $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
+	@$(BIN)/python -m kvevict_tools.models $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
 
 demo: model ## a document compressed before your eyes, eight questions at once, a document longer than the pool: a minute
 	@$(BIN)/python examples/demo/run.py $(ARGS)
@@ -65,6 +65,10 @@ bench-smoke: model ## a few ratios to stock beside the committed ones; fails bel
 test-machines: setup ## 100,000 random operations on the tree (ARGS="20000 7 windows": so many, from this seed on, with layers of that kind; also states)
 	@$(BIN)/python -W ignore tools/run_machines.py $(ARGS)
 
+flows: setup ## count files, functions and calls that a prompt, a split, a shrink, .. pass through; writes docs/results/flows.json
+	@$(BIN)/python -W ignore tools/trace_flows.py $(ARGS)
+	@$(BIN)/python tools/write_tables.py
+
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
 	@rm -f docs/results/policies-served.md
 	@KVEVICT_ALL_POLICIES=docs/results/policies-served.md $(BIN)/python -m pytest tests/e2e/test_policies.py $(ARGS)
@@ -79,7 +83,7 @@ test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 test-peers: export OMP_WAIT_POLICY := passive
 test-peers: model ## compare kept positions with kvpress, in an environment of its own
 	@scripts/setup_peers.sh
-	@PYTHONPATH=tools .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
+	@PYTHONPATH=tools .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/python -m kvevict_tools.models)"
 	@$(BIN)/python -m pytest tools/peers/check_kvpress.py $(ARGS)
 
 test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
@@ -104,7 +108,7 @@ bench-quality: model ## what answers are worth after compression (ARGS="--polici
 bench-peers: export OMP_WAIT_POLICY := passive
 bench-peers: model ## the same contexts and questions with kvpress, in an environment of its own
 	@scripts/setup_peers.sh
-	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/sgl-kvevict model)" $(ARGS)
+	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/python -m kvevict_tools.models)" $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
 
 bench-policies: model ## what each policy costs and what it keeps; writes docs/results/policies-* and docs/policies.md

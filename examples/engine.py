@@ -3,7 +3,7 @@
 `sgl.Engine` takes both backends as keywords; the plugin's configuration is in KVEVICT_CONFIG, as for a server. A prompt
 without an answer (`max_new_tokens: 0`) has its prefix scored and compressed, then the batch reads the compressed copy.
 
-    .venv/bin/python examples/engine.py [MODEL_FOLDER]
+    .venv/bin/python examples/engine.py [MODEL]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 from station import HANDBOOK, TASK, cache_line, engine_settings
 
-from sgl_kvevict.model import ensure_model
+from sgl_kvevict.cli.model_names import resolve_model
 
 CHAPTERS = HANDBOOK[HANDBOOK.index("\n5. ") : HANDBOOK.index("\n8. ")]
 QUESTIONS = (  # and how the answers begin
@@ -28,9 +28,9 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def main(model: str | None = None) -> None:
+def main(model: str = "demo") -> None:
     """Cache the document, wait until it is compressed, answer in one batch."""
-    settings = engine_settings() | {"model_path": model or str(ensure_model())}
+    settings = engine_settings() | {"model_path": resolve_model(model)}
     import sglang as sgl  # after the settings, which choose its platform
 
     engine = sgl.Engine(radix_cache_backend="kvevict", attention_backend="kvevict", **settings)

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.launcher import CPU_ENV, has_fast_bfloat16
+from sgl_kvevict.machine import has_fast_bfloat16
 
 HANDBOOK = (Path(__file__).resolve().parent / "data" / "station_handbook.txt").read_text(encoding="utf-8").strip()
 TASK = (
@@ -60,5 +60,5 @@ def engine_settings() -> dict[str, Any]:
 
     if torch.cuda.is_available():
         return {}
-    os.environ.update(CPU_ENV)
+    os.environ.update(SGLANG_PLATFORM="kvevict_cpu", HF_HUB_OFFLINE="1", GOMP_SPINCOUNT="10000")
     return {"device": "cpu", "dtype": "auto" if has_fast_bfloat16() else "float32", "max_total_tokens": 6000}

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_kvevict.launcher import System, kvevict_system, launch
-from sgl_kvevict.model import ensure_model
+from kvevict_tools.launcher import System, kvevict_system, launch
+from kvevict_tools.models import ensure_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gallery.md"

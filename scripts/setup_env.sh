@@ -73,5 +73,7 @@ step "4/7 what SGLang needs to run on a CPU (about 120 packages)" pip -r require
 step "5/7 tests, linters, plots" pip -r requirements/dev.txt
 step "6/7 FlashInfer's Python part, for tests of the GPU path" pip --no-deps -r requirements/flashinfer.txt
 step "7/7 sgl-kvevict, editable" pip --no-deps --no-build-isolation -e .
+# Packages of a checkout that the wheel lacks (tools/kvevict_tools).
+echo "$PWD/tools" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvevict_checkout.pth"
 fingerprint >"$stamp"
 echo "setup: ready after $SECONDS s"

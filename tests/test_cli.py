@@ -20,7 +20,6 @@ from sgl_kvevict.cli.server_plan import (
 )
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.model import DEMO, MODELS, model_path
 from sgl_kvevict.policies.by_name import list_policies
 
 
@@ -111,8 +110,9 @@ def test_a_hub_name_may_be_looked_up(model_folder: str, monkeypatch: pytest.Monk
     assert flag_value(plan.command, "--served-model-name") == "organisation/model"
 
 
-def test_the_demo_model_is_made_and_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_a_name_is_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}[model])
+    monkeypatch.setattr(server_plan, "unknown_model", lambda _model: None)
     monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
     for is_fast, dtype in ((True, None), (False, "float32")):
         monkeypatch.setattr(server_plan, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
@@ -359,21 +359,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and out.startswith("sgl-kvevict 0.") and "\nsglang " in out
 
 
-def test_model_prints_the_folder_of_a_made_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / MODELS[DEMO].folder
-    folder.mkdir()
-    code, out, err = run(capsys, "model", "--dir", str(tmp_path))
-    assert (code, out) == (1, "") and "lacks config.json" in err
-    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
-        (folder / name).touch()
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).touch()
-    assert run(capsys, "model", "--dir", str(tmp_path)) == (0, f"{folder}\n", "")
-    assert model_path(directory=tmp_path) == folder
-
-
 def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys)
     assert code == 2
-    for command in ("serve", "policies", "model", "--version"):
+    for command in ("serve", "policies", "--version"):
         assert command in out + err

@@ -14,7 +14,7 @@ SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kerne
 KERNELS = "kvevict_kernels"
 BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "fields", "request", "long_prompts"}
 MACHINE = "machine"
-TOP = {"cli", "client", "launcher", "measure", "model"}
+TOP = {"cli", "client"}
 BELOW_TOP = {
     *(KERNELS, "events", "policies", "distill", "attention", "prefix", "store", "compression", "lifecycle"),
     *("sglang_adapter", MACHINE),
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,
     "lifecycle": {KERNELS, "events", "policies", "distill", "prefix", "store", "compression"} | BASE,
     "sglang_adapter": BELOW_TOP - {"sglang_adapter"},
-    **dict.fromkeys(TOP, BELOW_TOP | TOP - {"measure"}),  # measure is not in the wheel
+    **dict.fromkeys(TOP, BELOW_TOP | TOP),
 }
 # Third-party package -> the only places (path prefixes below a source folder) that may import it.
 ONLY_IN = {
@@ -45,11 +45,10 @@ ONLY_IN = {
         "sgl_kvevict/cli/size.py",
     ),
     "yaml": ("sgl_kvevict/config_file.py",),
-    "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect"),
+    "transformers": ("sgl_kvevict/cli/inspect",),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
     "fsspec": ("sgl_kvevict/store/remote.py",),
-    "filelock": ("sgl_kvevict/store/directory.py", "sgl_kvevict/model.py"),
-    "tokenizers": ("sgl_kvevict/model.py",),
+    "filelock": ("sgl_kvevict/store/directory.py",),
     "typer": ("sgl_kvevict/cli/",),
     "rich": ("sgl_kvevict/cli/",),
     "zmq": ("sgl_kvevict/events/",),
@@ -57,7 +56,7 @@ ONLY_IN = {
     "uvloop": ("sgl_kvevict/cli/",),
     "prometheus_client": ("sgl_kvevict/sglang_adapter/monitoring/metrics.py",),
 }
-NEVER = {"tests", "tools", "helpers", "benchmarks", "examples", "pytest", "hypothesis", "matplotlib"}
+NEVER = {"tests", "tools", "kvevict_tools", "helpers", "benchmarks", "examples", "pytest", "hypothesis", "matplotlib"}
 
 
 def imported_modules(tree: ast.AST, package: str) -> Iterator[str]:
@@ -146,8 +145,8 @@ def test_every_file_keeps_the_rules() -> None:
         ("sgl_kvevict/attention/cpu/numba_attention.py", "from numba import njit"),
         ("kvevict_kernels/compact_kv/__init__.py", "from sgl_kvevict import geometry"),
         ("kvevict_kernels/compact_kv/__init__.py", "from sgl_kvevict.errors import KVEvictError"),
-        ("sgl_kvevict/cli/learn.py", "from sgl_kvevict.measure import flush"),
-        ("sgl_kvevict/model.py", "from helpers.tolerance import check"),
+        ("sgl_kvevict/cli/learn.py", "from kvevict_tools.measure import flush"),
+        ("sgl_kvevict/cli/size.py", "from helpers.tolerance import check"),
     ],
 )
 def test_a_breach_is_found(relative: str, source: str) -> None:

@@ -23,7 +23,7 @@ COMPLETE = Machine(
         "numba": "0.65.1",
     },
     plugins=frozenset({"kvevict", "kvevict_cpu"}),
-    cpu_flags=frozenset({"avx2", "avx512bw", "avx512_bf16", "amx_tile"}),
+    cpu_flags=frozenset({"avx2", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile"}),
     host_gib=60.0,
     glibc="2.39",
     torch_cuda="13.0",
@@ -134,3 +134,17 @@ def test_the_machine_at_hand() -> None:
 def test_neither_sglang_nor_torch_is_imported_at_the_top() -> None:
     code = "import sys, sgl_kvevict.machine; assert not {'torch', 'sglang', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "is_fast"),
+    [
+        ("model name\t: A\nflags\t\t: sse avx2 fma\n", False),
+        ("model name\t: B\nflags\t\t: avx2 avx512bw avx512dq avx512vl\n", True),
+        ("Features\t: asimd bf16\n", True),
+        ("", True),
+    ],
+)
+def test_float32_where_bfloat16_is_slow(monkeypatch: pytest.MonkeyPatch, cpuinfo: str, is_fast: bool) -> None:
+    monkeypatch.setattr(checks, "_read", lambda _path: cpuinfo)
+    assert checks.has_fast_bfloat16() is is_fast

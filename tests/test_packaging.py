@@ -106,11 +106,22 @@ def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     for folder, package in ((ROOT, "sgl_kvevict"), (ROOT / "kernels", "kvevict_kernels")):
         modules = {path.relative_to(folder).as_posix() for path in (folder / package).rglob("*.py")}
-        assert modules - set(names) <= {"sgl_kvevict/measure/__init__.py"}
+        assert modules <= set(names)
         assert f"{package}/py.typed" in names
-    assert "sgl_kvevict/cli/inspect_page.html" in names and "sgl_kvevict/measure/__init__.py" not in names
+    assert "sgl_kvevict/cli/inspect_page.html" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"sgl_kvevict", "kvevict_kernels"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_without_the_tools_of_a_checkout_the_command_runs_and_says_what_is_missing(tmp_path: Path) -> None:
+    """As from a wheel."""
+    hide = "import sys; sys.path = [p for p in sys.path if not p.endswith('/tools')]; "
+    code = "from sgl_kvevict.cli.model_names import unknown_model; import importlib.util as u; "
+    code += "print(u.find_spec('kvevict_tools'), unknown_model('demo'))"
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", hide + code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("None model: got 'demo', no such folder;"), done.stderr
+    assert "`make model` of a checkout puts the demo model (now: none)" in done.stdout
 
 
 def test_requirement_files_are_exact_pins_without_addresses() -> None:

@@ -1,4 +1,4 @@
-"""Write generated tables: fields of the configuration, sockets, metrics, and goals of quality by model.
+"""Write generated tables: fields of the configuration, sockets, metrics, goals of quality by model, and flows.
 
 Run: python tools/write_tables.py [--check]
 """
@@ -29,6 +29,7 @@ LABELLED = {
     "refusals_total": "by `reason`, as in the event `Refused`",
     "errors_total": "exceptions held, by `place` ([reliability.md](reliability.md))",
 }
+FLOWS = tuple(ROOT / "docs" / "results" / name for name in ("flows-before.json", "flows.json"))
 HISTOGRAM = "compression_seconds"
 
 
@@ -54,6 +55,30 @@ def metrics_table() -> str:
     return "\n".join(["|series|meaning|", "|---|---|", *lines])
 
 
+def flow_table() -> str:
+    """One row per flow that ``tools/trace_flows.py`` counted: before -> now, where they differ."""
+    before, now = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"flows": {}, "enum members": {}}
+        for path in FLOWS
+    )
+    counted = ("files", "functions", "crossings", "calls")
+    lines = ["|flow|files|functions|crossings|calls|functions that resize|", "|---|--:|--:|--:|--:|--:|"]
+    for name in before["flows"] | now["flows"]:
+        runs = [run["flows"].get(name) for run in (before, now)]
+        cells = [_change(*(run and run[key] for run in runs)) for key in counted]
+        lines.append("|".join(["", name, *cells, _change(*(run and len(run["resized by"]) for run in runs)), ""]))
+    folders = before["enum members"] | now["enum members"]
+    counts = {folder: _change(*(run["enum members"].get(folder) for run in (before, now))) for folder in folders}
+    named = ", ".join(f"`{folder}` {count}" for folder, count in counts.items())
+    return "\n".join([*lines, "", f"Members of enumerations, by folder: {named}."])
+
+
+def _change(before: int | None, now: int | None) -> str:
+    """A figure, or two with an arrow; nothing is shown as "-"."""
+    figures = [f"{figure:,}" for figure in (before, now) if figure]
+    return " -> ".join(dict.fromkeys(figures)) or "-"
+
+
 def with_block(text: str, name: str, body: str) -> str:
     """Replace what stands between ``<!-- NAME: ... -->`` and ``<!-- end of NAME -->``.
 
@@ -76,6 +101,7 @@ def main() -> None:
         ("docs/configuration.md", "configuration", field_table(KVEvictConfig)),
         ("docs/operations.md", "sockets", field_table(EventsConfig)),
         ("docs/operations.md", "metrics", metrics_table()),
+        ("docs/design.md", "flows", flow_table()),
         ("docs/quality.md", "goals", goal_table(read_rows(MODEL_RESULTS)).rstrip()),
     ):
         path = ROOT / document

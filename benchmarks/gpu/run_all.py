@@ -89,7 +89,7 @@ def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dic
         "sections": {},
         "failures": {},
     }
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    paths = [*(str(ROOT / folder) for folder in (".", "kernels", "tools")), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if is_smoke:
         env["TRITON_INTERPRET"] = "1"

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks/gpu", ".", "kernels", "tests")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks/gpu", ".", "kernels", "tools", "tests")]
 
 from gpu_bench import rows as rows_module  # noqa: E402
 from gpu_bench.phases import START_SECONDS_LEFT, Phases  # noqa: E402
@@ -52,8 +52,8 @@ from gpu_bench.systems import (  # noqa: E402
     write_random_model,
 )
 
-from sgl_kvevict.launcher import LaunchError  # noqa: E402
-from sgl_kvevict.model import model_path  # noqa: E402
+from kvevict_tools.launcher import LaunchError  # noqa: E402
+from kvevict_tools.models import model_path  # noqa: E402
 
 ANSWERING = ("triton", "ours-full", "ours")
 """Systems whose answers are compared with those of the first."""

@@ -27,7 +27,7 @@ from paper_bench.results import Results
 from paper_bench.texts import question_at_the_end, running_texts
 from policy_bench.prompt import DemoModel
 
-from sgl_kvevict.model import ensure_model
+from kvevict_tools.models import ensure_model
 
 PAPERS = ("ada-kv", "chunkkv", "d2o", "k-vec")
 ROOT = Path(__file__).resolve().parents[2]

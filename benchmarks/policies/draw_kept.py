@@ -17,7 +17,7 @@ from policy_bench.measure import PolicyRun
 from policy_bench.prompt import DemoModel, PrefilledPrompt
 from torch import Tensor
 
-from sgl_kvevict.model import ensure_model
+from kvevict_tools.models import ensure_model
 from sgl_kvevict.policies import Signal, build_policy, list_policies
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "results" / "policies-kept.png"

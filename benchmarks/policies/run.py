@@ -24,7 +24,7 @@ from policy_bench.measure import Cost, PolicyRun, measure
 from policy_bench.prompt import DemoModel, PrefilledPrompt
 from policy_bench.report import write_report
 
-from sgl_kvevict.model import ensure_model
+from kvevict_tools.models import ensure_model
 from sgl_kvevict.policies import Signal, build_policy, list_policies
 
 ROOT = Path(__file__).resolve().parents[2]

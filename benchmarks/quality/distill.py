@@ -29,11 +29,11 @@ from kvevict_quality.rows import ROOT
 from kvevict_quality.sample import Prompts, Sample
 from kvevict_quality.tasks import make_sample
 
+from kvevict_tools.models import ensure_model
 from sgl_kvevict.distill import CachedRange, ScoredText, ScoreLearner, ScoreWeights, window_features
 from sgl_kvevict.distill.learner import top_recall
 from sgl_kvevict.distill.texts import Kind, training_texts
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.model import ensure_model
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import QueryWindow, Signal

@@ -29,6 +29,7 @@ from kvevict_quality.rows import ROOT
 from kvevict_quality.sample import Prompts, Question, Sample
 from kvevict_quality.tasks import make_sample, select_tasks
 
+from kvevict_tools.models import DEMO, made_model
 from sgl_kvevict.distill import (
     ModelIdentity,
     ScoreWeights,
@@ -39,7 +40,6 @@ from sgl_kvevict.distill import (
 )
 from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.model import DEMO, resolve_model
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.methods.distilled import relative_norms
 from sgl_kvevict.policies.scorers import log_attention
@@ -65,7 +65,7 @@ NUM_SINKS = 4
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEMO, help="a name of `sgl-kvevict model --list` with learned scores")
+    parser.add_argument("--model", default=DEMO, help="a name of `make model ARGS=--list` with learned scores")
     parser.add_argument("--tasks", nargs="*", default=["table", "factbook", "reading", "squad", "needle-multi-key"])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--contexts", type=int, default=6)
@@ -170,7 +170,7 @@ class Comparison:
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     """One row per task and choice."""
-    folder = Path(resolve_model(args.model))
+    folder = Path(made_model(args.model))
     comparison, started = Comparison(folder, args.budget), time.monotonic()
     for task in select_tasks(args.tasks):
         found = Divergences()

@@ -23,7 +23,7 @@ from kvevict_quality.sample import Prompts
 from kvevict_quality.systems import AWAITED, FULL, KNOWN_QUESTIONS, TWO_STAGES, WHILE_PREFILLED, Setup, parse_policy
 from kvevict_quality.tasks import FIDELITY_TASKS, GROUPS, select_tasks
 
-from sgl_kvevict.model import DEMO, resolve_model
+from kvevict_tools.models import DEMO, made_model
 
 CONTROL = "random"
 
@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=100, help="at least so many per task")
     parser.add_argument("--contexts", type=int, help="so many per task instead")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default=DEMO, help="folder, or a name of `sgl-kvevict model --list`")
+    parser.add_argument("--model", default=DEMO, help="folder, or a name of `make model ARGS=--list`")
     parser.add_argument("--aware", action="store_true", help="context and question in one prompt")
     parser.add_argument("--probes", action="store_true", help="have contexts repeat parts of themselves, too")
     parser.add_argument("--own-full", action="store_true", help="full cache: this plugin's attention (policy none)")
@@ -57,7 +57,7 @@ def main() -> None:
     def progress(text: str) -> None:
         print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
 
-    model = Path(resolve_model(args.model))
+    model = Path(made_model(args.model))
     plan = Plan(
         model=model,
         prompts=Prompts(AutoTokenizer.from_pretrained(model)),

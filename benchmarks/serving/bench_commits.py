@@ -19,7 +19,7 @@ from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.results import ROOT
 
-from sgl_kvevict.launcher import System, kvevict_system
+from kvevict_tools.launcher import System, kvevict_system
 
 BEFORE = "ae37000"
 """The last commit without prompts longer than the pool, speculation, images, latents and the host's memory."""

@@ -15,7 +15,7 @@ from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, decode_figures, stream_all
 from serving_bench.texts import document, question
 
-from sgl_kvevict.measure import in_turn, wait_until_scored
+from kvevict_tools.measure import in_turn, wait_until_scored
 
 POOL_SLOTS = 10_000
 BUDGETS = (1.0, 0.5, 0.1)

@@ -16,8 +16,8 @@ from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document
 from serving_bench.watch import most_slots
 
-from sgl_kvevict.launcher import System, kvevict_system, stock_system
-from sgl_kvevict.measure import in_turn
+from kvevict_tools.launcher import System, kvevict_system, stock_system
+from kvevict_tools.measure import in_turn
 
 POOL_SLOTS = 6_000
 PROMPT_TOKENS = 512

@@ -21,8 +21,8 @@ from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream
 from serving_bench.texts import document, question
 
-from sgl_kvevict.launcher import System, kvevict_system
-from sgl_kvevict.measure import in_turn, plugin_state
+from kvevict_tools.launcher import System, kvevict_system
+from kvevict_tools.measure import in_turn, plugin_state
 
 POOL_SLOTS = 24_000
 """More than all prompts together: nothing is dropped, or shrinks for others."""

@@ -22,9 +22,9 @@ from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document, question
 from serving_bench.watch import watching
 
+from kvevict_tools.launcher import RunningServer, System, free_port, kvevict_system
+from kvevict_tools.measure import flush, in_turn, wait_until_scored
 from sgl_kvevict.events.types import Compressed, ScoringPass
-from sgl_kvevict.launcher import RunningServer, System, free_port, kvevict_system
-from sgl_kvevict.measure import flush, in_turn, wait_until_scored
 
 POOL_SLOTS = 12_000
 RAMP_S = 0.6

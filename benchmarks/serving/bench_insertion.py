@@ -25,11 +25,10 @@ from serving_bench.page import Page, Table
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from helpers.learned import random_scores
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import LearnedScores, ScoreWeights
-from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.prefix import SegmentPacker
@@ -168,11 +167,8 @@ def compression_cost(num_tokens: int) -> dict[str, float]:
     config = KVEvictConfig()
     built = build_policy(config.policy, {})
     assert built is not None
-    columns = num_cache_features(64)
-    cache, window = (torch.randn(30, 3, n, generator=generator) / 100 for n in (columns, columns + NUM_WINDOW))
-    weights = ScoreWeights(cache, window, 8)
     rotary = Rotary(torch.ones(num_tokens, 64), is_neox=True)
-    learned = LearnedScores(rotary, weights)
+    learned = random_scores(geometry, rotary)
     compressor = Compressor(config, built, SegmentPacker(geometry, k, k.clone()), rotary, learned=learned)
     observation = compressor.new_observation()
     window = max(built.window_size, 1)

@@ -19,8 +19,8 @@ from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream
 from serving_bench.texts import document
 
-from sgl_kvevict.launcher import System, kvevict_system
-from sgl_kvevict.measure import alone
+from kvevict_tools.launcher import System, kvevict_system
+from kvevict_tools.measure import alone
 
 POOL_SLOTS = 2944
 USERS = 16

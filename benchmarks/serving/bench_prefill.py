@@ -11,8 +11,8 @@ from serving_bench.page import Page, Table
 from serving_bench.streams import stream_all
 from serving_bench.texts import document
 
-from sgl_kvevict.launcher import kvevict_system
-from sgl_kvevict.measure import flush, in_turn, plugin_state
+from kvevict_tools.launcher import kvevict_system
+from kvevict_tools.measure import flush, in_turn, plugin_state
 
 POOL_SLOTS = 10_000
 SHRINKING = "prefill_budget 0.5, chunks of 1024"

@@ -15,7 +15,7 @@ from serving_bench.needles import Answered, Context, Needles, figures, rounds
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 
-from sgl_kvevict.measure import alone, in_turn, wait_until_scored
+from kvevict_tools.measure import alone, in_turn, wait_until_scored
 
 POOL_SLOTS = 16_384
 CONTEXT_TOKENS = 1024

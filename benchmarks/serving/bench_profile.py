@@ -21,8 +21,8 @@ from serving_bench.streams import decode_figures, stream_all
 from serving_bench.texts import document, question
 from serving_bench.timing import COSTS, FORWARDS, Phase, seconds_in, with_timers
 
-from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16
-from sgl_kvevict.measure import alone, flush, wait_until_scored
+from kvevict_tools.launcher import RunningServer, has_fast_bfloat16
+from kvevict_tools.measure import alone, flush, wait_until_scored
 
 POOL_SLOTS = 10_000
 BUDGETS = (1.0,)

@@ -13,7 +13,7 @@ from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.sglang_client import Workload, held_slots, run_client
 
-from sgl_kvevict.measure import flush, in_turn
+from kvevict_tools.measure import flush, in_turn
 
 POOL_SLOTS = 6144
 CONCURRENCY = 2

@@ -15,7 +15,7 @@ from serving_bench.options import LOGS, Options, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.sglang_client import Workload, held_slots, run_client
 
-from sgl_kvevict.measure import in_turn
+from kvevict_tools.measure import in_turn
 
 POOL_SLOTS = 8192
 QUESTION_TOKENS = 32

@@ -20,9 +20,9 @@ from serving_bench.results import ROOT
 from serving_bench.streams import stream_all
 from serving_bench.texts import chosen_speeches, document, tokens_of
 
-from sgl_kvevict.launcher import RunningServer, System, kvevict_system
-from sgl_kvevict.measure import flush, in_turn, wait_until_scored
-from sgl_kvevict.model import ensure_model
+from kvevict_tools.launcher import RunningServer, System, kvevict_system
+from kvevict_tools.measure import flush, in_turn, wait_until_scored
+from kvevict_tools.models import ensure_model
 
 POOL_SLOTS = 8_000
 DOCUMENT_TOKENS = 2_400
@@ -50,7 +50,7 @@ class Acceptance:
 
     Attributes:
         algorithm: ``NGRAM`` or ``STANDALONE``.
-        model: a name of ``sgl_kvevict.model.MODELS``; empty: the model of ``--model``.
+        model: a name of ``kvevict_tools.models.MODELS``; empty: the model of ``--model``.
         draft: likewise, of ``STANDALONE``; empty: the model itself.
     """
 

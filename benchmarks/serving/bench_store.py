@@ -22,9 +22,9 @@ from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document, question
 
+from kvevict_tools.launcher import System, kvevict_system
+from kvevict_tools.measure import in_turn, plugin_state, wait_until_scored
 from sgl_kvevict import client
-from sgl_kvevict.launcher import System, kvevict_system
-from sgl_kvevict.measure import in_turn, plugin_state, wait_until_scored
 from sgl_kvevict.store.segment_file import read_header
 
 RESTART = "a document of 2,800 tokens, after a restart"

@@ -16,7 +16,7 @@ from serving_bench.fleet import COMMON_FLAGS, DEFAULT
 from serving_bench.options import LOGS, parse_options
 from serving_bench.results import ROOT, origin
 
-from sgl_kvevict.launcher import kvevict_system, launch_all, stock_system
+from kvevict_tools.launcher import kvevict_system, launch_all, stock_system
 
 TOOL = ROOT / ".venv-cache-pressure" / "bin" / "cache-pressure"
 POOL_SLOTS = 4000

@@ -21,7 +21,7 @@ from serving_bench.fleet import DEFAULT, compared_systems, running
 from serving_bench.options import LOGS, Options, Recorder
 from serving_bench.results import RESULTS, Row, origin
 
-from sgl_kvevict.model import ensure_model
+from kvevict_tools.models import ensure_model
 
 LIMIT = 0.8
 POOL_SLOTS = 8_000

@@ -18,10 +18,10 @@ from kvevict_demo.report import answers_table, figures_table, json_line, summary
 from kvevict_demo.systems import Figures, Rounds, systems
 from rich.console import Console
 
+from kvevict_tools.launcher import System, launch_all
+from kvevict_tools.models import made_model
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.launcher import System, launch_all
-from sgl_kvevict.model import resolve_model, unknown_model
+from sgl_kvevict.errors import KVEvictError
 
 POOL_SLOTS = 6000
 NUM_ROUNDS = 5
@@ -37,7 +37,7 @@ def _budget(text: str) -> float | int:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Model folder, or a name of 'sgl-kvevict model --list'.")] = "demo",
+    model: Annotated[str, typer.Option(help="Model folder, or a name of 'make model ARGS=--list'.")] = "demo",
     policy: Annotated[str | None, typer.Option(help="Policy; default: the configuration's own.")] = None,
     budget: Annotated[str | None, typer.Option(help="Share in (0, 1], or entries per head; default: likewise.")] = None,
     pool_slots: Annotated[int, typer.Option(help="KV pool of every server, in token slots.")] = POOL_SLOTS,
@@ -51,9 +51,7 @@ def main(
         config["policy"] = policy
     if budget is not None:
         config["budget"] = _budget(budget)
-    if reason := unknown_model(model):
-        raise ConfigError(reason)
-    folder = resolve_model(model)
+    folder = made_model(model)
     compared = systems(config, pool_slots)
     groups = _groups(compared, console)
     is_in_turn = len(groups) == 1

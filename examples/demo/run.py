@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.launcher import STRICT_CHECK_ENV, RunningServer, kvevict_system, launch
-from sgl_kvevict.measure import flush, idle_gauges, plugin_state
-from sgl_kvevict.model import resolve_model, unknown_model
+from kvevict_tools.launcher import STRICT_CHECK_ENV, RunningServer, kvevict_system, launch
+from kvevict_tools.measure import flush, idle_gauges, plugin_state
+from kvevict_tools.models import made_model
+from sgl_kvevict.errors import KVEvictError
 
 POOL_SLOTS = 3500
 """The least: the uncompressed document and a scoring pass. The model's context sets the most."""
@@ -41,7 +41,7 @@ Try next
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Model folder, or a name of 'sgl-kvevict model --list'.")] = "demo",
+    model: Annotated[str, typer.Option(help="Model folder, or a name of 'make model ARGS=--list'.")] = "demo",
     budget: Annotated[float, typer.Option(help="Share of entries kept.", min=0.01, max=1.0)] = 0.2,
     pool_slots: Annotated[int, typer.Option(help="KV pool, in token slots.", min=POOL_SLOTS, max=7000)] = POOL_SLOTS,
     stay: Annotated[bool, typer.Option(help="Leave the server up until Ctrl-C.")] = False,
@@ -49,9 +49,7 @@ def main(
 ) -> None:
     """Run the demo; see the module's description."""
     console = Console(stderr=True, highlight=False, width=110)
-    if reason := unknown_model(model):
-        raise ConfigError(reason)
-    folder = resolve_model(model)
+    folder = made_model(model)
     config: dict[str, Any] = {"budget": budget}
     if stay:
         config["events"] = {}

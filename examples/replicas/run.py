@@ -26,8 +26,6 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from sgl_kvevict.launcher import start_watcher
-
 BIN = Path(sys.executable).parent
 START_S = 600.0
 STOP_S = 30.0
@@ -72,7 +70,8 @@ class Replica:
 def start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start a process in a group of its own, which ends with this process even if this one is killed."""
     process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    WATCHERS.append(start_watcher(process.pid))
+    watch = ["sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(process.pid)]  # the pipe closes when this process ends
+    WATCHERS.append(subprocess.Popen(watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True))
     return process
 
 

@@ -1,6 +1,6 @@
-"""The command ``sgl-kvevict``: serve a model, watch its cache, list policies, make a model.
+"""The command ``sgl-kvevict``: serve a model, watch its cache, list policies.
 
-Exit codes: 0 success, 1 a failure on the way (a download, a dead server), 2 bad input.
+Exit codes: 0 success, 1 a failure on the way (a dead server), 2 bad input.
 """
 
 from __future__ import annotations
@@ -173,32 +173,6 @@ def policies(
         options = policy.describe()
         described = [(option.name, str(option.default), option.meaning, option.allowed) for option in options]
         print_table(("option", "default", "meaning", "allowed"), described)
-
-
-@app.command()
-def model(
-    name: Annotated[str, typer.Argument(help="Which one; see --list.")] = "demo",
-    is_list: Annotated[bool, typer.Option("--list", help="List the models that have names, and stop.")] = False,
-    accept_terms: Annotated[
-        bool, typer.Option("--accept-terms", help="Accept the model's own terms, where it has some.")
-    ] = False,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Folder of models; default: the user's cache folder.")
-    ] = None,
-) -> None:
-    """Download and convert a model that has a name, once; print its folder."""
-    from sgl_kvevict.model import MODELS, ensure_model, model_path
-
-    if not is_list:
-        typer.echo(ensure_model(name, directory, accept_terms=accept_terms))
-        return
-    from sgl_kvevict.cli.output import print_table
-
-    rows = [
-        (key, each.folder, f"{each.megabytes:,} MB", each.facts, str(model_path(key, directory) or "no"))
-        for key, each in MODELS.items()
-    ]
-    print_table(("name", "model", "download", "what", "here"), rows)
 
 
 for command in (operate.top, operate.inspect, operate.warm, operate.learn, operate.size, check):

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 
-from sgl_kvevict.cli.server_plan import plan_serve
+from sgl_kvevict.cli.server_plan import ServePlan, plan_serve
 from sgl_kvevict.config import parse_config
 from sgl_kvevict.distill.files import read_recall
 from sgl_kvevict.distill.learner import MIN_RECALL
 from sgl_kvevict.distill.texts import passages_of
 from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.launcher import launch
 from sgl_kvevict.sglang_adapter.start_checks import output_reasons
 
 TIMEOUT_S = 24 * 3600.0
@@ -25,11 +31,83 @@ TIMEOUT_S = 24 * 3600.0
 POLL_SECONDS = 0.5
 _MARKS = ("kvevict: learning scores", "kvevict: learned scores")
 
+PORTS = range(20_000, 32_000)
+"""Below the ports of outgoing connections, one of which could take it while the server loads its model."""
+STOP_SECONDS = 10.0
+
 Say = Callable[[str], None]
 
 
 class LearnError(KVEvictError):
-    """The learned scores have too little recall, or were not written."""
+    """The server ended, or the learned scores have too little recall, or were not written."""
+
+
+class _Server:
+    """A server in a process group of its own, for a ``with`` block; its output goes to ``log``.
+
+    A shell reads a pipe from this process. The pipe closes however this process ends, and the shell ends the group.
+    """
+
+    def __init__(self, plan: ServePlan, log: Path) -> None:
+        port = next(port for port in random.sample(PORTS, len(PORTS)) if _is_free(port))
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*plan.command, "--host", "127.0.0.1", "--port", str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **plan.environ},
+                start_new_session=True,
+            )
+        watch = ["sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(self._process.pid)]
+        nothing = subprocess.DEVNULL
+        self._watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, stderr=nothing, start_new_session=True)
+
+    def __enter__(self) -> _Server:
+        deadline = time.monotonic() + TIMEOUT_S
+        try:
+            while time.monotonic() < deadline:
+                self._check_alive()
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{self._url}/health", timeout=300):
+                    return self  # an error says: refused, 503, or too slow yet
+                time.sleep(0.1)
+            raise LearnError(f"the server gave no answer within {TIMEOUT_S:.0f} s\n{self.log_tail()}")
+        except BaseException:
+            self._stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def log_tail(self, num_lines: int = 40) -> str:
+        """The last lines of the server's output."""
+        return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+
+    def _check_alive(self) -> None:
+        if self._process.poll() is not None:
+            raise LearnError(f"the server exited with code {self._process.returncode}\n{self.log_tail()}")
+
+    def _stop(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        self._watcher.kill()
+        self._watcher.communicate()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def learn(model: str, out: Path, texts: Path | None, sglang_flags: Sequence[str], say: Say) -> None:
@@ -40,8 +118,8 @@ def learn(model: str, out: Path, texts: Path | None, sglang_flags: Sequence[str]
 
     Raises:
         ConfigError: ``out`` cannot be written, the texts are too few, or the server cannot start with these flags.
-        LearnError: nothing was learned, or the scores, which are written all the same, have too little recall.
-        LaunchError: the server did not start, or ended.
+        LearnError: the server did not start, or ended; nothing was learned, or the scores, which are written all the
+            same, have too little recall of the entries that scoring passes keep.
     """
     if reasons := output_reasons("--out", out):
         raise ConfigError(reasons[0])
@@ -52,13 +130,8 @@ def learn(model: str, out: Path, texts: Path | None, sglang_flags: Sequence[str]
         learned, log_path = Path(folder) / "scores.safetensors", Path(folder) / "server.log"
         values = {"score_weights": str(learned), "score_texts": None if texts is None else str(texts.absolute())}
         plan = plan_serve(model, parse_config(values, "sgl-kvevict learn"), sglang_flags, listens=False)
-        place = plan.command.index("--model-path")
-        served, flags = plan.command[place + 1], plan.command[place + 2 :]
         say(f"starting a server of {model} that learns scores before it is ready")
-        with (
-            _progress(log_path, say),
-            launch(served, flags=flags, env=plan.environ, log_path=log_path, timeout_s=TIMEOUT_S) as server,
-        ):
+        with _progress(log_path, say), _Server(plan, log_path) as server:
             if not learned.exists():
                 raise LearnError(f"the server learned nothing:\n{server.log_tail(12)}")
         recall = read_recall(learned) or 0.0

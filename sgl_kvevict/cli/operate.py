@@ -153,7 +153,7 @@ def _read_messages(path: Path) -> list[dict[str, str]]:
 
 
 def size(
-    model: Annotated[str, typer.Option(help="Model folder, hub name, or a name of 'sgl-kvevict model --list'.")],
+    model: Annotated[str, typer.Option(help="Model folder, hub name, or a model of 'make model' (demo).")],
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one prefix.")],
     budget: Annotated[str, typer.Option(help="Share of entries to keep (0.2), or entries per KV head (256).")] = "0.2",
     pool_tokens: Annotated[int | None, typer.Option(min=1, help="Token slots of the pool.")] = None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-ModelName = Annotated[str, typer.Argument(help="Model folder, hub name, or a name of 'sgl-kvevict model --list'.")]
+ModelName = Annotated[str, typer.Argument(help="Model folder, hub name, or a model of 'make model' (demo).")]
 SGLangFlags = Annotated[
     list[str] | None, typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged.")
 ]

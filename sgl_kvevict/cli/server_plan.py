@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sgl_kvevict.cli.model_names import resolve_model, unknown_model
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
 from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.launcher import has_fast_bfloat16
-from sgl_kvevict.model import MODELS, resolve_model, unknown_model
+from sgl_kvevict.machine import has_fast_bfloat16
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.start_checks import (
     BACKENDS,
@@ -127,7 +127,7 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str], *
     """Determine the command that starts SGLang.
 
     Args:
-        model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
+        model: model folder, hub name, or a name that :func:`resolve_model` knows.
         config: with checked fields.
         sglang_flags: the user's own SGLang flags, passed on unchanged.
         listens: check that ``--port`` of the flags, or SGLang's default, is free; False: a port is chosen later.
@@ -151,7 +151,7 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str], *
     environ = {ENV_VAR: config.model_dump_json(exclude_unset=True)}
     if on_cpu:
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
-        if model in MODELS and not has_fast_bfloat16():
+        if path != model and not has_fast_bfloat16():  # a named model: bfloat16
             wanted["--dtype"] = "float32"
         environ["SGLANG_PLATFORM"] = os.environ.get("SGLANG_PLATFORM") or CPU_PLATFORM
     if Path(path).is_dir():
@@ -193,7 +193,7 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
     problems = []
     if importlib.util.find_spec("sglang") is None:
         problems.append("SGLang is not installed: pip install 'sgl-kvevict[gpu]', or `make setup` on a CPU")
-    folder = Path(model)
+    folder = Path(resolve_model(model))
     if reason := unknown_model(model):
         problems.append(reason)
     elif folder.is_dir() and not (folder / "config.json").is_file():

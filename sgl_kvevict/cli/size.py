@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from sgl_kvevict.cli.model_names import resolve_model
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.long_prompts import LongPrompts
-from sgl_kvevict.model import resolve_model
 
 COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
 
@@ -62,7 +62,7 @@ class Fit:
 
 
 def read_model_sizes(model: str) -> ModelSizes:
-    """Read the sizes from a model's configuration; ``model`` is a folder, a hub name or a key of ``MODELS``.
+    """Read the sizes from a model's configuration; ``model`` is a folder, a hub name or a name here.
 
     Raises:
         ConfigError: no such model, or it has no plain attention.

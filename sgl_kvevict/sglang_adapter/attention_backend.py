@@ -25,7 +25,6 @@ from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
-from sgl_kvevict.sglang_adapter import cpu_data_parallel
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
@@ -33,6 +32,7 @@ from sgl_kvevict.sglang_adapter.graphs import device_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.latents import use_absorbed_queries
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
+from sgl_kvevict.sglang_adapter.platform import share_rows_on_cpu
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons, verification_reasons
 from sgl_kvevict.sglang_adapter.settings import ServerSettings
@@ -109,7 +109,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype, verifies)
         self._window_layers = _window_layers(model_runner, config.attention)
         if device.type == "cpu" and get_parallel().attn_dp_size > 1:
-            cpu_data_parallel.install()
+            share_rows_on_cpu()
         if is_latent:
             use_absorbed_queries()
         self._on_gpu: bool = device.type == "cuda"

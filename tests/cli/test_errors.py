@@ -211,7 +211,10 @@ def test_the_reader_of_a_pipe_may_stop(tmp_path: Path) -> None:
             "serve demo --port 30000",
             "error: No such option: --port (-h shows what is allowed; SGLang's own flags follow --)",
         ),
-        ("serve dmeo --dry-run", "got 'dmeo', no such folder; allowed: a folder, a hub name (OWNER/NAME), or demo, "),
+        (
+            "serve dmeo --dry-run",
+            "got 'dmeo', no such folder; allowed: a folder, a hub name (OWNER/NAME), or a name in ",
+        ),
         ("serve {empty} --dry-run -- --page-size 16", "  - --page-size is 16, only 1 is supported"),
         ("store ls {missing}", "which is not a folder; allowed: the folder or URL of a server's store"),
         ("top {dead} --count 1 --timeout 0.1 --json", "no answer from tcp://"),

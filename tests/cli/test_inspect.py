@@ -18,13 +18,13 @@ import pytest
 from helpers.event_sockets import description_of, ipc_config
 from helpers.harness import publish_server_args
 from helpers.watched import DOCUMENT, WatchedHarness
+from kvevict_tools.models import model_path
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.output import print_shaped
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.questions import KeptReport, StatusReport, TreeNode, TreeReport
 from sgl_kvevict.events.totals import Gauges, Pool, Totals
-from sgl_kvevict.model import model_path
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

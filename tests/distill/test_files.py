@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvevict_tools.models import model_path
 from sgl_kvevict.distill import (
     ModelIdentity,
     ScoreWeights,
@@ -24,7 +25,6 @@ from sgl_kvevict.distill import (
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.model import model_path
 from sgl_kvevict.policies import Rotary
 
 ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))

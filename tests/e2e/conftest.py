@@ -11,14 +11,14 @@ import pytest
 from helpers.e2e_env import ENV
 from helpers.preloaded import PATCH, Preloaded
 from helpers.tiny_model import save_tiny_llama
-from sgl_kvevict.launcher import (
+from kvevict_tools.launcher import (
     KVEVICT_CPU_FLAGS,
     STOCK_CPU_FLAGS,
     RunningServer,
     config_env,
     launch,
 )
-from sgl_kvevict.model import ensure_model
+from kvevict_tools.models import ensure_model
 
 Start = Callable[..., RunningServer]
 

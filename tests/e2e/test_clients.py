@@ -18,7 +18,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state
-from sgl_kvevict.measure import plugin_state
+from kvevict_tools.measure import plugin_state
 from sgl_kvevict.request import ticket_digest
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import idle_states
-from sgl_kvevict.measure import wait_until_scored
+from kvevict_tools.measure import wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -12,11 +12,11 @@ import pytest
 
 from helpers.tiny_model import save_tiny_llama
 from helpers.traffic import generate, idle_state
+from kvevict_tools.launcher import LaunchError
+from kvevict_tools.measure import flush, plugin_state
 from sgl_kvevict.client import warm
 from sgl_kvevict.distill import weights_folders
 from sgl_kvevict.distill.files import read_recall
-from sgl_kvevict.launcher import LaunchError
-from sgl_kvevict.measure import flush, plugin_state
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

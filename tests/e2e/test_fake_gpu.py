@@ -18,8 +18,8 @@ import torch
 from helpers import fake_gpu
 from helpers.preloaded import PATCH, ForkedServer, Preloaded
 from helpers.traffic import generate
-from sgl_kvevict.launcher import config_env, launch
-from sgl_kvevict.measure import plugin_state
+from kvevict_tools.launcher import config_env, launch
+from kvevict_tools.measure import plugin_state
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"))
 

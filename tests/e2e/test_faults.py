@@ -12,9 +12,9 @@ from helpers.event_sockets import wait_until
 from helpers.faults import FAULT_FILE, FAULTS
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from kvevict_tools.launcher import free_port
+from kvevict_tools.measure import plugin_state
 from sgl_kvevict.guard import Place
-from sgl_kvevict.launcher import free_port
-from sgl_kvevict.measure import plugin_state
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

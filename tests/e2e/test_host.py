@@ -10,7 +10,7 @@ import pytest
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state
-from sgl_kvevict.launcher import LaunchError
+from kvevict_tools.launcher import LaunchError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
-from sgl_kvevict.measure import plugin_state, wait_until_scored
+from kvevict_tools.measure import plugin_state, wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -20,12 +20,12 @@ from helpers.event_sockets import wait_until
 from helpers.prometheus import PROMETHEUS, Prometheus
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from kvevict_tools.launcher import free_port
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.inspect import take_snapshot
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
 from sgl_kvevict.events.types import Compressed, Dropped, EventBatch, Repacked, Split, Squeezed
-from sgl_kvevict.launcher import free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

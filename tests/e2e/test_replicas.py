@@ -21,7 +21,7 @@ import pytest
 
 from helpers.e2e_env import ENV
 from helpers.tiny_model import VOCAB_SIZE
-from sgl_kvevict.launcher import free_port
+from kvevict_tools.launcher import free_port
 
 SMG = shutil.which("smg", path=str(Path(sys.executable).parent))
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.skipif(SMG is None, reason="needs the package smg")]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvevict_tools.measure import plugin_state, wait_until_scored
 from sgl_kvevict.client import WarmError, warm
-from sgl_kvevict.measure import plugin_state, wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

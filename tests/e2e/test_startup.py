@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.e2e_env import ENV
-from sgl_kvevict.launcher import config_env, end_group, free_port, spawn_process
+from kvevict_tools.launcher import config_env, end_group, free_port, spawn_process
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

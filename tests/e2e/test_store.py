@@ -13,8 +13,8 @@ import pytest
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE, save_adapter
 from helpers.traffic import generate, idle_state
+from kvevict_tools.launcher import LaunchError
 from sgl_kvevict import client
-from sgl_kvevict.launcher import LaunchError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
+from kvevict_tools.measure import wait_until_scored
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
-from sgl_kvevict.measure import wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

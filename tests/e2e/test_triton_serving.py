@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.e2e_env import ENV
 from helpers.preloaded import Preloaded
-from sgl_kvevict.launcher import config_env, end_group
+from kvevict_tools.launcher import config_env, end_group
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

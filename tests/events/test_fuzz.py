@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.event_sockets import description_of
+from kvevict_tools.launcher import free_port
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.questions import AnyRequest, Describe, Description, Failure
 from sgl_kvevict.events.service import MAX_REQUEST_BYTES, EventService
 from sgl_kvevict.events.types import Cleared
-from sgl_kvevict.launcher import free_port
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from helpers.event_sockets import description_of, ipc_config, wait_until
+from kvevict_tools.launcher import free_port
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.events.client import AT_ONCE, InspectClient, RequestFailedError, ServerSilentError, check_endpoint
@@ -27,7 +28,6 @@ from sgl_kvevict.events.questions import (
 from sgl_kvevict.events.service import MAX_BATCH_EVENTS, MAX_FOLLOWERS, MAX_WAITING_QUESTIONS, EventService
 from sgl_kvevict.events.totals import Gauges, Pool, Totals
 from sgl_kvevict.events.types import Cleared, Dropped, EventBatch, Split
-from sgl_kvevict.launcher import free_port
 
 
 @pytest.fixture

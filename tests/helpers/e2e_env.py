@@ -3,8 +3,8 @@
 All have one cache folder, which lasts: the scores of a tiny model, which is the same each time, are learned once.
 """
 
-from sgl_kvevict.launcher import CPU_ENV, STRICT_CHECK_ENV
-from sgl_kvevict.model import models_dir
+from kvevict_tools.launcher import CPU_ENV, STRICT_CHECK_ENV
+from sgl_kvevict.cli.model_names import models_dir
 
 ENV = {
     "XDG_CACHE_HOME": str(models_dir().with_name("tests")),

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import idle_states
-from sgl_kvevict.launcher import RunningServer
+from kvevict_tools.launcher import RunningServer
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
 CONFIG = {

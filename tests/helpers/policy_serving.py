@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
-from sgl_kvevict.launcher import RunningServer
+from kvevict_tools.launcher import RunningServer
 
 CONFIG = {"min_prefix_tokens": 48}
 TAIL_TOKENS = 32

@@ -38,7 +38,7 @@ READ_AT_IMPORT = {
 
 
 class ForkedServer:
-    """The first process of a server; what :class:`sgl_kvevict.launcher.RunningServer` needs of ``Popen``."""
+    """The first process of a server; what :class:`kvevict_tools.launcher.RunningServer` needs of ``Popen``."""
 
     def __init__(self, pid: int, parent: Preloaded) -> None:
         self.pid = pid

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from helpers.event_sockets import wait_until
-from sgl_kvevict.launcher import free_port
+from kvevict_tools.launcher import free_port
 
 PROMETHEUS = shutil.which("prometheus")
 RULES = Path(__file__).resolve().parents[2] / "examples" / "monitoring" / "alerts.yml"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from sgl_kvevict.launcher import free_port
+from kvevict_tools.launcher import free_port
 
 START_S = 300.0
 

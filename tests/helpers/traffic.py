@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from helpers.event_sockets import wait_until
-from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import plugin_states
+from kvevict_tools.launcher import RunningServer
+from kvevict_tools.measure import plugin_states
 
 
 @dataclass(frozen=True)

@@ -53,3 +53,14 @@ def test_capacities_that_a_user_chose_are_kept(monkeypatch):
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(KERNEL_CACHE_ENTRIES)
     monkeypatch.setenv("SGLANG_PLATFORM", "")
     assert cpu_platform() is None
+
+
+def test_speculation_on_a_cpu_is_refused_without_the_stand_ins_of_a_checkout(monkeypatch):
+    from sgl_kvevict.errors import UnsupportedSetupError
+    from sgl_kvevict.sglang_adapter import platform
+
+    cpu = platform.KVEvictCpuPlatform()
+    assert cpu.get_speculative_cache_locs_fn().__module__ == "kvevict_tools.cpu_speculation"
+    monkeypatch.setattr(platform, "find_spec", lambda _name: None)
+    with pytest.raises(UnsupportedSetupError, match="not in the wheel; allowed: in a checkout"):
+        cpu.get_speculative_cache_locs_fn()

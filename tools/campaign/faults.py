@@ -20,8 +20,8 @@ from campaign.servers import Clock, error_lines, events, processes, server
 from helpers.modes import CONFIG, assert_nothing_leaked, serve_readers
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
-from sgl_kvevict.launcher import LaunchError, RunningServer
-from sgl_kvevict.measure import plugin_state
+from kvevict_tools.launcher import LaunchError, RunningServer
+from kvevict_tools.measure import plugin_state
 
 
 def unit(seed: int, share: float) -> Counts:

@@ -16,9 +16,9 @@ from typing import Any
 from campaign.parts import Counts
 
 from helpers.e2e_env import ENV
+from kvevict_tools.launcher import KVEVICT_CPU_FLAGS, RunningServer, config_env, launch
+from kvevict_tools.models import ensure_model
 from sgl_kvevict.client import warm
-from sgl_kvevict.launcher import KVEVICT_CPU_FLAGS, RunningServer, config_env, launch
-from sgl_kvevict.model import ensure_model
 
 OTHERS = 2
 SENTENCES = 100

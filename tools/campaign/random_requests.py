@@ -18,7 +18,7 @@ from campaign.servers import ADAPTERS, whole_server
 
 from helpers.modes import CONFIG, assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
-from sgl_kvevict.launcher import RunningServer
+from kvevict_tools.launcher import RunningServer
 
 CROWD, FEW = 24, 4
 """Clients of the first half of a unit, whose requests alone are more than the pool, and of the second half, beside

@@ -13,7 +13,7 @@ from typing import Any
 from helpers.e2e_env import ENV
 from helpers.modes import FLAGS
 from helpers.tiny_model import save_adapter, save_tiny_llama, save_tokenizer
-from sgl_kvevict.launcher import KVEVICT_CPU_FLAGS, RunningServer, config_env, free_port, launch
+from kvevict_tools.launcher import KVEVICT_CPU_FLAGS, RunningServer, config_env, free_port, launch
 
 SHIMS = Path(__file__).parent / "shims"
 ADAPTERS = ("first", "second")

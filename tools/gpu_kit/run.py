@@ -161,7 +161,7 @@ def command_of(step: Step, parts: Path, kit: Path, out: Path, seconds: float, *,
     if step.name == "real-answers":
         expected = parts / "expected.jsonl"
         serve += f" --expected {shlex.quote(str(expected))}" if expected.exists() else ""
-        convert = "from sgl_kvevict.model import ensure_model; print(ensure_model())"
+        convert = "from kvevict_tools.models import ensure_model; print(ensure_model())"
         return f"{inside}{python} -c {shlex.quote(convert)} && {serve}"
     return inside + serve
 

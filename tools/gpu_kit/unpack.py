@@ -122,7 +122,7 @@ def write_environment(kit: Path) -> Path:
     """Write ``env.sh``: paths, SGLang's own switches (``DIFFERENCES.txt`` says why), and where caches lie."""
     cache = kit / "cache"
     variables = {
-        "PYTHONPATH": os.pathsep.join(map(str, (kit / "site", ROOT, ROOT / "kernels"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (kit / "site", ROOT, ROOT / "kernels", ROOT / "tools"))),
         "GPU_KIT": kit,
         "KIT_PREBUILT": kit / "prebuilt",
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": 1,

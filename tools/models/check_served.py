@@ -20,17 +20,17 @@ from helpers.e2e_env import ENV
 from helpers.tiny_model import save_tokenizer
 from helpers.traffic import generate, idle_state, idle_states, random_jobs, run_jobs
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill import ModelIdentity, ScoreWeights, save_weights
-from sgl_kvevict.distill.features import NUM_WINDOW
-from sgl_kvevict.distill.files import fingerprint_of
-from sgl_kvevict.launcher import (
+from kvevict_tools.launcher import (
     KVEVICT_CPU_FLAGS,
     STOCK_CPU_FLAGS,
     RunningServer,
     config_env,
     launch,
 )
-from sgl_kvevict.measure import wait_until_scored
+from kvevict_tools.measure import wait_until_scored
+from sgl_kvevict.distill import ModelIdentity, ScoreWeights, save_weights
+from sgl_kvevict.distill.features import NUM_WINDOW
+from sgl_kvevict.distill.files import fingerprint_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

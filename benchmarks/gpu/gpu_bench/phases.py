@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from gpu_bench.rows import Rows
 from gpu_bench.systems import Load, find_system, has_tokenizer
-from sgl_kvevict.launcher import RunningServer, ServerProcess, launch, spawn_process
-from sgl_kvevict.measure import plugin_states
+from kvevict_tools.launcher import RunningServer, ServerProcess, launch, spawn_process
+from kvevict_tools.measure import plugin_states
 
 Spawn = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], ServerProcess]
 Output = Sequence[Any]
@@ -48,7 +48,7 @@ class Phases:
         logs: folder of the servers' logs.
         is_gpu: see :func:`find_system`.
         graphs: likewise.
-        spawn: see :func:`sgl_kvevict.launcher.launch`.
+        spawn: see :func:`kvevict_tools.launcher.launch`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.launcher import System, config_env, kvevict_system, stock_system
+from kvevict_tools.launcher import System, config_env, kvevict_system, stock_system
 
 ATTENTIONS = {"fa3": "stock, fa3", "triton": "stock, triton", "flashinfer": "stock, flashinfer"}
 """Stock systems: SGLang's name of an attention backend, and the system's name in tables."""

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvevict_quality.sample import Prompts, Question, Sample
+from kvevict_tools.launcher import RunningServer
+from kvevict_tools.measure import flush, plugin_state, wait_until_scored
 from sgl_kvevict.client import warm
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import flush, plugin_state, wait_until_scored
 
 CONCURRENCY = 8
 _TIMEOUT_S = 3600.0

@@ -18,7 +18,7 @@ from kvevict_quality.corpus import prose
 from kvevict_quality.sample import Prompts, Question, Sample
 
 if TYPE_CHECKING:  # kvpress' environment lacks what the launcher needs
-    from sgl_kvevict.launcher import RunningServer
+    from kvevict_tools.launcher import RunningServer
 
 TOP = 64
 CONTINUATION = 128

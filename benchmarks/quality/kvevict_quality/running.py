@@ -18,7 +18,7 @@ from kvevict_quality.sample import SAMPLES_INDEX, Prompts, Question, Sample
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, QUESTIONS, TWO_STAGES, Setup
 from kvevict_quality.tasks import FIDELITY_TASKS, make_sample
 from kvevict_quality.tasks.texts import ShortAnswer
-from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16, launch
+from kvevict_tools.launcher import RunningServer, has_fast_bfloat16, launch
 
 Progress = Callable[[str], None]
 

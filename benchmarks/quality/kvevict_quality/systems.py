@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvevict_tools.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock_system
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock_system
 from sgl_kvevict.policies import Policy, Signal, configured_policy
 
 FULL = "full"

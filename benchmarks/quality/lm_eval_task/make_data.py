@@ -17,7 +17,7 @@ from kvevict_quality.rows import ROOT
 from kvevict_quality.sample import Prompts
 from kvevict_quality.tasks import make_sample
 
-from sgl_kvevict.model import ensure_model
+from kvevict_tools.models import ensure_model
 
 FOLDER = ROOT / "out" / "quality" / "lm_eval"
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.launcher import RunningServer, System, kvevict_system, launch_all, stock_system
-from sgl_kvevict.measure import flush
+from kvevict_tools.launcher import RunningServer, System, kvevict_system, launch_all, stock_system
+from kvevict_tools.measure import flush
 
 #: The same for every server: figures for the tables, and no busy waiting while another server is measured.
 COMMON_FLAGS = (

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from kvevict_tools.models import ensure_model
 from serving_bench.page import Page, write_page
 from serving_bench.results import RESULTS, ROOT, Row, origin, read_rows, replace_points, write_rows
-from sgl_kvevict.model import ensure_model
 
 LOGS = ROOT / "out" / "serving"
 MIN_REPEATS = 5

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import idle_gauges
+from kvevict_tools.launcher import RunningServer
+from kvevict_tools.measure import idle_gauges
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

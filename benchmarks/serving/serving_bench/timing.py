@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from sgl_kvevict.launcher import System
+from kvevict_tools.launcher import System
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "timers"))
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
+from kvevict_tools.launcher import RunningServer
+from kvevict_tools.measure import parse_gauges
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.types import AnyEvent, EventBatch
-from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import parse_gauges
 
 LOOKS_S = 0.5
 """Between two looks at a server's gauges, which it refreshes every few dozen steps."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import flush, idle_gauges, in_turn, plugin_state, time_stream, wait_until_scored
+from kvevict_tools.launcher import RunningServer
+from kvevict_tools.measure import flush, idle_gauges, in_turn, plugin_state, time_stream, wait_until_scored
 
 from .pressure import Shown, ask, show_documents
 from .programs import max_overlap, run_branches, run_chat

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import flush, idle_gauges, wait_until_scored
+from kvevict_tools.launcher import RunningServer
+from kvevict_tools.measure import flush, idle_gauges, wait_until_scored
 
 from .questions import DOCUMENT
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_kvevict.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock_system
+from kvevict_tools.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock_system
 
 from .programs import Answer
 from .rounds import Samples

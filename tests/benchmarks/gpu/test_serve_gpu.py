@@ -18,7 +18,7 @@ from gpu_bench.phases import Phases, agreement, recorded_outputs
 from gpu_bench.rows import Rows, failures, read_rows, sections, write_page
 from gpu_bench.systems import FULL, NAMES, SMALL, MissingError, find_system, require
 
-from sgl_kvevict.launcher import LaunchError
+from kvevict_tools.launcher import LaunchError
 
 
 class Clock:

@@ -4,7 +4,7 @@ import pytest
 from serving_bench.streams import Stream, decode_figures
 from serving_bench.texts import document, question
 
-from sgl_kvevict.model import model_path
+from kvevict_tools.models import model_path
 
 
 def stream(first: float, step: float, count: int) -> Stream:

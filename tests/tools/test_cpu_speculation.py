@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sgl_kvevict.sglang_adapter.cpu_speculation import (
+from kvevict_tools.cpu_speculation import (
     SUBSTITUTES,
     TREE_MODULE,
     Launched,

@@ -1,7 +1,7 @@
 """Starts an SGLang server as a child process, and ends all its processes however the starting process ends.
 
 Used by ``sgl-kvevict learn``, the demo, the tests and the benchmarks. Standard library only, for a fast import.
-``python -m sgl_kvevict.launcher PARENT GROUP`` is the watcher of one server.
+``python -m kvevict_tools.launcher PARENT GROUP`` is the watcher of one server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -26,7 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-from .errors import KVEvictError
+from sgl_kvevict.errors import KVEvictError
+from sgl_kvevict.machine import has_fast_bfloat16
 
 #: Environment of every server on a CPU: our platform plugin, local models, and OpenMP threads that spin for
 #: microseconds before they sleep. Without spinning, every operation of a decode step pays for waking them; with the
@@ -41,21 +41,6 @@ STRICT_CHECK_ENV: Mapping[str, str] = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
 }
-
-
-def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32; True if ``cpuinfo`` does not list x86 flags.
-
-    With AVX-512 PyTorch (oneDNN) does; with AVX2 alone bfloat16 products are ten times slower than float32.
-    """
-    try:
-        text = cpuinfo.read_text(encoding="utf-8")
-    except OSError:
-        return True
-    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    return flags is None or {"avx512bw", "avx512dq", "avx512vl"} <= set(flags[1].split())
-
-
 #: Device and dtype of every server on a CPU; the model's own dtype if bfloat16 is fast. Later flags win.
 CPU_FLAGS: Sequence[str] = ("--device", "cpu", *(() if has_fast_bfloat16() else ("--dtype", "float32")))
 #: Stock SGLang on a CPU: its default radix cache and its plain torch attention.

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvevict.launcher import RunningServer
+from kvevict_tools.launcher import RunningServer
 
 _GAUGE = re.compile(r"^sglang:(\w+)\{[^}]*\} (\S+)$", re.MULTILINE)
 _POOL_GAUGES = ("max_total_num_tokens", "kv_available_tokens", "kv_evictable_tokens", "num_running_reqs")

@@ -5,86 +5,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from sgl_kvevict import launcher
-from sgl_kvevict.launcher import LaunchError, System, config_env, free_port, launch, launch_all
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "fast"),
-    [
-        ("model name\t: A\nflags\t\t: sse avx2 fma\n", False),
-        ("model name\t: B\nflags\t\t: avx2 avx512bw avx512dq avx512vl\n", True),
-        ("Features\t: asimd bf16\n", True),
-        (None, True),
-    ],
-)
-def test_float32_where_bfloat16_is_slow(tmp_path, cpuinfo, fast) -> None:
-    path = tmp_path / "cpuinfo"
-    if cpuinfo is not None:
-        path.write_text(cpuinfo)
-    assert launcher.has_fast_bfloat16(path) is fast
-
-
-#: Stands in for ``sglang.launch_server``: starts a helper process, then answers ``/health`` like SGLang.
-FAKE_SERVER = """
-import http.server, os, subprocess, sys, urllib.parse
-port = int(sys.argv[sys.argv.index("--port") + 1])
-helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("helper", helper.pid, "config", os.environ.get("KVEVICT_CONFIG"), flush=True)
-if "--fail" in sys.argv:
-    print("refused: two reasons", flush=True)
-    sys.exit(3)
-if "--leak" in sys.argv:
-    print("ValueError: pool memory leak detected! [full] total=10", flush=True)
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    asked = 0
-
-    def do_GET(self):
-        Handler.asked += 1
-        ready = Handler.asked > 1 and "--never" not in sys.argv
-        self.send_response(200 if ready else 503)
-        self.end_headers()
-        self.wfile.write(b'{"path": "%s"}' % self.path.encode())
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
-
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
+from helpers.fake_server import helper_pid, install, is_running, wait_gone
+from kvevict_tools import launcher
+from kvevict_tools.launcher import LaunchError, System, config_env, free_port, launch, launch_all
 
 
 @pytest.fixture
 def fake_env(tmp_path: Path) -> dict[str, str]:
-    package = tmp_path / "site" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "launch_server.py").write_text(FAKE_SERVER)
-    return {"PYTHONPATH": str(package.parent)}
-
-
-def helper_pid(log: str) -> int:
-    return int(log.split("helper ")[1].split()[0])
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def wait_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 120
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(pid)
+    return install(tmp_path)
 
 
 needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
@@ -128,7 +60,7 @@ def test_a_suspended_server_answers_only_after_it_is_continued(tmp_path: Path, f
 #: Launches a server and waits; the test kills it.
 PARENT = """
 import sys, time
-from sgl_kvevict.launcher import launch
+from kvevict_tools.launcher import launch
 server = launch("m", log_path=sys.argv[1])
 if sys.argv[2] == "suspended":
     server.suspend()
@@ -159,27 +91,6 @@ def test_a_killed_process_leaves_no_server(
         assert all(map(is_running, pids))
         parent.send_signal(how)
     assert all(map(wait_gone, pids))
-
-
-@needs_proc
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_learn_leaves_no_server(tmp_path: Path, fake_env: dict[str, str], how: signal.Signals) -> None:
-    path = os.pathsep.join([fake_env["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
-    (tmp_path / "config.json").write_text("{}")
-    command = [sys.executable, "-c", "from sgl_kvevict.cli import main; main()", "learn", str(tmp_path)]
-    command += ["--out", str(tmp_path / "scores.safetensors"), "--", "--device", "cpu", "--never"]
-    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as learn:
-        logs: list[Path] = []
-        while not (logs and "config" in logs[0].read_text()):
-            assert learn.poll() is None
-            time.sleep(0.05)
-            logs = list(tmp_path.glob("kvevict-learn-*/server.log"))
-        pid = helper_pid(logs[0].read_text())
-        learn.send_signal(how)
-    assert learn.returncode == (128 + how if how == signal.SIGTERM else -how)
-    assert wait_gone(pid)
-    assert bool(list(tmp_path.glob("kvevict-learn-*"))) is (how == signal.SIGKILL)  # the folder of the log
 
 
 @needs_proc

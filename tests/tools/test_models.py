@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvevict import model as model_module
+from kvevict_tools import models as model_module
+from kvevict_tools.models import DEMO, MODELS, ModelError, ensure_model, made_model, main, model_path
+from sgl_kvevict.cli.model_names import models_dir, resolve_model, unknown_model
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.model import DEMO, MODELS, ModelError, ensure_model, models_dir, resolve_model
 
 PARTS = {"part-one==1": b"wei", "part-two==1": b"ghts"}
 
@@ -57,7 +58,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock") and not path.is_symlink())
 
 
 def test_models_live_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -114,14 +115,42 @@ def test_terms_have_to_be_accepted_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(MODELS, "two", replace(MODELS["two"], terms="https://terms.example"))
-    with pytest.raises(ConfigError, match=r"https://terms\.example; .* sgl-kvevict model two --accept-terms"):
-        resolve_model("two")
+    with pytest.raises(ConfigError, match=r"https://terms\.example; .* make model ARGS='two --accept-terms'"):
+        made_model("two")
     made = ensure_model("two", report=lambda line: None, accept_terms=True)
-    assert resolve_model("two") == str(made)
+    assert made_model("two") == str(made)
+
+
+def test_a_made_model_has_a_name(
+    index: dict[str, bytes | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert resolve_model("two") == "two"
+    assert "a name in " in str(unknown_model("two")) and "(now: none)" in str(unknown_model("two"))
+    made = ensure_model("two", report=lambda line: None)
+    assert resolve_model("two") == str(made) and unknown_model("two") is None
+    assert "(now: Two-Parts, two)" in str(unknown_model("three"))
+    (models_dir() / "two").unlink()  # as folders of earlier versions
+    assert ensure_model("two") == made and resolve_model("two") == str(made)
+
+
+def test_the_command_prints_the_folder_of_a_made_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["models", "--dir", str(tmp_path)])
+    folder = tmp_path / MODELS[DEMO].folder
+    folder.mkdir()
+    with pytest.raises(SystemExit, match=r"models: error: .* lacks config\.json"):
+        main()
+    for name in model_module._REQUIRED_FILES:
+        (folder / name).touch()
+    main()
+    assert capsys.readouterr().out == f"{folder}\n" and model_path(directory=tmp_path) == folder
 
 
 def test_only_names_are_resolved() -> None:
-    assert resolve_model("organisation/model") == "organisation/model" and resolve_model("/a/folder") == "/a/folder"
+    for path in ("organisation/model", "/a/folder", "", ".", "..", "~"):
+        assert resolve_model(path) == path
     with pytest.raises(ConfigError, match=r"model: got 'qwen'; allowed: demo, qwen-0\.5b, "):
         ensure_model("qwen")
 

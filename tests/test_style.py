@@ -1,0 +1,59 @@
+"""What ruff and mypy do not say: how long a file may be, and which functions need a docstring."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("sgl_kvevict", "kernels", "tests", "tools", "examples", "benchmarks")
+MAX_FILE_LINES = 550
+DESCRIBED = ("sgl_kvevict", "kernels", "examples", "benchmarks")
+"""Folders whose public functions have docstrings."""
+
+
+def sources(folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Name and text of every Python file."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), path.read_text()
+
+
+def undescribed(block: ast.Module | ast.ClassDef) -> Iterator[str]:
+    """Public functions and methods of more than one statement without a docstring; classes are left to ruff (D101)."""
+    for node in block.body:
+        if getattr(node, "name", "_").startswith("_"):
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from undescribed(node)
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function and len(node.body) > 1 and ast.get_docstring(node) is None:
+            yield f"{node.lineno} {node.name}"
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {name: len(source.splitlines()) for name, source in sources(FOLDERS)}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_public_functions_have_docstrings_unless_they_are_one_statement() -> None:
+    missing = [f"{name}:{each}" for name, source in sources(DESCRIBED) for each in undescribed(ast.parse(source))]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("def f():\n    x = 1\n    return x", ["f"]),
+        ("class A:\n    def f(self):\n        x = 1\n        return x", ["f"]),
+        ("def f():\n    'What it does.'\n    x = 1\n    return x", []),
+        ("def f():\n    return 1", []),
+        ("def _f():\n    x = 1\n    return x", []),
+        ("class _A:\n    def f(self):\n        x = 1\n        return x", []),
+    ],
+)
+def test_the_rule_of_docstrings_itself(source: str, names: list[str]) -> None:
+    assert [each.split()[1] for each in undescribed(ast.parse(source))] == names
