@@ -111,7 +111,7 @@ def test_a_hub_name_may_be_looked_up(model_folder: str, monkeypatch: pytest.Monk
 
 
 def test_a_model_with_a_name_is_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}[model])
+    monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}.get(model, model))
     monkeypatch.setattr(server_plan, "unknown_model", lambda _model: None)
     monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
     for is_fast, dtype in ((True, None), (False, "float32")):
@@ -122,6 +122,7 @@ def test_a_model_with_a_name_is_served(model_folder: str, monkeypatch: pytest.Mo
         assert flag_value(plan.command, "--served-model-name") == "demo"
     own = plan_serve("demo", KVEvictConfig(), ["--served-model-name", "mine"])
     assert flag_value(own.command, "--served-model-name") == "mine" and "demo" not in own.command
+    assert flag_value(plan_serve(model_folder, KVEvictConfig(), []).command, "--served-model-name") == model_folder
 
 
 @pytest.mark.parametrize("groups", [["--enable-dp-attention", "--dp-size", "2"], ["--attn-dp-size=2"]])
