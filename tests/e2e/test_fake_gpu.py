@@ -15,7 +15,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from helpers import fake_gpu
+from helpers.fake_gpu import setting_up as fake_gpu
 from helpers.preloaded import PATCH, ForkedServer, Preloaded
 from helpers.traffic import generate
 from kvevict_tools.launcher import config_env, launch

@@ -127,7 +127,7 @@ def test_parts_are_unpacked_once_and_the_environment_is_written(
     assert "unpacked nothing new" in capsys.readouterr().out
     script = f". {kit}/env.sh && echo $PYTHONPATH $SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
     shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-    assert shown == f"{kit / 'site'}:{ROOT}:{ROOT / 'kernels'} python\n"
+    assert shown == f"{kit / 'site'}:{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tools'} python\n"
 
 
 def test_a_damaged_part_is_named_and_not_unpacked(
@@ -151,7 +151,8 @@ def test_a_part_without_a_checksum_and_an_empty_folder_are_refused(
 
 
 def test_a_model_in_pieces_is_joined_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_kvevict import model
+    from kvevict_tools import models
+    from sgl_kvevict.cli.model_names import models_dir
 
     folder = tmp_path / "parts"
     folder.mkdir()
@@ -162,8 +163,8 @@ def test_a_model_in_pieces_is_joined_where_it_is_looked_for(tmp_path: Path, monk
     unpack.unpack(folder, kit)
     unpack.join_model(kit)
     monkeypatch.setenv("XDG_CACHE_HOME", str(kit / "cache"))
-    known = model.MODELS[model.DEMO]
-    assert (model.models_dir() / f".{known.folder}.parts" / "000").read_bytes() == b"GGUF!"
+    known = models.MODELS[models.DEMO]
+    assert (models_dir() / f".{known.folder}.parts" / "000").read_bytes() == b"GGUF!"
     assert list((kit / "smollm2").iterdir()) == []
 
 

@@ -114,7 +114,7 @@ def test_a_section_finds_what_is_on_pythonpath(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(run_all, "__file__", str(script))
     monkeypatch.setenv("PYTHONPATH", "/kit/site")
     results = run_all.measure("graph", "D", is_smoke=False, seconds=60.0)
-    assert results["sections"]["graph"] == [f"{ROOT}:{ROOT / 'kernels'}:/kit/site"]
+    assert results["sections"]["graph"] == [f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tools'}:/kit/site"]
 
 
 def test_parts_of_a_day_share_a_page(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-SITE = "from helpers import fake_gpu\n\nfake_gpu.install()\n"
+SITE = "from helpers.fake_gpu import setting_up\n\nsetting_up.install()\n"
 """Text of a ``sitecustomize.py``; ``tests`` has to be on PYTHONPATH too."""
 ENV = {
     "TRITON_INTERPRET": "1",
