@@ -113,6 +113,15 @@ class KVGeometry:
         """Sliding window of a layer (tokens); 0: none."""
         return self.windows[layer] if self.windows else 0
 
+    def tokens_to_keep(self, num_tokens: int, share: int) -> list[int]:
+        """Per layer, the tokens of a range that a head keeps, at most: of a window those that later queries see.
+
+        Later queries of a layer with a window see the last ``window - 1`` tokens, of which a head keeps at most
+        ``share``.
+        """
+        windows = self.windows or (0,) * self.num_layers
+        return [min(window - 1, num_tokens, share) if window else num_tokens for window in windows]
+
     @property
     def group_size(self) -> int:
         """Query heads per KV head."""

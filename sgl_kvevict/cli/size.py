@@ -36,7 +36,7 @@ class ModelSizes:
 
     @property
     def host_slot_bytes(self) -> int:
-        """The same in the host's memory, where each entry also has its position (4 bytes) and its worth (2)."""
+        """The same in the host's memory, where each entry also has its position (4 bytes) and order (2)."""
         return self.slot_bytes + self.num_layers * self.num_kv_heads * 6
 
 

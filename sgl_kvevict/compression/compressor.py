@@ -12,15 +12,15 @@ from torch import Tensor
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
-from sgl_kvevict.compression.sliding_windows import select_beside_windows
+from sgl_kvevict.compression.sliding_windows import order_beside_windows
 from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.policies.order import measured_order, scores_of
 from sgl_kvevict.policies.parts import Decision, PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import joint_attention
-from sgl_kvevict.policies.worth import measured_worth, scores_of
 from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, TokenRange
 
 Observation = PromptObservation | ReaderObservation | CacheObservation
@@ -128,12 +128,12 @@ class Compressor:
         return ReaderObservation(self.packer.geometry, start, end, reach, segments, self.packer.k_arena)
 
     def rank_by_attention(self, segment: Segment) -> None:
-        """Set the worth of a segment's entries by reader attention, and its prediction if there are learned scores."""
-        assert segment.worth is not None and segment.entry_attention is not None
+        """Order a segment's entries by reader attention, and its prediction if there are learned scores."""
+        assert segment.order is not None and segment.entry_attention is not None
         scores = segment.entry_attention.squares.sqrt()
         if self.scores_any_range:
-            scores = joint_attention(scores, scores_of(segment.worth))
-        segment.worth = measured_worth(segment.worth, scores)
+            scores = joint_attention(scores, scores_of(segment.order))
+        segment.order = measured_order(segment.order, scores)
         segment.is_measured, segment.entry_attention = True, None
 
     def scored_text(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> ScoredText:
@@ -206,9 +206,10 @@ class Compressor:
         """
         begin = time.perf_counter()
         decision = chosen.decision
-        sources = Sources(self.packer.geometry, [TokenRange(token_slots, chosen.start)], decision.selection)
+        order = decision.order if len(self.config.shares) > 1 else None  # else it never shrinks
+        sources = Sources(self.packer.geometry, [TokenRange(token_slots, chosen.start, order)], decision.selection)
         segment, freed = self.packer.rewrite(sources, sources.fewest_slots, bits=16, merge=decision.merge)
-        segment.worth, segment.policy_state = decision.worth, decision.state
+        segment.policy_state = decision.state
         segment.splittable, segment.is_measured = chosen.splittable, chosen.is_measured
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
         seconds = chosen.seconds + time.perf_counter() - begin
@@ -228,25 +229,24 @@ class Compressor:
         learned = self.learned if num_slots < num_tokens and not asks else None
         if learned is not None:
             show = with_learned_scores(show, learned.weights, self._cached(token_slots, start), learned.rotary)
-        protected = min(max(config.sink_tokens - start, 0), num_slots)
         assert state is None or isinstance(state, PolicyState)
-        total, with_worth = num_slots * geometry.num_runs, len(config.shares) > 1
+        decision = Decision(Sources(geometry, [TokenRange(token_slots, start)]).selection, state=state)
+        if num_slots < num_tokens:
+            order = self._order(show, token_slots, start)
+            selection = Sources(geometry, [TokenRange(token_slots, start, order)]).best(num_slots).selection
+            decision = Decision(selection, *self.policy.merge(show, geometry, selection, state), order)
         is_cut = geometry.has_windows and num_slots < num_tokens
-        if is_cut:
-            decision = select_beside_windows(
-                self.policy,
-                show,
-                geometry,
-                num_tokens,
-                total,
-                protected,
-                with_worth=with_worth,
-                device=token_slots.device,
-            )
-        else:
-            decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
         splittable = self.policy.splittable and not is_cut
         return Chosen(start, decision, splittable, is_measured, time.perf_counter() - begin)
+
+    def _order(self, show: Show, token_slots: Tensor, start: int) -> Tensor:
+        """The order of a range in which those entries come first that the policy keeps at the budget."""
+        geometry, num_slots = self.packer.geometry, self.config.num_slots(token_slots.numel(), start)
+        protected = min(max(self.config.sink_tokens - start, 0), num_slots)
+        total = num_slots * geometry.num_runs
+        if geometry.has_windows:
+            return order_beside_windows(self.policy, show, geometry, token_slots, total, protected)
+        return self.policy.order(show, geometry, total, protected)
 
     def state(self) -> dict[str, Any]:
         """Policy, budget, and learned scores, as plain values."""

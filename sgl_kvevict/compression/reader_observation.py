@@ -23,7 +23,7 @@ class ReaderObservation:
     """Squared attention of all readers' queries, summed for each token of the range ``[start, end)`` (may be empty).
 
     A reader may come in chunks, and be retracted and run again; each query is counted once. Segments
-    before the range, whose worth is predicted, can be observed too. If the range is compressed meanwhile, its sums move
+    before the range, whose order is predicted, can be observed too. If the range is compressed meanwhile, its sums move
     to the new segment's entries (:meth:`hand_over`).
 
     Args:
@@ -71,9 +71,9 @@ class ReaderObservation:
         """Move the sums of the range's first tokens to the entries of the segment that now stores them.
 
         Does nothing if the segment begins elsewhere or ends after the range (sums would be missing), with a reach
-        (neighbours would be missing), or if the segment has no worth (it cannot be squeezed).
+        (neighbours would be missing), or if the segment has no order (it cannot shrink).
         """
-        if self.reach or segment.start != self.start or segment.end > self.end or segment.worth is None:
+        if self.reach or segment.start != self.start or segment.end > self.end or segment.order is None:
             return
         num_tokens = segment.num_tokens
         if self._squares is None:

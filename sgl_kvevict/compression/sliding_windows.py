@@ -1,8 +1,9 @@
-"""Selection for models with sliding windows in some layers.
+"""Order of a range for models with sliding windows in some layers.
 
 Such a layer keeps the range's last ``window - 1`` tokens in every head (later queries see no more), or fewer if its
-share of the budget is smaller. The rest of its share goes to the layers without a window, where the policy selects. A
-reader of a part of the range would need other tokens, so the segment cannot be split.
+share of the token slots is smaller, whatever their order (:meth:`Sources.best`). The rest of its share goes to the
+layers without a window, where the policy decides. A reader of a part of the range would need other tokens, so the
+segment cannot be split.
 """
 
 from __future__ import annotations
@@ -10,66 +11,33 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.geometry import KVGeometry, KVScales
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.policies.parts import Decision
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.ragged import Selection, run_entries
 
 
-def last_tokens(geometry: KVGeometry, num_tokens: int, total: int) -> list[int]:
-    """Per layer, the number of last tokens that a layer with a window keeps in every head; 0 for other layers."""
-    share = total // geometry.num_runs
-    return [min(window - 1, num_tokens, share) if window else 0 for window in geometry.windows]
+def order_beside_windows(
+    policy: Policy, show: Show, geometry: KVGeometry, token_slots: Tensor, total: int, protected: int
+) -> Tensor:
+    """Order all entries of a range, as :meth:`Policy.order` does; ``token_slots`` are the range's.
 
-
-def select_beside_windows(
-    policy: Policy,
-    show: Show,
-    geometry: KVGeometry,
-    num_tokens: int,
-    total: int,
-    protected: int,
-    *,
-    with_worth: bool,
-    device: torch.device,
-) -> Decision:
-    """Choose ``total`` entries of a range, or fewer if the layers without a window keep everything.
-
-    Arguments are those of :meth:`Policy.select`. The policy, which must not merge, selects in layers without a window;
-    ``protected`` tokens are kept there. In layers with a window worth is 0: their entries are evicted by position.
+    The policy, which must not merge, orders the layers without a window, of which it keeps what is left of ``total``;
+    ``protected`` tokens are kept there. Keys of layers with a window are 0.
     """
-    others = geometry.full_layers
-    lasts = torch.tensor(last_tokens(geometry, num_tokens, total))
-    num_last = int(lasts.sum()) * geometry.num_kv_heads
-    keep_lens = lasts.int().repeat_interleave(geometry.num_kv_heads).view(-1, geometry.num_kv_heads)
-    keep_lens, chosen = to_device(keep_lens, device), to_device(torch.tensor(others), device)
-    num_rest = min(total - num_last, num_tokens * len(others) * geometry.num_kv_heads)
-    decision = None
-    if others:
-        num_rest -= num_rest % len(others) if policy.reuse_layers > 1 else 0
-        part = _without_windows(geometry, others)
-        decision = policy.select(lambda row: show(others[row]), part, num_rest, protected, with_worth=with_worth)
-        keep_lens.index_copy_(0, chosen, decision.selection.keep_lens)
-    num_entries = num_last + (num_rest if others else 0)
-    lens = keep_lens.flatten().long()
-    starts = lens.cumsum(0) - lens
-    runs = torch.repeat_interleave(lens, output_size=num_entries)
-    # The last tokens in all layers; the policy's selection overwrites the layers without a window below.
-    indices = (torch.arange(num_entries, device=device) - (starts + lens - num_tokens)[runs]).int()
-    worth = None
-    if decision is not None:
-        first, count = (x.view(keep_lens.shape)[chosen].flatten() for x in (starts, lens))
-        of_others = run_entries(first, count, num_rest)
-        indices[of_others] = decision.selection.indices
-        if decision.worth is not None:
-            worth = decision.worth.new_zeros(num_entries)
-            worth[of_others] = decision.worth
-    elif with_worth:
-        worth = torch.zeros(num_entries, dtype=torch.int16, device=device)
-    return Decision(Selection(keep_lens, indices, num_entries), worth=worth)
+    num_tokens, layers = token_slots.numel(), geometry.full_layers
+    shape = geometry.num_layers, geometry.num_kv_heads, num_tokens
+    order = torch.zeros(shape, dtype=torch.int16, device=token_slots.device)
+    if not layers:
+        return order
+    kept = geometry.tokens_to_keep(num_tokens, total // geometry.num_runs)
+    num_last = sum(count for count, window in zip(kept, geometry.windows, strict=True) if window)
+    num_rest = min(total - num_last * geometry.num_kv_heads, num_tokens * len(layers) * geometry.num_kv_heads)
+    num_rest -= num_rest % len(layers) if policy.reuse_layers > 1 else 0
+    of_others = policy.order(lambda row: show(layers[row]), _without_windows(geometry, layers), num_rest, protected)
+    return order.index_copy_(0, to_device(torch.tensor(layers), order.device), of_others)
 
 
 def _without_windows(geometry: KVGeometry, layers: tuple[int, ...]) -> KVGeometry:

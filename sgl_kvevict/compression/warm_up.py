@@ -51,7 +51,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         _read(twin, span, queries.to(q_dtype))
     if twin.config.decode_block is not None:
         _generate(twin, queries.to(q_dtype), slots)
-    if span.segment.worth is not None:
+    if span.segment.order is not None:
         num_slots = max(span.segment.num_slots // 2, 1)
         _rewrite(packer, span, Sources(geometry, [live_view([span])]).best(num_slots))
 

@@ -66,7 +66,7 @@ class Repacked(Event):
 
 
 class Squeezed(Event):
-    """A segment evicted its entries of least worth, because token slots were short."""
+    """A segment evicted its the last entries in its order, because token slots were short."""
 
     node: int  # id of the segment's topmost node
     slots: int  # token slots it takes now

@@ -152,7 +152,7 @@ class Adoption(Part):
             record.start,
             record.end,
             splittable=record.splittable,
-            worth=record.worth,
+            order=record.order,
         )
         self._packer.place(segment, record.k, record.v)
         if self._packer.drafts is not None and (shadow := _shadow_of(record)) is not None:

@@ -174,7 +174,7 @@ def _signature(waiting: Waiting) -> int:
     parts = [
         (
             *(record.start, record.end, record.splittable, record.is_read),
-            *(each is None for each in (record.worth, record.policy_state)),
+            *(each is None for each in (record.order, record.policy_state)),
             *(_sum_of(record.tokens), _sum_of(record.tail_tokens)),
         )
         for record in waiting.fetch.records

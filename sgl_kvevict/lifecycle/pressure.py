@@ -57,7 +57,7 @@ class Pressure(Part):
     """Shrinks uncompressed prefixes if learned scores rank them, and segments above the least share.
 
     They shrink in steps (``KVEvictConfig.shares``): to the light share by scores at hand, to the budget and to
-    ``min_budget`` by the ``worth`` stored with the segment.
+    ``min_budget`` by the ``order`` stored with the segment.
 
     Uncompressed prefixes end at nodes, so no two overlap: each *end* stands for the uncompressed tokens from the end
     above it, or from the waterline. They are compressed from the root down.
@@ -140,7 +140,7 @@ class Pressure(Part):
         """Shrink segments that passes have measured to the budget, keeping the entries with the most attention."""
         for owner in self._spans.owners(path):
             segment = self._spans[owner].segment
-            if segment.worth is None or not observation.observes(segment):
+            if segment.order is None or not observation.observes(segment):
                 continue
             self._compressor.rank_by_attention(segment)
             slots = self._slots_at(segment, float(self._config.budget))
@@ -150,7 +150,7 @@ class Pressure(Part):
                 self._squeeze_to(owner, slots)
 
     def _is_unmeasured(self, segment: Segment) -> bool:
-        if segment.is_measured or segment.worth is None or not self._config.shares:
+        if segment.is_measured or segment.order is None or not self._config.shares:
             return False
         if segment.entry_attention is not None and segment.entry_attention.is_open:
             return False
@@ -183,7 +183,7 @@ class Pressure(Part):
 
     def _reserve_of_span(self, owner: Node) -> int:
         segment = self._spans[owner].segment
-        if segment.worth is None:
+        if segment.order is None:
             return 0
         return max(segment.num_slots - self._slots_at(segment, self._config.shares[-1]), 0)
 
@@ -206,7 +206,7 @@ class Pressure(Part):
         config = self._config
         if not config.shares:
             return config.num_slots(num_tokens, start)
-        keeps_all = config.slots_at(config.shares[0], num_tokens, start) == num_tokens  # then no entry has a worth
+        keeps_all = config.slots_at(config.shares[0], num_tokens, start) == num_tokens  # then there is no order
         return num_tokens if keeps_all else config.slots_at(config.shares[-1], num_tokens, start)
 
     # ---- shrinking --------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Pressure(Part):
     def _priority(self, node: Node) -> Priority:
         """Whether a node's next step leads below the budget, then its priority on the scale of dropping a leaf."""
         span = self._spans.at(node)
-        can_shrink = span is None or span.segment.worth is not None
+        can_shrink = span is None or span.segment.order is not None
         step = STEPS[self._table.state(node) if can_shrink else State.SQUEEZED]
         loss = step.loss * self.order.saved(node) if step.is_relative else step.loss
         return step.is_below_budget, *self.order.priority(node, loss)
@@ -260,7 +260,7 @@ class Pressure(Part):
     def _squeeze(self, owner: Node, wanted: int) -> int:
         """Squeeze a segment to its next share. 0: not now, or never again if the node left ``shrinking``."""
         segment = self._spans[owner].segment
-        shares = () if segment.worth is None else self._config.shares
+        shares = () if segment.order is None else self._config.shares
         steps = (self._slots_at(segment, share) for share in shares)
         slots = next((slots for slots in steps if slots < segment.num_slots), None)
         if slots is None:

@@ -355,7 +355,7 @@ def _state_after(result: Callable[[], Chosen]) -> object:
 
 def _is_joinable(segment: Segment) -> bool:
     return (
-        segment.worth is not None
+        segment.order is not None
         and not (segment.is_measured or segment.is_generated)
         and segment.entry_attention is None
         and segment.num_live_entries == segment.num_entries

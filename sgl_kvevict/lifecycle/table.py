@@ -364,7 +364,7 @@ class PrefixTable:
 
     @accounting()
     def squeeze(self, owner: Node, num_slots: int) -> Tensor:
-        """Evict the entries of least worth, until a segment has ``num_slots`` token slots, without a host sync.
+        """Evict the last entries in order, until a segment has ``num_slots`` token slots, without a host sync.
 
         Returns the token slots to release, [num_freed], int64.
         """
@@ -445,7 +445,7 @@ class PrefixTable:
             return DropResult(span, slots)
         if not span.segment.splittable:
             span.segment.tokens_per_slot = float("-inf")
-            span.segment.worth = None  # squeezed, it would be a segment of the tokens that are left, and found
+            span.segment.order = None  # squeezed, it would be a segment of the tokens that are left, and found
             return DropResult(span, span.segment.token_slots[:0])
         assert node.parent is not None
         nodes = self.spans.nodes_of(node.parent, span.segment)

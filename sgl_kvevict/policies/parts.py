@@ -111,13 +111,14 @@ class PolicyState:
 class Decision:
     """Outcome of one compression.
 
-    ``state`` is for the path's next compression; ``worth`` (:func:`worth_of`) is in the order of the selection.
+    ``state`` is for the path's next compression; ``order`` (:meth:`Policy.order`) is of all entries, None of a range
+    that is kept whole.
     """
 
     selection: Selection
     merge: MergePlan | None = None
     state: PolicyState | None = None
-    worth: Tensor | None = None
+    order: Tensor | None = None
 
 
 class Scorer(ABC):

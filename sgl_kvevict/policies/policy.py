@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError, InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView, Show
+from sgl_kvevict.policies.order import order_of
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
@@ -21,8 +24,7 @@ from sgl_kvevict.policies.parts import (
     Trait,
 )
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.policies.worth import worth_of
-from sgl_kvevict.ragged import Selection
+from sgl_kvevict.ragged import MergePlan, Selection
 
 
 @dataclass(frozen=True)
@@ -92,45 +94,64 @@ class Policy:
         """See :meth:`Scorer.caution`."""
         return self.scorer.caution(num_kv_heads)
 
-    def select(
-        self,
-        show: Show,
-        geometry: KVGeometry,
-        total: int,
-        protected: int,
-        state: PolicyState | None = None,
-        *,
-        with_worth: bool = False,
-    ) -> Decision:
-        """Choose exactly ``total`` entries of a range, over all layers and heads; ascending within a run.
+    def order(self, show: Show, geometry: KVGeometry, total: int, protected: int) -> Tensor:
+        """Order all entries of a range, those first of which the policy keeps ``total``, over all layers and heads.
 
         ``show`` is called once per scored layer, in ascending order; the first ``protected`` tokens are kept in every
-        head; ``state`` is that of the path's previous compression; ``with_worth`` sets :attr:`Decision.worth`.
-        ValueError if ``total`` does not fit the range or the protected tokens.
+        head. Returns [num_layers, num_kv_heads, num_tokens], int16 (:mod:`sgl_kvevict.policies.order`); no host sync on
+        a device, unless a part has one. ValueError if ``total`` does not fit the range or the protected tokens.
         """
         views = [show(0)]
-        num_tokens = views[0].num_tokens
-        runs = geometry.num_runs
+        num_tokens, runs = views[0].num_tokens, geometry.num_runs
         if not 0 <= protected <= total // runs or total > num_tokens * runs:
             raise ValueError(
                 f"total must be between protected * {runs} = {protected * runs} and {num_tokens * runs} "
                 f"entries ({num_tokens} tokens), got {total}"
             )
-        if total == num_tokens * runs:
-            shape = (geometry.num_layers, geometry.num_kv_heads, num_tokens)
-            kept = torch.ones(shape, dtype=torch.bool, device=views[0].token_slots.device)
-            return Decision(_selection(kept, _flat(kept, total)), state=state)
         views += [show(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
         scores = self._score(views, total // runs, protected)
         kept = self._keep(scores, geometry, total)
-        flat = _flat(kept, total)
-        selection = _selection(kept, flat)
-        comparable = Trait.COMPARABLE in self.scorer.traits
-        worth = worth_of(scores, kept, flat, comparable=comparable) if with_worth else None
+        if kept.device.type == "cpu" and (num_kept := int(kept.sum())) != total:
+            raise ValueError(f"policy kept {num_kept} entries instead of {total}")  # nothing was moved yet
+        return order_of(scores, kept, comparable=Trait.COMPARABLE in self.scorer.traits)
+
+    def merge(
+        self, show: Show, geometry: KVGeometry, selection: Selection, state: PolicyState | None
+    ) -> tuple[MergePlan | None, PolicyState | None]:
+        """How the other tokens of a range are merged into the selected ones, and the state for the path's next range.
+
+        ``show`` is called once per layer; ``state`` is that of the path's previous compression. Without a merger, None
+        twice.
+        """
         if self.merger is None:
-            return Decision(selection, worth=worth)
-        merge, state = self.merger.merge(views, kept, state)
-        return Decision(selection, merge, state, worth)
+            return None, None
+        views = [show(layer) for layer in range(geometry.num_layers)]
+        lens = selection.keep_lens.flatten().long()
+        runs = torch.repeat_interleave(
+            torch.arange(lens.numel(), device=lens.device), lens, output_size=selection.num_entries
+        )
+        kept = torch.zeros(lens.numel(), views[0].num_tokens, dtype=torch.bool, device=lens.device)
+        kept[runs, selection.indices] = True
+        return self.merger.merge(views, kept.view(geometry.num_layers, geometry.num_kv_heads, -1), state)
+
+    def select(
+        self, show: Show, geometry: KVGeometry, total: int, protected: int, state: PolicyState | None = None
+    ) -> Decision:
+        """Choose exactly ``total`` entries of a range: the best of :meth:`order`, with :meth:`merge`.
+
+        Each layer is shown once. A range that is kept whole is neither scored nor ordered.
+        """
+        shown = cache(show)
+        num_tokens, runs = shown(0).num_tokens, geometry.num_runs
+        lens = torch.arange(runs + 1, device=shown(0).token_slots.device) * num_tokens
+        if total == num_tokens * runs:
+            indices = torch.arange(num_tokens, dtype=torch.int32, device=lens.device).repeat(runs)
+            keep_lens = lens.diff().int().view(geometry.num_layers, -1)
+            return Decision(Selection(keep_lens, indices, total), state=state)
+        order = self.order(shown, geometry, total, protected)
+        numbers, keep_lens = largest_entries(order.flatten(), lens, total)
+        selection = Selection(keep_lens.view(geometry.num_layers, -1), (numbers % num_tokens).int(), total)
+        return Decision(selection, *self.merge(shown, geometry, selection, state), order)
 
     def _score(self, views: list[LayerView], per_head: int, protected: int) -> RangeScores:
         first = views[0]
@@ -161,6 +182,9 @@ class Policy:
 
     def _keep(self, scores: RangeScores, geometry: KVGeometry, total: int) -> Tensor:
         """[num_layers, num_kv_heads, num_tokens], bool."""
+        if total == geometry.num_runs * scores.num_tokens:
+            shape = geometry.num_layers, geometry.num_kv_heads, scores.num_tokens
+            return torch.ones(shape, dtype=torch.bool, device=scores.values.device)
         net = total - geometry.num_runs * scores.num_pinned
         if self.reuse_layers > 1:
             if net % geometry.num_layers:
@@ -171,16 +195,3 @@ class Policy:
         if self.reuse_layers == 1:
             return kept
         return kept.repeat_interleave(self.reuse_layers, dim=0)[: geometry.num_layers]
-
-
-def _flat(kept: Tensor, total: int) -> Tensor:
-    """[total], int64: flat indices of the set elements of a mask [num_layers, num_kv_heads, num_tokens]."""
-    return torch.nonzero_static(kept.flatten(), size=total).squeeze(-1)
-
-
-def _selection(kept: Tensor, flat: Tensor) -> Selection:
-    keep_lens = kept.sum(-1, dtype=torch.int32)
-    total = flat.numel()
-    if kept.device.type == "cpu" and int(keep_lens.sum()) != total:
-        raise ValueError(f"policy kept {int(keep_lens.sum())} entries instead of {total}")  # nothing was moved yet
-    return Selection(keep_lens, (flat % kept.shape[-1]).int(), total)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels import radix_select
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.geometry import KVGeometry
@@ -64,15 +63,3 @@ class ArenaRows:
 def rows_by_head_slot(arena: Tensor) -> Tensor:
     """[num_head_slots, width]: the arena's rows in a dtype that torch can gather and write."""
     return as_moved(arena.flatten(0, 2))
-
-
-def largest_entries(keys: Tensor, indptr: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the entries of largest key ([n], int32; ties to the lower number), and entries per run; no host sync.
-
-    ``indptr``, [num_runs + 1], int, are the runs' starts. Returns [num_entries], int64, ascending, and [num_runs],
-    int32.
-    """
-    mask = radix_select.top_mask(keys[None], num_entries)[0]
-    kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
-    before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-    return kept, before[indptr.long()].diff().int()

@@ -35,7 +35,7 @@ class SegmentPacker(ArenaRows):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes outside the pool of a token slot's entries: keys, values, positions, worth, draft's rows."""
+        """Bytes outside the pool of a token slot's entries: keys, values, positions, order, draft's rows."""
         row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
         draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
         return self.geometry.num_runs * (row_bytes + 4 + 2) + draft_bytes
@@ -74,7 +74,7 @@ class SegmentPacker(ArenaRows):
             runs = merge.layers.long() * self.geometry.num_kv_heads + merge.heads
             rows = sources.at(runs, merge.indices)
         bounds = sources.start, sources.end
-        segment = self._laid_out(held[:num_slots], selection.keep_lens, kept.positions, bounds, kept.worth)
+        segment = self._laid_out(held[:num_slots], selection.keep_lens, kept.positions, bounds, kept.order)
         with accounting():
             if merge is None:
                 compact_kv(*self._moved, rows.head_slots, segment.head_slots)
@@ -103,7 +103,7 @@ class SegmentPacker(ArenaRows):
         keep_lens: Tensor,
         positions: Tensor,
         bounds: tuple[int, int],
-        worth: Tensor | None,
+        order: Tensor | None,
     ) -> Segment:
         """A segment whose rows are not written; arguments as in :class:`Segment`, ``bounds`` are its start and end."""
         num_token_slots = self.geometry.num_token_slots
@@ -116,7 +116,7 @@ class SegmentPacker(ArenaRows):
             indptr=indptr,
             start=bounds[0],
             end=bounds[1],
-            worth=worth,
+            order=order,
             shadow=self._no_shadow,
         )
 
@@ -126,7 +126,7 @@ class SegmentPacker(ArenaRows):
         kept = sources.entries()
         slots = kept.head_slots.long()
         k, v = (as_words(arena.flatten(0, 2))[slots].view(arena.dtype) for arena in self._moved)
-        return CopiedEntries(sources.selection.keep_lens, kept.positions, k, v, kept.worth)
+        return CopiedEntries(sources.selection.keep_lens, kept.positions, k, v, kept.order)
 
     def copy_shadow(self, views: Sequence[View]) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive views of one path; syncs as :meth:`copy`. None: there is no draft."""
@@ -156,7 +156,7 @@ class SegmentPacker(ArenaRows):
         end: int,
         *,
         splittable: bool = True,
-        worth: Tensor | None = None,
+        order: Tensor | None = None,
     ) -> Segment:
         """Lay out a segment in empty slots; arguments as in :class:`Segment`, ``keep_lens`` as in :class:`Selection`.
 
@@ -166,8 +166,8 @@ class SegmentPacker(ArenaRows):
         num_entries, device = positions.numel(), token_slots.device
         if token_slots.numel() < self.geometry.slots_for(num_entries):
             raise InvariantError(f"{num_entries} entries in {token_slots.numel()} token slots")
-        worth = None if worth is None else worth.to(device)
-        segment = self._laid_out(token_slots, keep_lens.to(device), positions.to(device), (start, end), worth)
+        order = None if order is None else order.to(device)
+        segment = self._laid_out(token_slots, keep_lens.to(device), positions.to(device), (start, end), order)
         segment.splittable = splittable
         return segment
 

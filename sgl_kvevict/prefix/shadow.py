@@ -19,10 +19,11 @@ from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.key_scores import accumulated_attention
+from kvevict_kernels.radix_select import largest_entries
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix.arena_rows import ArenaRows, largest_entries, rows_by_head_slot
+from sgl_kvevict.prefix.arena_rows import ArenaRows, rows_by_head_slot
 
 
 @dataclass(frozen=True)

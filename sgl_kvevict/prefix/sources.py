@@ -16,20 +16,27 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.radix_select import largest_entries
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix.arena_rows import largest_entries
 from sgl_kvevict.prefix.span import Entries, View
 from sgl_kvevict.ragged import Selection, run_entries
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRange:
-    """Uncompressed tokens of a path: ``token_slots``, [num_tokens], int64, in token order, from ``start`` on."""
+    """Uncompressed tokens of a path.
+
+    Attributes:
+        token_slots: [num_tokens], int64, in token order.
+        start: logical position of the first token.
+        order: [num_layers, num_kv_heads, num_tokens], int16, as in :class:`Segment`; None: unknown.
+    """
 
     token_slots: Tensor
     start: int
+    order: Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -54,7 +61,14 @@ class Sources:
     def __init__(self, geometry: KVGeometry, parts: Sequence[Part], selection: Selection | None = None) -> None:
         self.geometry = geometry
         self.parts = parts
-        self.selection = self._every() if selection is None else selection
+        self._given = selection
+
+    @cached_property
+    def selection(self) -> Selection:
+        """The kept entries."""
+        if self._given is not None:
+            return self._given
+        return self._whole(self._lens, sum(self._counts))
 
     @property
     def start(self) -> int:
@@ -102,30 +116,52 @@ class Sources:
         layers, heads = run // geometry.num_kv_heads, run % geometry.num_kv_heads
         slots = part.token_slots.int()[indices]  # all numbers fit int32
         head_slots: Tensor = head_slot_of(layers, slots, heads, geometry.num_token_slots, geometry.num_kv_heads)
-        return Entries(head_slots, indices.int() + part.start)
+        order = None if part.order is None else part.order.flatten()[runs * part.token_slots.numel() + indices]
+        return Entries(head_slots, indices.int() + part.start, order)
 
     def best(self, num_slots: int) -> Sources:
-        """Of the kept entries those of largest worth that ``num_slots`` token slots hold; no host sync.
+        """Of the kept entries the first in order that ``num_slots`` token slots hold; no host sync.
 
-        Of equal ones those of the lower run, then of the lower position. Layers with a sliding window keep their last
-        tokens instead. InvariantError if the worth of some part is not known, or it does not have so many slots.
+        Among equal ones those of the lower run, then of the lower position. Layers with a sliding window keep their
+        last tokens instead, at most ``num_slots`` in each head; if other layers keep all, there are fewer entries.
+        InvariantError if the order of some part is not known, or the parts have fewer slots.
         """
-        geometry, kept, held = self.geometry, self.entries(), self.token_slots.numel()
-        if kept.worth is None or not 0 < num_slots <= held:
-            known = "unknown" if kept.worth is None else "known"
-            raise InvariantError(f"entries of {known} worth in {held} slots cannot shrink to {num_slots} slots")
-        keys = kept.worth.int()
+        geometry, keys, held = self.geometry, self._order(), self.token_slots.numel()
+        if keys is None or not 0 < num_slots <= held:
+            known = "without" if keys is None else "with"
+            raise InvariantError(f"entries {known} an order in {held} slots cannot shrink to {num_slots} slots")
+        lens, count = (
+            (self._lens, sum(self._counts))
+            if self._given is None
+            else (self._given.keep_lens.flatten(), self._given.num_entries)
+        )
         if geometry.has_windows:
-            keys = self._in_windows(keys, kept.positions, num_slots)
-        num_entries = min(num_slots * geometry.num_runs, self.selection.num_entries)
-        indptr = pad(self.selection.keep_lens.flatten().cumsum(0), (1, 0))
-        chosen, lens = largest_entries(keys, indptr, num_entries)
-        keep_lens = lens.view_as(self.selection.keep_lens)
-        return Sources(geometry, self.parts, Selection(keep_lens, self.selection.indices[chosen], num_entries))
+            keys = self._in_windows(keys.int(), num_slots)
+            seen = geometry.tokens_to_keep(self.end - self.start, num_slots)
+            count = min(count, geometry.num_kv_heads * sum(seen))
+        num_entries = min(num_slots * geometry.num_runs, count)
+        starts = pad(lens.cumsum(0), (1, 0))
+        numbers, kept = largest_entries(keys, starts, num_entries)
+        runs = torch.repeat_interleave(kept.long(), output_size=num_entries)
+        indices = (numbers - starts[runs]).int() if self._given is None else self._given.indices[numbers]
+        keep_lens = kept.view(geometry.num_layers, -1)
+        return Sources(geometry, self.parts, Selection(keep_lens, indices, num_entries))
 
-    def _every(self) -> Selection:
+    def _order(self) -> Tensor | None:
+        """[num_entries], int16, of the kept entries, if it is known of all parts."""
+        part = self.parts[0]
+        if self._given is None and len(self.parts) == 1:
+            if isinstance(part, TokenRange):
+                return None if part.order is None else part.order.flatten()
+            if part.is_whole:
+                return part.segment.order
+        return self.entries().order
+
+    @cached_property
+    def _lens(self) -> Tensor:
+        """[num_runs], int: entries of each run, over all parts."""
         lens = [lens for _, lens in self._cuts]
-        return self._whole(lens[0] if len(lens) == 1 else torch.stack(lens).sum(0), sum(self._counts))
+        return lens[0] if len(lens) == 1 else torch.stack(lens).sum(0)
 
     def _whole(self, lens: Tensor, count: int) -> Selection:
         """Every entry of runs of these lengths, [num_runs], int, which sum to ``count``."""
@@ -177,7 +213,7 @@ class Sources:
             before, base = before + lens, base + count
         return numbers
 
-    def _in_windows(self, keys: Tensor, positions: Tensor, share: int) -> Tensor:
+    def _in_windows(self, keys: Tensor, share: int) -> Tensor:
         """Change the keys ([num_entries], int32) of layers with a sliding window, so that they keep the last tokens.
 
         Entries of the window's last tokens, at most ``share`` per head, get the largest key, the layer's others the
@@ -186,5 +222,5 @@ class Sources:
         reach = to_device(torch.tensor(self.geometry.windows).sub_(1).clamp_(max=share), keys.device)
         reach = reach[self.runs // self.geometry.num_kv_heads]  # -1: no window
         bounds = torch.iinfo(keys.dtype)
-        kept = torch.where(positions >= self.end - reach, bounds.max, bounds.min).to(keys.dtype)
+        kept = torch.where(self.entries().positions >= self.end - reach, bounds.max, bounds.min).to(keys.dtype)
         return torch.where(reach < 0, keys, kept)

@@ -38,30 +38,30 @@ class Entries:
     Attributes:
         head_slots: int32, where the entries' rows lie.
         positions: int32, logical positions of their tokens.
-        worth: int16, as in :class:`Segment`; None: unknown.
+        order: int16, as in :class:`Segment`; None: unknown.
         squares: float32, as in :class:`EntryAttention`; None: nobody observes these entries.
     """
 
     head_slots: Tensor
     positions: Tensor
-    worth: Tensor | None = None
+    order: Tensor | None = None
     squares: Tensor | None = None
 
     def at(self, numbers: Tensor) -> Entries:
         """The entries with these numbers, [n], int64, in this order."""
-        worth = None if self.worth is None else self.worth[numbers]
+        order = None if self.order is None else self.order[numbers]
         squares = None if self.squares is None else self.squares[numbers]
-        return Entries(self.head_slots[numbers], self.positions[numbers], worth, squares)
+        return Entries(self.head_slots[numbers], self.positions[numbers], order, squares)
 
     @staticmethod
     def joined(parts: Sequence[Entries]) -> Entries:
         """All entries, one part after the other; what is not known of one part is not known of any."""
-        worths = [part.worth for part in parts if part.worth is not None]
+        orders = [part.order for part in parts if part.order is not None]
         squares = [part.squares for part in parts if part.squares is not None]
         return Entries(
             torch.cat([part.head_slots for part in parts]),
             torch.cat([part.positions for part in parts]),
-            torch.cat(worths) if len(worths) == len(parts) else None,
+            torch.cat(orders) if len(orders) == len(parts) else None,
             torch.cat(squares) if len(squares) == len(parts) else None,
         )
 
@@ -79,8 +79,9 @@ class Segment:
         indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
         splittable: False if an entry may hold information of later tokens (merging in any direction), or if layers with
             sliding windows keep only their last tokens.
-        worth: [num_entries], int16; a squeeze evicts the lowest first. None: it cannot be squeezed.
-        is_measured: ``worth`` comes from measured reader attention, not from predicted scores.
+        order: [num_entries], int16; fewer slots keep the largest keys (:mod:`sgl_kvevict.policies.order`). None: it is
+            unknown, so the segment cannot shrink.
+        is_measured: ``order`` comes from measured reader attention, not from predicted scores.
         entry_attention: sums of the passes under way; None or closed without passes.
         policy_state: of the path, for its next compression; opaque here.
         is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
@@ -98,7 +99,7 @@ class Segment:
     start: int
     end: int
     splittable: bool = True
-    worth: Tensor | None = None
+    order: Tensor | None = None
     shadow: Shadow | None = None
     is_measured: bool = False
     entry_attention: EntryAttention | None = None
@@ -123,7 +124,7 @@ class Segment:
     def entries(self) -> Entries:
         """All entries stored, run after run."""
         squares = None if self.entry_attention is None else self.entry_attention.squares
-        return Entries(self.head_slots, self.positions, self.worth, squares)
+        return Entries(self.head_slots, self.positions, self.order, squares)
 
     def run_of_entries(self) -> Tensor:
         """[num_entries], int64: each entry's run, ``layer * num_kv_heads + head``."""
@@ -259,7 +260,7 @@ def live_view(spans: Sequence[Span]) -> View:
 
 @dataclass(frozen=True)
 class CopiedEntries:
-    """Copies of entries, outside the pool; ``positions`` and ``worth`` are as in :class:`Segment`.
+    """Copies of entries, outside the pool; ``positions`` and ``order`` are as in :class:`Segment`.
 
     ``keep_lens``, [num_layers, num_kv_heads], int32, are entries per run; ``k`` and ``v`` are [num_entries, head_dim],
     in the arena's dtype, on its device.
@@ -269,4 +270,4 @@ class CopiedEntries:
     positions: Tensor
     k: Tensor
     v: Tensor
-    worth: Tensor | None
+    order: Tensor | None

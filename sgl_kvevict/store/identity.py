@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of everything in a store. Segments of another version are never found."""
 CHAIN_TOKENS = 64
 """Tokens of a block: resolution at which a manifest tells how far a prompt agrees with a segment."""

@@ -44,7 +44,7 @@ TENSORS = {
     "positions": ("int32", "entries"),
     "k": ("rows", "entries width"),
     "v": ("rows", "entries value"),
-    "worth": ("int16", "entries"),
+    "order": ("int16", "entries"),
     "policy_state": ("float32", "layers heads"),
     "tail_tokens": ("int64", "tail"),
     "tail_k": ("rows", "layers tail heads width"),
@@ -77,7 +77,7 @@ class SegmentRecord:
         created: seconds since the epoch.
         tokens: all tokens of its path.
         keep_lens: entries of each run.
-        positions: run after run, like ``k``, ``v`` and ``worth``; logical, ascending within a run.
+        positions: run after run, like ``k``, ``v`` and ``order``; logical, ascending within a run.
         v: without columns if values are a part of the keys' rows; likewise ``tail_v``.
         policy_state: the policy's state.
         tail_tokens: uncompressed tokens that follow in the prompt; None: no tail.
@@ -98,7 +98,7 @@ class SegmentRecord:
     positions: Tensor
     k: Tensor
     v: Tensor
-    worth: Tensor | None = None
+    order: Tensor | None = None
     policy_state: Tensor | None = None
     tail_tokens: Tensor | None = None
     tail_k: Tensor | None = None
@@ -119,7 +119,7 @@ class SegmentRecord:
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
         kept, keep_lens = _within(position, self.end, self.positions, self.keep_lens)
-        entries = self._rows(("positions", "k", "v", "worth"), kept)
+        entries = self._rows(("positions", "k", "v", "order"), kept)
         return replace(self, start=position, keep_lens=keep_lens, **entries, **self.shadow_within(position))
 
     def shadow_within(self, start: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_the_last_prefix_is_prefilled_in_full():
         assert in_use + 2032 <= 9_000 < in_use + row.prefix_slots + 2032
     assert (rows[0.2].prefixes, rows[1.0].prefixes) == (17, 4)
     assert rows[0.2].prefix_bytes == 432 * 131072
-    load = 400 * (131072 + 32 * 8 * 6)  # with positions and worth, without the tail
+    load = 400 * (131072 + 32 * 8 * 6)  # with positions and order, without the tail
     assert rows[0.2].load_bytes == load and rows[0.2].host_prefixes == 10**9 // load
     assert all(row.prefixes == 0 for row in fits(KVEvictConfig(), LLAMA_8B, 2032, 2_000))
 

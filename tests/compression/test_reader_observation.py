@@ -108,8 +108,8 @@ def compressed(num_tokens: int) -> tuple[SegmentPacker, Span, Tensor]:
     kept[2] = False
     where = kept.nonzero()
     lens = kept.sum(1, dtype=torch.int32).view(2, 3)
-    worth = torch.arange(len(where), dtype=torch.int16)
-    segment, _ = pack(store, SLOTS[:num_tokens], START, Selection(lens, where[:, 1].int(), len(where)), worth=worth)
+    order = torch.arange(len(where), dtype=torch.int16)
+    segment, _ = pack(store, SLOTS[:num_tokens], START, Selection(lens, where[:, 1].int(), len(where)), order=order)
     return store, Span(segment, START, START + num_tokens, is_owner=True), where
 
 
@@ -172,7 +172,7 @@ def test_a_range_that_is_computed_again_reads_itself_to_nobodys_account() -> Non
 
 def test_what_never_shrinks_is_not_read_further() -> None:
     store, span, _ = compressed(13)
-    span.segment.worth = None
+    span.segment.order = None
     observation = ReaderObservation(GEOMETRY, START, END, k_arena=store.k_arena)
     observation.hand_over(span.segment)
     assert observation.start == START and not observation.observes(span.segment)

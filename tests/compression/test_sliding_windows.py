@@ -134,7 +134,7 @@ def test_full_layers_keep_no_more_than_there_is() -> None:
 
 
 def test_a_squeeze_shortens_windows_from_their_beginning() -> None:
-    """Each to its share; the others give up what is worth least, and nobody gives up more."""
+    """Each to its share; the others give up what comes last in order, and nobody gives up more."""
     compressor = make(0.3, min_budget=0.1)
     segment, _ = compressed(compressor)
     span = Span(segment, START, START + NUM_TOKENS, is_owner=True)

@@ -66,5 +66,5 @@ def assert_same_choice(one: object, other: object) -> None:
 
 
 def _tensors(chosen: Chosen) -> list[torch.Tensor]:
-    selection, worth = chosen.decision.selection, chosen.decision.worth
-    return [selection.keep_lens, selection.indices, *([] if worth is None else [worth])]
+    selection, order = chosen.decision.selection, chosen.decision.order
+    return [selection.keep_lens, selection.indices, *([] if order is None else [order])]

@@ -17,12 +17,12 @@ def pack(
     selection: Selection,
     *,
     merge: MergePlan | None = None,
-    worth: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> tuple[Segment, Tensor]:
     """Write the selected entries of uncompressed tokens into as few of their slots as they take."""
     sources = Sources(packer.geometry, [TokenRange(token_slots, start)], selection)
     segment, freed = packer.rewrite(sources, sources.fewest_slots, bits=16, merge=merge)
-    segment.worth = worth
+    segment.order = order
     return segment, freed
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvevict.policies.parts import Decision
+from sgl_kvevict.policies.order import order_of
+from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.ragged import MergePlan
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,21 @@ class PseudoRandomPolicy:
     reuse_layers: int = 1
     rank: int = 0
 
-    def select(self, show, geometry, total, protected, state=None, *, with_worth=False):
+    def order(self, show, geometry, total, protected):
         view = show(0)
-        tokens = view.num_tokens
+        tokens, runs = view.num_tokens, geometry.num_runs
         generator = torch.Generator().manual_seed(view.start * 1009 + tokens + self.rank * 7919)
-        runs = geometry.num_runs
         score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
         score[:, :protected] = 2.0
         kept = torch.zeros(runs * tokens, dtype=torch.bool)
         kept[score.flatten().topk(total).indices] = True
-        kept = kept.view(runs, tokens)
-        keep_lens = kept.sum(1).to(torch.int32).view(geometry.num_layers, geometry.num_kv_heads)
-        selection = Selection(keep_lens, kept.nonzero()[:, 1].to(torch.int32), total)
-        worth = (score[kept] * 1000).to(torch.int16) if with_worth else None
+        shape = geometry.num_layers, geometry.num_kv_heads, tokens
+        return order_of(RangeScores(score.view(shape), None, None, 0, 0), kept.view(shape), comparable=True)
+
+    def merge(self, show, geometry, selection, state):
         if self.splittable:
-            return Decision(selection, worth=worth)
-        runs, tokens_kept = kept.nonzero().unbind(1)
+            return None, None
+        runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
         layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
-        indptr = torch.arange(total + 1, dtype=torch.int32)
-        return Decision(selection, MergePlan(indptr, layers, heads, tokens_kept, torch.ones(total)), worth=worth)
+        indptr = torch.arange(selection.num_entries + 1, dtype=torch.int32)
+        return MergePlan(indptr, layers, heads, selection.indices, torch.ones(selection.num_entries)), None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sgl_kvevict.store import Namespace, SegmentRecord, SegmentStore, StoreIdentity, list_segments
+from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.segment_file import MAGIC
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
@@ -74,7 +75,7 @@ def record(
         positions=positions,
         k=rows[0],
         v=rows[1],
-        worth=torch.arange(len(positions), dtype=torch.int16),
+        order=torch.arange(len(positions), dtype=torch.int16),
     )
     return dataclasses.replace(base, **changes)
 
@@ -94,7 +95,7 @@ def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:
             assert a == b, field.name
 
 
-def sealed(payload: bytes, version: int = 1, length: int | None = None) -> bytes:
+def sealed(payload: bytes, version: int = FORMAT_VERSION, length: int | None = None) -> bytes:
     """A file with a right checksum, as somebody would make it who knows the format."""
     head = MAGIC + version.to_bytes(8, "little") + (len(payload) if length is None else length).to_bytes(8, "little")
     return head + hashlib.sha256(head + payload).digest() + payload

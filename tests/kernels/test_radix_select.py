@@ -6,11 +6,11 @@ from torch import Tensor
 
 from helpers.references import kth_largest_reference, top_mask_reference
 from helpers.tolerance import assert_same_bits
-from kvevict_kernels.radix_select import kth_largest, top_mask, triton_impl
+from kvevict_kernels.radix_select import kth_largest, largest_entries, top_mask, triton_impl
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-DTYPES = [torch.int32, torch.int64]
+DTYPES = [torch.int16, torch.int32, torch.int64]
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,18 @@ def test_nothing_to_select_from(device: str, shape: tuple[int, int]) -> None:
         assert_same_bits("threshold", kth_largest(keys, counts), torch.zeros(0, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+@pytest.mark.parametrize("kind", ["wide", "few", "equal"])
+def test_entries_of_all_runs_compete(device: str, dtype: torch.dtype, kind: str) -> None:
+    indptr = torch.tensor([0, 0, 70, 71, 83, 150, 150], device=device)
+    keys = random_keys(1, 150, dtype, kind).to(device)
+    for count in (0, 1, 40, 149, 150):
+        numbers, lens = largest_entries(keys[0], indptr.int() if count % 2 else indptr, count)
+        want = top_mask_reference(keys, count)[0]
+        assert numbers.tolist() == want.nonzero().flatten().tolist() and lens.dtype == torch.int32
+        assert lens.tolist() == [int(part.sum()) for part in want.tensor_split(indptr.cpu()[1:-1])]
+
+
 KEYS = torch.tensor([[4, 2, 2], [1, 1, 0]], dtype=torch.int32)
 COUNTS = torch.tensor([1, 3])
 
@@ -116,7 +128,7 @@ COUNTS = torch.tensor([1, 3])
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((KEYS.float(), COUNTS), "keys: expected dtype int32 or int64, got float32"),
+        ((KEYS.float(), COUNTS), "keys: expected dtype int16 or int32 or int64, got float32"),
         ((KEYS[0], COUNTS), r"keys: expected shape \[any, any\], got \[3\]"),
         ((KEYS.T, COUNTS), "keys: expected a contiguous tensor"),
         ((KEYS.to("meta").new_zeros(1, 2**31), 1), "keys: expected at most 2147483647 keys in a row, got 2147483648"),

@@ -80,15 +80,15 @@ def test_an_old_span_gives_up_nothing_more_while_a_new_prefix_is_uncompressed():
     assert spans(tree) == {old: 5, new: 5}
 
 
-def test_a_squeeze_keeps_what_is_worth_most():
+def test_a_squeeze_keeps_the_first_in_order():
     tree = cache()
     node = cached(tree, 22)
     relieve(tree)
     before = tree.manager.spans[node].segment
-    kept = before.worth.sort(descending=True).values[: 5 * tree.geometry.num_runs]
+    kept = before.order.sort(descending=True).values[: 5 * tree.geometry.num_runs]
     relieve(tree)
     after = tree.manager.spans[node].segment
-    assert after.worth.sort(descending=True).values.equal(kept)
+    assert after.order.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.num_runs
     for run in range(tree.geometry.num_runs):
         old = before.positions[before.indptr[run] : before.indptr[run + 1]].tolist()
@@ -230,7 +230,7 @@ def test_what_is_dropped_or_flushed_does_not_shrink():
 def test_a_failing_policy_shrinks_nothing(monkeypatch):
     tree = cache()
     cached(tree, 22)
-    monkeypatch.setattr(PseudoRandomPolicy, "select", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(PseudoRandomPolicy, "order", lambda *args, **kwargs: 1 / 0)
     reader = tree.reader(cached(tree, 22))
     assert tree.manager.pressure.reserve() > 0
     assert relieve(tree) == 0 and spans(tree) == {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.own_policies import OWN_POLICIES
+from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import (
     LayerView,
@@ -21,6 +22,10 @@ from sgl_kvevict.policies import (
     list_policies,
 )
 from sgl_kvevict.policies.options import RULES
+from sgl_kvevict.policies.order import PINNED
+from sgl_kvevict.policies.parts import RangeScores
+from sgl_kvevict.policies.selectors import TopKSelector
+from sgl_kvevict.ragged import Selection
 
 Run = Callable[..., Any]
 NAMES = [*(info.name for info in list_policies() if info.name != "none"), *OWN_POLICIES]
@@ -86,6 +91,101 @@ def test_exact_total_ascending_protected(random_prompt: Run, kept: Run, name: st
             assert run == sorted(set(run)) and run[:protected] == list(range(protected))
             assert not run or run[-1] < 60 - tail
         assert decision.selection.keep_lens.dtype == decision.selection.indices.dtype == torch.int32
+
+
+VARIANTS = [
+    ("chunkkv", {"reuse_layers": 3}),
+    ("chunkkv", {"reuse_layers": 2, "chunk_length": 4}),
+    ("chunkkv", {"chunk_score": "mean", "share_heads": True}),
+    ("d2o", {"direction": "any", "threshold": "none"}),
+    ("h2o", {"normalize": "queries", "recent_ratio": 0.3}),
+    ("k-vec", {"protected_share": 0.5, "bonus": 3.0}),
+    ("snapkv", {"kernel_size": 1, "keep_window": False}),
+    ("ada-snapkv", {"safeguard": "kvpress", "alpha": 0.4}),
+    ("value_aware:value_aware", {}),
+]
+"""Options that change the parts of a policy; the last one is served by its dotted path."""
+
+
+def policies() -> list[tuple[str, dict[str, Any]]]:
+    return [(name, {"budget_rule": rule}) for name, rule in combinations()] + VARIANTS
+
+
+def choice_of_parts(policy: Policy, prompt: Any, total: int, protected: int) -> torch.Tensor:
+    """[L, H, N] bool: what scorer, budget rule and selector keep, which are what the papers describe."""
+    geometry, show = prompt.geometry, shows(prompt)
+    views = [show(layer) for layer in range(0, geometry.num_layers, policy.reuse_layers)]
+    scores = policy._score(views, total // geometry.num_runs, protected)
+    net = total - geometry.num_runs * scores.num_pinned
+    if policy.reuse_layers > 1:
+        net = net // geometry.num_layers * len(views)
+    kept = policy.selector.select(scores, policy.allocator.allocate(scores, net))
+    return kept.repeat_interleave(policy.reuse_layers, dim=0)[: geometry.num_layers]
+
+
+def mask_of(selection: Selection, num_tokens: int) -> torch.Tensor:
+    lens = selection.keep_lens.flatten().long()
+    mask = torch.zeros(len(lens), num_tokens, dtype=torch.bool)
+    mask[torch.repeat_interleave(lens), selection.indices.long()] = True
+    return mask.view(*selection.keep_lens.shape, num_tokens)
+
+
+def best(order: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` entries in order, by a plain sort; among equal ones the lower run, then position."""
+    first = order.flatten().sort(descending=True, stable=True).indices[:count]
+    return torch.zeros(order.numel(), dtype=torch.bool).index_fill_(0, first, True).view_as(order)
+
+
+@pytest.mark.parametrize(("name", "options"), policies(), ids=str)
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_one_order_has_the_choice_at_the_budget_and_all_others_around_it(
+    random_prompt: Run, name: str, options: dict[str, Any], *, has_ties: bool
+) -> None:
+    """At its budget exactly what the parts keep; fewer entries are a part of it, more contain it, and so do they."""
+    prompt = random_prompt(length=60, tail=3)
+    if has_ties:  # every token three times, and all values alike
+        prompt.keys = [keys[torch.arange(60) // 3 * 3] for keys in prompt.keys]
+        prompt.queries = [queries.round() for queries in prompt.queries]
+    windows = WINDOWS.get(name, {})
+    policy = build_policy(OWN_POLICIES.get(name, name), {**windows, **options})
+    assert policy is not None
+    for slots, protected in ((4, 3), (13, 4), (29, 0), (56, 2)):
+        total = slots * 9
+        kept = choice_of_parts(policy, prompt, total, protected)
+        order = policy.order(shows(prompt), prompt.geometry, total, protected)
+        assert order.dtype == torch.int16 and order.shape == kept.shape
+        assert torch.equal(order >= 0, kept) and torch.equal(best(order, total), kept)
+        decision = policy.select(shows(prompt), prompt.geometry, total, protected)
+        assert torch.equal(mask_of(decision.selection, 57), kept)
+        assert decision.order is not None and torch.equal(decision.order, order)
+        pinned = order == PINNED
+        assert pinned[..., :protected].all()
+        larger = torch.ones_like(kept)
+        for count in sorted({57 * 9, min(total + 40, 57 * 9), total, total - 25, 9 * protected, 5}, reverse=True):
+            numbers, lens = largest_entries(order.flatten(), torch.arange(10) * 57, count)
+            chosen = mask_of(Selection(lens.view(3, 3), (numbers % 57).int(), count), 57)
+            assert torch.equal(chosen, best(order, count)) and not (chosen & ~larger).any()
+            assert count < pinned.sum() or chosen[pinned].all()
+            larger = chosen
+
+
+def test_a_range_that_is_kept_whole_can_be_ordered(random_prompt: Run) -> None:
+    """Every entry is kept at the budget; it is the order in which they would go."""
+    prompt = random_prompt(length=60)
+    for name in NAMES:
+        order = build(name).order(shows(prompt), prompt.geometry, 52 * 9, 2)
+        assert order.ge(0).all() and order[..., :2].eq(PINNED).all() and order.unique().numel() > 10
+
+
+def test_a_selector_that_keeps_another_number_is_an_error(random_prompt: Run) -> None:
+    class Greedy(TopKSelector):
+        def select(self, scores: RangeScores, keep_lens: torch.Tensor) -> torch.Tensor:
+            return super().select(scores, keep_lens + 1)
+
+    policy = replace(build("knorm"), selector=Greedy())
+    prompt = random_prompt(length=60)
+    with pytest.raises(ValueError, match="policy kept 189 entries instead of 180"):
+        policy.order(shows(prompt), prompt.geometry, 180, 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

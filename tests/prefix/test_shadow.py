@@ -35,12 +35,12 @@ class World:
         for token, much in tokens.items():
             self.drafts.paid[run // 2, FIRST + token, run % 2] = much
 
-    def pack(self, kept, worth=None):
+    def pack(self, kept, order=None):
         """``kept``: tokens that each of the target's four heads keeps."""
         lens = torch.tensor([len(tokens) for tokens in kept], dtype=torch.int32).view(2, 2)
         indices = torch.tensor([token for tokens in kept for token in tokens], dtype=torch.int32)
-        worth = None if worth is None else torch.tensor(worth, dtype=torch.int16)
-        self.segment, self.freed = pack(self.packer, SLOTS, START, Selection(lens, indices, len(indices)), worth=worth)
+        order = None if order is None else torch.tensor(order, dtype=torch.int16)
+        self.segment, self.freed = pack(self.packer, SLOTS, START, Selection(lens, indices, len(indices)), order=order)
         return Span(self.segment, START, START + TOKENS, is_owner=True)
 
     def read(self, span):
@@ -94,7 +94,7 @@ def test_both_halves_of_a_split_read_their_own_tokens(world, cut):
 
 
 def test_a_squeeze_keeps_what_was_paid_most(world):
-    span = world.pack(KEPT, worth=range(10))
+    span = world.pack(KEPT, order=range(10))
     before = world.segment
     assert squeeze(world.packer, [span], 1).numel() == 2 and span.segment is not before
     assert world.read(span) == [[0, 1], [4], [], [8]]
@@ -116,7 +116,7 @@ def test_segments_from_elsewhere_have_no_rows(world):
     lens = torch.full((2, 2), 2, dtype=torch.int32)
     positions = torch.tensor([100, 101] * 4, dtype=torch.int32)
     segment = world.packer.new_segment(
-        torch.tensor([5, 9]), lens, positions, START, START + TOKENS, worth=torch.arange(8, dtype=torch.int16)
+        torch.tensor([5, 9]), lens, positions, START, START + TOKENS, order=torch.arange(8, dtype=torch.int16)
     )
     span = Span(segment, START, START + TOKENS, is_owner=True)
     assert world.read(span) == [[]] * 4

@@ -32,10 +32,10 @@ def selection(*runs: list[int]) -> Selection:
 
 
 def packed(packer: SegmentPacker, first: int, count: int, *runs: list[int]) -> Segment:
-    """Tokens ``first .. first + count`` of the path with an order: later entries of later runs are worth more."""
+    """Tokens ``first .. first + count`` of the path with an order: later entries come first."""
     chosen = selection(*runs)
-    worth = torch.arange(chosen.num_entries, dtype=torch.int16)
-    return pack(packer, torch.arange(first + 1, first + count + 1), START + first, chosen, worth=worth)[0]
+    order = torch.arange(chosen.num_entries, dtype=torch.int16)
+    return pack(packer, torch.arange(first + 1, first + count + 1), START + first, chosen, order=order)[0]
 
 
 def whole(segment: Segment) -> View:
@@ -65,22 +65,22 @@ def test_segments_of_a_path_become_one_in_their_own_slots(packer: SegmentPacker)
     joined, freed = packer.rewrite(Sources(GEOMETRY, parts), 4, bits=16)
     assert freed.numel() == 0 and joined.token_slots.equal(slots) and (joined.start, joined.end) == (100, 109)
     assert read(packer, joined) == named([0, 3, 5], [1], [4, 5, 6], [2, 3, 6])
-    assert joined.worth is not None and joined.worth.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
+    assert joined.order is not None and joined.order.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
 
 
 def test_the_best_entries_of_all_ranges_are_kept(packer: SegmentPacker) -> None:
-    """Of ten entries four: worth 4, 4, 3, 3."""
+    """Of ten entries four: keys 4, 4, 3, 3."""
     parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
     sources = Sources(GEOMETRY, parts).best(1)
     small, freed = packer.rewrite(sources, sources.fewest_slots, bits=16)
     assert read(packer, small) == named([], [], [6], [2, 3, 6]) and freed.numel() == 3
-    assert small.worth is not None and small.worth.tolist() == [3, 3, 4, 4]
+    assert small.order is not None and small.order.tolist() == [3, 3, 4, 4]
 
 
 def test_of_equal_entries_the_lower_run_and_position_is_kept(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
-    assert segment.worth is not None
-    segment.worth.zero_()
+    assert segment.order is not None
+    segment.order.zero_()
     small, _ = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
     assert read(packer, small) == named([0, 3], [1], [], [2])
 
@@ -92,7 +92,7 @@ def test_a_segment_and_tokens_after_it_become_one(packer: SegmentPacker) -> None
     chosen = selection([1, 2], [0, 1, 3], [0], [])
     grown, freed = packer.rewrite(Sources(GEOMETRY, parts, chosen), 2, bits=16)
     assert read(packer, grown) == named([3, 4], [1, 4, 6], [4], []) and freed.tolist() == [5, 6, 7]
-    assert grown.worth is None and grown.splittable and grown.end == START + 7
+    assert grown.order is None and grown.splittable and grown.end == START + 7
 
 
 def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
@@ -161,8 +161,8 @@ def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker
 
 def test_entries_without_an_order_cannot_shrink(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
-    with pytest.raises(InvariantError, match="known worth in 2 slots cannot shrink to 3 slots"):
+    with pytest.raises(InvariantError, match="with an order in 2 slots cannot shrink to 3 slots"):
         Sources(GEOMETRY, [whole(segment)]).best(3)
-    segment.worth = None
-    with pytest.raises(InvariantError, match="unknown worth"):
+    segment.order = None
+    with pytest.raises(InvariantError, match="without an order"):
         Sources(GEOMETRY, [whole(segment)]).best(1)

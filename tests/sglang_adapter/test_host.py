@@ -97,13 +97,13 @@ def test_what_comes_back_is_what_was_dropped():
     serve(harness, DOCUMENTS[0])
     (span,) = harness.tree.spans.values()
     before = span.segment
-    keys, worth = harness.tree.packer.keys(before.head_slots), before.worth
+    keys, order = harness.tree.packer.keys(before.head_slots), before.order
     drop_all(harness)
     serve(harness, [1, 1, 1])  # so that slots are others
     serve(harness, DOCUMENTS[0])
     (after,) = (span.segment for span in harness.tree.spans.values())
     assert after.positions.equal(before.positions) and after.indptr.equal(before.indptr)
-    assert harness.tree.packer.keys(after.head_slots).equal(keys) and (worth is None or after.worth.equal(worth))
+    assert harness.tree.packer.keys(after.head_slots).equal(keys) and (order is None or after.order.equal(order))
 
 
 def test_a_segment_is_copied_once():

@@ -108,7 +108,7 @@ def test_the_first_chunks_stay_whole_until_room_is_needed():
 
 
 def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk_needs():
-    """Of 2.5 times the pool, entries of least worth of all chunks; the pool stays full but for a chunk."""
+    """Of 2.5 times the pool, the last in the order of all chunks; the pool stays full but for a chunk."""
     scheduler = serve()
     req = submit(scheduler, text(5 * POOL // 2))
     prefill(scheduler, req)
@@ -117,12 +117,12 @@ def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk
     assert joined.num_spans == len(tree.spans) > 10 and joined.is_joined
     assert tree.read_paths([req]) == ((joined.runs(),),)
     assert scheduler.harness.allocator.available_size() < CHUNK
-    before, nodes = joined.worth, list(tree.spans)
+    before, nodes = joined.order, list(tree.spans)
     scheduler.harness.finish(req)
     freed = tree.manager.table.squeeze(tree.spans.owner_of(nodes[-1]), joined.num_slots // 2)
     (left,) = {span.segment for span in tree.spans.values()}
     most = before.sort(descending=True).values[: left.num_entries]
-    assert left.worth.sort(descending=True).values.equal(most) and freed.numel() == joined.num_slots - left.num_slots
+    assert left.order.sort(descending=True).values.equal(most) and freed.numel() == joined.num_slots - left.num_slots
 
 
 def test_with_prefill_budget_chunks_shrink_where_slots_are_ample():

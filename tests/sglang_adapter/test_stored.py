@@ -55,7 +55,7 @@ def test_a_segment_comes_back_into_another_pool(splittable):
     assert_found(harness, [*DOCUMENT[:56], 10, 10, 10], 56)
     again = exported(harness)[0]
     assert torch.equal(again.k, record.k) and torch.equal(again.positions, record.positions)
-    assert again.key == record.key and (again.worth is None or torch.equal(again.worth, record.worth))
+    assert again.key == record.key and (again.order is None or torch.equal(again.order, record.order))
 
 
 def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning():

@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 from helpers.stored import SHADOW, assert_same, identity, record, sealed, tokens
 from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import SegmentRecord, decode_segment, encode_segment
+from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.segment_file import read_header
 
 OWN = identity()
@@ -27,7 +28,7 @@ DRAFT = "ef" * 32
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_what_is_read_is_what_was_written(dtype, with_state):
-    changes = {"worth": None, "policy_state": torch.randn(2, 2), "is_read": True} if with_state else {}
+    changes = {"order": None, "policy_state": torch.randn(2, 2), "is_read": True} if with_state else {}
     changes |= {name: each.to(dtype) if "tokens" not in name else each for name, each in TAIL.items()}
     ours = dataclasses.replace(RECORD, k=RECORD.k.to(dtype), v=RECORD.v.to(dtype), **changes)
     assert_same(ours, decode_segment(encode_segment(ours), ours.key))
@@ -166,7 +167,7 @@ def test_a_segment_under_another_name_is_refused():
         ({"k": RECORD.k.double()}, "k and v"),
         ({"v": RECORD.v.half()}, "k and v"),
         ({"v": RECORD.v[:, :2]}, "v: got shape"),
-        ({"worth": RECORD.worth[:3]}, "worth: got shape"),
+        ({"order": RECORD.order[:3]}, "order: got shape"),
         ({"policy_state": torch.zeros(3, 3)}, "policy_state: got shape"),
         ({"tail_tokens": torch.arange(3)}, "tensors: got"),
         ({**TAIL, "tail_v": None}, "tensors: got"),
@@ -187,7 +188,7 @@ def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(chan
     [
         (b"", "not a segment"),
         (pickle.dumps({"k": 1}) * 20, "not a segment"),
-        (sealed(b"", version=2), "version: got 2"),
+        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 3"),
         (sealed(b"", length=1 << 63), "length: got 0"),
         (sealed(b""), "header: got 0"),
         (sealed((1 << 63).to_bytes(8, "little") + b"{}"), "header: got"),

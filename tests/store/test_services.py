@@ -72,7 +72,7 @@ def check_store(url: str, folder) -> None:
     assert all(each.item.size > 0 for each in list_segments(other.backend))
     assert verify_store(other.backend, print)["segments"] == 3
     assert copy_store(other.backend, open_backend(str(folder / "copy")), print)["segments"] == 3
-    other.backend.put(f"v1/{OWN.digest}/segments/{records[1].key[:2]}/{records[1].key}", b"half")
+    other.backend.put(f"v2/{OWN.digest}/segments/{records[1].key[:2]}/{records[1].key}", b"half")
     assert verify_store(store.backend, lambda line: None, delete=True)["corrupt"] == 1
     assert store.get(records[1].key) is None and store.delete(records[0].key) and not store.delete(records[0].key)
 

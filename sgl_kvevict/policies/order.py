@@ -1,0 +1,80 @@
+"""Order: one int16 key per entry of a range, by which fewer slots keep the best entries.
+
+Entries that a policy keeps at its budget have keys >= 0, all others keys < 0. So the best entries, as many as the
+budget holds, are exactly the policy's choice, and every smaller choice is a part of every larger one. Pinned entries
+have the largest key. Among equal keys the lower (layer, head) comes first, then the lower position
+(:func:`kvevict_kernels.radix_select.largest_entries`).
+
+Within both halves entries are ordered by their scores, rounded to float16 without the last bit of its mantissa (a
+relative step of 1/512), if these are comparable across heads; else by their rank within the (layer, head), as a share
+of the entries that the head has in this half, so that all heads shrink alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.policies.parts import RangeScores
+from sgl_kvevict.policies.ranking import order_keys, top_mask
+
+PINNED = 2**15 - 1
+"""Key of entries that every head keeps without competing."""
+_HALF = 2**14
+_SIGN = -(2**15)
+_LARGEST = 0x7BFF
+"""Bits of the largest finite float16."""
+
+
+def order_of(scores: RangeScores, kept: Tensor, *, comparable: bool) -> Tensor:
+    """[num_layers, num_kv_heads, num_tokens], int16: the keys of all entries of a range.
+
+    ``kept``, bool, of the same shape, is what the policy keeps at its budget; layers that share their scores share it.
+    """
+    num_layers, num_rows = kept.shape[0], scores.values.shape[0]
+    shared = -(-num_layers // num_rows)
+    keys = torch.empty(kept.shape, dtype=torch.int16, device=kept.device)
+    for row in range(num_rows):  # layer by layer: the intermediate numbers are larger
+        first = row * shared
+        make = _by_score if comparable else _by_rank
+        keys[first : first + shared] = make(scores.values[row], kept[first])
+    keys[..., : scores.num_first] = PINNED
+    keys[..., scores.num_tokens - scores.num_last :] = PINNED
+    return keys
+
+
+def measured_order(order: Tensor, scores: Tensor) -> Tensor:
+    """An order by measured attention, in which as many entries as before count as kept at the budget; no host sync.
+
+    ``order``, [num_entries], int16, is the one before, whose pinned entries stay pinned; ``scores``, [num_entries],
+    float32, are comparable over layers and heads.
+    """
+    pinned = order == PINNED
+    num_kept = (order >= 0).sum().view(1)
+    kept = top_mask(order_keys(scores.masked_fill(pinned, torch.inf))[None], num_kept)[0]
+    return torch.where(pinned, order, _by_score(scores, kept))
+
+
+def scores_of(order: Tensor) -> Tensor:
+    """The comparable scores, rounded, float32, that entries have by their keys; the largest for pinned ones."""
+    low = torch.where(order < 0, order, order ^ _SIGN)
+    bits = ((low + _HALF) << 1).clamp_(max=_LARGEST)
+    return torch.where(bits < 0, bits ^ 0x7FFF, bits).view(torch.float16).float()
+
+
+def _by_score(values: Tensor, kept: Tensor) -> Tensor:
+    bits = values.half().add_(0.0).view(torch.int16)  # + 0.0: -0.0 becomes 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFF, bits)
+    return ((ordered >> 1) - _HALF) ^ (kept.short() * _SIGN)
+
+
+def _by_rank(values: Tensor, kept: Tensor) -> Tensor:
+    keys = ((order_keys(values) >> 1) - 2**30) ^ (kept.int() * -(2**31))  # what is kept comes first
+    order = keys.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(keys.shape[-1], device=keys.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(-1, order, places)
+    num_kept = kept.sum(-1, keepdim=True)
+    num_others = keys.shape[-1] - num_kept
+    first = PINNED - 1 - (ranks * PINNED).div(num_kept.clamp(min=1), rounding_mode="floor")
+    rest = -1 - ((ranks - num_kept) * 2**15).div(num_others.clamp(min=1), rounding_mode="floor")
+    return torch.where(kept, first, rest).short()

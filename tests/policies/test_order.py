@@ -1,0 +1,131 @@
+"""The order of a range's entries: what is kept at the budget, whatever the policy, and what goes first below it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvevict_kernels import radix_select
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies import LayerView, Signal, build_policy
+from sgl_kvevict.policies.order import PINNED, measured_order, order_of, scores_of
+from sgl_kvevict.policies.parts import RangeScores
+from sgl_kvevict.prefix import Segment, Sources, TokenRange, View
+
+
+def keys(values, kept, *, comparable=True, num_first=0, num_last=0):
+    scores = RangeScores(torch.tensor(values), None, None, num_first, num_last)
+    order = order_of(scores, torch.tensor(kept), comparable=comparable)
+    assert order.dtype == torch.int16 and order.shape == torch.tensor(kept).shape
+    return order.flatten().tolist()
+
+
+ALL = [[[True] * 4], [[True] * 4]]
+NONE = [[[False] * 4], [[False] * 4]]
+VALUES = [[[-3.0, 0.5, 0.0, 7.0]], [[-0.25, 100.0, -80.0, 1e9]]]
+
+
+def test_comparable_scores_keep_their_order_over_layers_and_heads():
+    flat = [value for layer in VALUES for value in layer[0]]
+    for kept in (ALL, NONE):
+        found = keys(VALUES, kept)
+        assert sorted(range(8), key=found.__getitem__) == sorted(range(8), key=flat.__getitem__)
+
+
+def test_what_is_kept_comes_before_all_others():
+    kept = [[[True, False, False, True]], [[False, False, True, False]]]
+    for comparable in (True, False):
+        found = keys(VALUES, kept, comparable=comparable)
+        assert [key >= 0 for key in found] == [flag for layer in kept for flag in layer[0]]
+        assert found[3] > found[0] and found[1] > found[2] and found[7] > found[5] > found[4]
+
+
+def test_the_ends_of_both_halves_do_not_meet():
+    """Infinite scores: more than any other, less than what is pinned, and on the side of what is kept."""
+    values = [[[-torch.inf, torch.inf, -65504.0, 65504.0]], [[-torch.inf, torch.inf, -65504.0, 65504.0]]]
+    found = keys(values, [ALL[0], NONE[1]])
+    assert all(0 <= key < PINNED for key in found[:4]) and all(-(2**15) <= key < 0 for key in found[4:])
+    assert found[1] >= found[3] > found[2] >= found[0] and found[5] >= found[7] > found[6] >= found[4]
+
+
+def test_zeros_are_equal_whatever_their_sign():
+    found = keys([[[0.0, -0.0, 1e-9, -1e-9]]], ALL[:1])
+    assert len(set(found)) == 1
+
+
+def test_other_scores_are_ranked_within_their_head():
+    first, second = [[v[0] for v in VALUES][i] for i in (0, 1)]
+    for kept in (ALL, NONE):
+        found = keys(VALUES, kept, comparable=False)
+        for values, part in ((first, found[:4]), (second, found[4:])):
+            assert sorted(range(4), key=part.__getitem__) == sorted(range(4), key=values.__getitem__)
+        assert sorted(found[:4]) == sorted(found[4:])
+
+
+def test_ranks_are_exact_in_long_ranges():
+    """Positions of 20,000 tokens differ, which float16 cannot say."""
+    values = torch.arange(20_000.0).view(1, 1, -1)
+    kept = values > 15_000
+    order = order_of(RangeScores(values, None, None, 0, 0), kept, comparable=False).flatten()
+    assert order.diff().gt(0).all() and order.ge(0).equal(kept.flatten())
+
+
+def test_heads_that_keep_more_give_up_more():
+    """A head's ranks are shares of what it keeps: half of it goes at the same key."""
+    kept = [[[True] * 4, [True, True, False, False]]]
+    found = keys([[[1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]]], kept, comparable=False)
+    assert found[3] == found[4] and found[1] == found[5]
+
+
+def test_what_is_kept_without_competing_comes_first():
+    for comparable in (True, False):
+        found = keys(VALUES, ALL, comparable=comparable, num_first=1, num_last=1)
+        assert [found[i] for i in (0, 3, 4, 7)] == [PINNED] * 4
+        assert max(*found[1:3], *found[5:7]) < PINNED
+
+
+def test_layers_that_share_a_choice_share_its_order():
+    found = keys(VALUES[:1], [*ALL, *ALL][:3])
+    assert found[:4] == found[4:8] == found[8:]
+
+
+def test_scores_come_back_from_the_order():
+    scores = [[[-9.0, -0.25, 0.0, 0.5]], [[60000.0, 1.0, -60000.0, 2.0]]]
+    want = torch.tensor(scores).flatten()
+    for kept in (ALL, NONE):
+        found = torch.tensor(keys(scores, kept), dtype=torch.int16)
+        torch.testing.assert_close(scores_of(found), want, rtol=2**-9, atol=0)
+    assert scores_of(torch.tensor([PINNED], dtype=torch.int16)).item() == 65504.0
+
+
+def test_a_measured_order_keeps_as_many_at_the_budget_and_what_is_pinned():
+    order = torch.tensor([PINNED, 5, -7, 900, -30, -40], dtype=torch.int16)
+    found = measured_order(order, torch.tensor([0.0, 0.1, 3.0, 0.2, 5.0, -1.0])).tolist()
+    assert found[0] == PINNED and [key >= 0 for key in found] == [True, False, True, False, True, False]
+    assert sorted(range(6), key=found.__getitem__) == [5, 1, 3, 2, 4, 0]
+
+
+@pytest.mark.parametrize("windows", [(), (0, 8, 0, 8)])
+@pytest.mark.parametrize("name", ["reconstruction", "h2o", "streaming-llm"])
+def test_order_and_choice_read_nothing_from_a_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, windows: tuple[int, ...]
+) -> None:
+    """With tensors that have no content: any number that the host wanted to know would be an error."""
+    monkeypatch.setattr(radix_select, "top_mask", lambda keys, counts: torch.empty_like(keys, dtype=torch.bool))
+    monkeypatch.setattr(radix_select, "kth_largest", lambda keys, counts: keys[:, 0])
+    geometry = KVGeometry(4, 4, 2, 16, 101, windows=windows)
+    policy = build_policy(name, {})
+    assert policy is not None
+    with FakeTensorMode():
+        slots = torch.empty(100, dtype=torch.int64, device="meta")
+        rows, attention = torch.empty(101, 2, 16, device="meta"), torch.empty(2, 100, device="meta")
+        signals = {Signal.READER_ATTENTION: attention, Signal.ACCUMULATED_ATTENTION: attention}
+        order = policy.order(lambda layer: LayerView(layer, 0, rows, rows, slots, 0.3, signals), geometry, 160, 2)
+        kept = Sources(geometry, [TokenRange(slots, 0, order)]).best(20).entries()
+        assert order.shape == (4, 2, 100) and kept.positions.shape == (160,)
+        assert kept.order is not None
+        measured_order(kept.order, scores_of(kept.order))
+        indptr = torch.empty(9, dtype=torch.int32, device="meta")
+        light = Segment(geometry, slots[:20], kept.head_slots, kept.positions, indptr, 0, 100, order=kept.order)
+        assert Sources(geometry, [View(light, 0, 100)]).best(10).entries().positions.shape == (80,)
