@@ -22,6 +22,8 @@ from sgl_kvevict.fields import allowed
 ENV_VAR = "KVEVICT_CONFIG"
 HOST_PER_POOL = 2
 """Bytes of ``host_bytes`` per byte of the pool by default: the default of SGLang's ``--hicache-ratio``."""
+LIGHT_SHARE = 0.5
+"""Share of its entries to which an uncompressed prefix shrinks first when slots are short; not below ``budget``."""
 _as_written = cache(lambda share: Fraction(repr(share)))  # exact value of a share's decimal notation
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -76,19 +78,12 @@ class KVEvictConfig(BaseModel):
             "or an integer >= 2 (entries per KV head)"
         },
     )
-    light_budget: float | None = Field(
-        default=0.5,
-        gt=0,
-        lt=1,
-        description="share to which uncompressed prefixes shrink first when slots are short; null: to `budget` at "
-        "once. No effect with an integer `budget`",
-    )
     min_budget: float | None = Field(
         default=0.1,
         gt=0,
         lt=1,
-        description="share to which compressed prefixes are squeezed when slots are short, before one is dropped; "
-        "null: none is squeezed. No effect with an integer `budget`, or 1.0",
+        description="share to which compressed prefixes shrink when slots are short, before one is dropped; "
+        "null: none does. No effect with an integer `budget`, or 1.0",
     )
     prefill_budget: float | None = Field(
         default=None,
@@ -105,8 +100,8 @@ class KVEvictConfig(BaseModel):
     )
     budget_includes_tail: bool = Field(
         default=False,
-        description="the uncompressed tail is part of `budget`, as in papers (set by `@paper`); `light_budget` and "
-        "`min_budget` then have no effect",
+        description="the uncompressed tail is part of `budget`, as in papers (set by `@paper`); `min_budget` "
+        "then has no effect",
     )
     tail_tokens: int = Field(default=32, ge=1, description="last tokens of a prompt that stay uncompressed")
     sink_tokens: int = Field(default=4, ge=0, description="first tokens of a prompt that every KV head keeps")
@@ -239,11 +234,6 @@ class KVEvictConfig(BaseModel):
             )
         if isinstance(self.budget, int):
             return self
-        if "light_budget" in given and self.light_budget is not None and self.light_budget < self.budget:
-            raise ConfigError(
-                f"light_budget: got {self.light_budget}, budget is {self.budget}; allowed: a float in [budget, 1), or "
-                "null"
-            )
         if "min_budget" in given and self.min_budget is not None and self.min_budget > self.budget:
             raise ConfigError(
                 f"min_budget: got {self.min_budget}, budget is {self.budget}; allowed: a float in (0, budget], or null"
@@ -279,7 +269,7 @@ class KVEvictConfig(BaseModel):
         budget = self.budget
         if not isinstance(budget, float) or budget == 1 or self.budget_includes_tail:
             return ()
-        light = () if self.light_budget is None or self.light_budget <= budget else (self.light_budget,)
+        light = () if budget >= LIGHT_SHARE else (LIGHT_SHARE,)
         least = () if self.min_budget is None or self.min_budget >= budget else (self.min_budget,)
         return (*light, budget, *least)
 

@@ -108,7 +108,6 @@ def test_an_error_names_field_value_and_what_is_allowed(field: str, value: Any, 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"budget": 0.6, "light_budget": 0.5}, "light_budget: got 0.5, budget is 0.6; allowed: a float in [budget, 1)"),
         ({"budget": 0.2, "min_budget": 0.3}, "min_budget: got 0.3, budget is 0.2; allowed: a float in (0, budget]"),
         ({"prefill_budget": 0.1}, "prefill_budget: got 0.1, budget is 0.2; allowed: a float in [budget, 1)"),
         ({"prefill_budget": 0.5, "budget": 64}, "prefill_budget: got 0.5, budget is 64; allowed: a float in"),

@@ -28,12 +28,12 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from helpers.event_sockets import ipc_config
 from helpers.harness import Harness, publish_server_args
 from helpers.watched import WatchedHarness
-from sgl_kvevict.compression import Compression
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, Tree
 from sgl_kvevict.events.types import Dropped
 from sgl_kvevict.lifecycle.listener import CacheListener
+from sgl_kvevict.prefix import Segment
 from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
 from sgl_kvevict.sglang_adapter.passes import after_ingest
 from sgl_kvevict.sglang_adapter.span_component import FULL
@@ -93,11 +93,10 @@ def grow(harness: Harness, num_nodes: int) -> None:
     harness.tree.spans |= dict.fromkeys(leaves, harness.tree.spans[span_node])
 
 
-def watched_compression(harness: Harness) -> Compression:
-    """A compression as the tree reports it."""
+def packed_segment(harness: Harness) -> Segment:
+    """A segment as the tree reports it."""
     harness.finish(harness.run([i % 11 for i in range(60)]))
-    segment = next(iter(harness.tree.spans.values())).segment
-    return Compression(segment, segment.token_slots, 0, 0.001)
+    return next(iter(harness.tree.spans.values())).segment
 
 
 def follow(config: EventsConfig, stop: threading.Event) -> None:
@@ -148,8 +147,9 @@ def main() -> None:
         dropped = quartile(lambda: per_call(lambda: listener.tell(Dropped(node.id, 50, 50, False)), 2_000), repeats)
         row("on: one event (a node dropped)", dropped)
 
-        compression = watched_compression(harness)
-        compressed = quartile(lambda: per_call(lambda: listener.compressed([node], compression), 2_000), repeats)
+        segment = packed_segment(harness)
+        told = (segment.num_tokens, segment.num_entries, 0, segment.num_slots, 0.001)
+        compressed = quartile(lambda: per_call(lambda: listener.compressed([node], segment, *told), 2_000), repeats)
         row("on: one event (a range compressed)", compressed)
         for rate in (0, 1_000):
             share = quartile(lambda rate=rate: publishing_share(watched, rate), 3)

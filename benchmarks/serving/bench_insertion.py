@@ -31,7 +31,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.prefix import SegmentPacker, Sources, TokenRange
 
 SYSTEMS = {
     "stock UnifiedRadixCache": StockDriver,
@@ -178,7 +178,9 @@ def compression_cost(num_tokens: int) -> dict[str, float]:
         observation.record(layer, queries, torch.full((window, 9), 8.0), k[layer], 64**-0.5)
     slots = 1 + torch.arange(num_tokens - config.tail_tokens)
     begin = time.perf_counter()
-    compressor.compress(slots, 0, observation)
+    order = compressor.rank(slots, 0, observation, turn=0)
+    sources = Sources(geometry, [TokenRange(slots, 0, order.keys)]).best(config.num_slots(len(slots)))
+    compressor.packer.rewrite(sources, sources.fewest_slots, bits=16)
     return {"wall_ms": 1e3 * (time.perf_counter() - begin)}
 
 

@@ -1,8 +1,7 @@
-"""Compression of generated tokens while a request generates: one segment, rewritten with every block."""
+"""What is kept of the tokens that a request generates: one segment, written anew with every block."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,14 +11,13 @@ from torch.nn.functional import pad
 
 from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.compression.compressor import Compression, Compressor
+from sgl_kvevict.compression.compressor import Compressor
 from sgl_kvevict.compression.query_lanes import QueryLanes
-from sgl_kvevict.guard import accounting
 from sgl_kvevict.policies.generated import GeneratedChoice, choose_generated
 from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.parts import Merger, PolicyState
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.prefix import Segment, Sources, TokenRange, View
+from sgl_kvevict.prefix import Segment
 from sgl_kvevict.ragged import MergePlan, Selection
 
 COUNTED_AT_ONCE = 32
@@ -91,6 +89,19 @@ class GeneratedStep:
         if self.rows is not None:
             queries, lse = queries.index_select(0, self.rows), lse.index_select(0, self.rows)
         self.lanes.record(layer, self.places, queries, lse, sm_scale)
+
+
+@dataclass(frozen=True)
+class GeneratedBlock:
+    """What is kept of a segment of generated tokens and of those after it.
+
+    ``selection`` and ``merge`` number the entries of both together; ``state`` is the policy's for the next block.
+    """
+
+    choice: GeneratedChoice
+    selection: Selection
+    merge: MergePlan | None
+    state: PolicyState | None
 
 
 class GeneratedCompressor:
@@ -192,13 +203,13 @@ class GeneratedCompressor:
             sums.append(paid)
         generated.sums, generated.num_pending = sums, 0
 
-    def compress(self, generated: Generated, token_slots: Tensor, num_new: int, parent: Segment | None) -> Compression:
-        """Rewrite the segment: entries kept so far and the next tokens compete for the budget.
+    def choose(self, generated: Generated, token_slots: Tensor, num_new: int, parent: Segment | None) -> GeneratedBlock:
+        """Choose what is kept of the segment and of the next tokens, which compete for the budget.
 
         ``token_slots``, [n], int64, are those of the tokens from the segment's end to the last query's, or to the last
         of the ``num_new`` tokens; ``parent``, the segment before on the path, gives the first block's policy state.
+        Once it is written, :meth:`written` must be called.
         """
-        begin = time.perf_counter()
         self.count(generated, token_slots)
         old, end = generated.segment, generated.compressed_end + num_new
         new_slots, num_slots = token_slots[:num_new], self.num_slots(generated, end)
@@ -215,18 +226,18 @@ class GeneratedCompressor:
             num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - generated.start
             show = self._show(generated, tables, self._policy.scorer.needs)
             choice = choose_generated(self._policy, show, generated.lens, num_new, num_slots, max(num_sinks, 0))
-        selection = self._selection(choice)
         merge = None
         if self._policy.merger is not None and not keeps_all:
             merge, state = self._merge(self._policy.merger, generated, tables, choice, state)
-        with accounting():
-            parts: list[View | TokenRange] = [] if old is None else [View(old, old.start, old.end)]
-            sources = Sources(self._geometry, [*parts, TokenRange(new_slots, generated.compressed_end)], selection)
-            segment, freed = self._packer.rewrite(sources, sources.fewest_slots, bits=16, merge=merge)
-            segment.policy_state, segment.is_generated = state, True
-            self._carry_on(generated, choice, segment)
-        merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
-        return Compression(segment, freed, merged, time.perf_counter() - begin, replaced=old)
+        return GeneratedBlock(choice, self._selection(choice), merge, state)
+
+    def written(self, generated: Generated, block: GeneratedBlock, segment: Segment) -> None:
+        """The kept entries are in a segment."""
+        for layer, kept in enumerate(block.choice.kept if generated.sums else ()):
+            sums, num = generated.sums[layer], kept.shape[1]
+            stays = sums[:, :num].flatten()[self._flat(kept, block.choice.lens[layer])]
+            generated.sums[layer] = torch.cat([stays.view(kept.shape[0], -1), sums[:, num:]], dim=1)
+        generated.segment, generated.lens = segment, block.choice.lens
 
     def _selection(self, choice: GeneratedChoice) -> Selection:
         """The chosen candidates."""
@@ -262,13 +273,6 @@ class GeneratedCompressor:
     def _flat(self, kept: Tensor, length: int) -> Tensor:
         """[num_kv_heads * length], int64: flat indices of the set elements of a layer's mask."""
         return torch.nonzero_static(kept.flatten(), size=self._geometry.num_kv_heads * length).squeeze(-1)
-
-    def _carry_on(self, generated: Generated, choice: GeneratedChoice, segment: Segment) -> None:
-        for layer, kept in enumerate(choice.kept if generated.sums else ()):
-            sums, num = generated.sums[layer], kept.shape[1]
-            stays = sums[:, :num].flatten()[self._flat(kept, choice.lens[layer])]
-            generated.sums[layer] = torch.cat([stays.view(kept.shape[0], -1), sums[:, num:]], dim=1)
-        generated.segment, generated.lens = segment, choice.lens
 
     def _show(self, generated: Generated, tables: Sequence[Tensor], needs: frozenset[Signal]) -> Show:
         """Layer views of the candidates, as a range that starts at 0."""
@@ -316,5 +320,5 @@ class GeneratedCompressor:
             return tokens
         heads = self._geometry.num_kv_heads
         first = heads * sum(generated.lens[:layer])
-        old = generated.segment.head_slots[first : first + heads * generated.lens[layer]]
+        old = generated.segment.storage.head_slots[first : first + heads * generated.lens[layer]]
         return torch.cat([old.view(heads, -1), tokens], dim=1)

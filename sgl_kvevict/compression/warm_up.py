@@ -9,10 +9,9 @@ from torch import Tensor
 
 from sgl_kvevict.compression.compressor import Compressor
 from sgl_kvevict.compression.generated import GeneratedCompressor
-from sgl_kvevict.compression.prompt_observation import PromptObservation
-from sgl_kvevict.compression.reader_observation import ReaderObservation
+from sgl_kvevict.compression.reader_observation import MeasuredRange, ReaderObservation
 from sgl_kvevict.distill import LearnedScores, ScoreWeights
-from sgl_kvevict.prefix import SegmentPacker, Sources, Span, live_view
+from sgl_kvevict.prefix import Observation, Part, Segment, SegmentPacker, Sources, TokenRange, View
 
 WARM_UP_TOKENS = 192
 """Minimum length of the synthetic prompt: more than the default windows and SnapKV's widest pool (127)."""
@@ -37,42 +36,58 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     twin = replace(compressor, packer=packer, learned=learned, slot_positions=None, stream=None)
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
-    observation = _observe(twin, queries.to(q_dtype), slots)
-    segment = twin.compress(slots, 0, observation).segment
-    span = Span(segment, 0, num_tokens, is_owner=True)
+    segment = Segment(geometry, 0, num_tokens)
+    observation = _observe(twin, segment, queries.to(q_dtype), slots)
+    segment.order = twin.rank(slots, 0, observation, turn=0)
+    source = TokenRange(slots, 0, segment.order.keys)
+    _resize(twin, segment, source, twin.config.num_slots(num_tokens, 0), observation)
     if segment.splittable:
-        upper, lower = span.split(num_tokens // 2)
-        for part in (upper, lower):
-            part.runs()
-        lower.drop()
-        _rewrite(packer, upper, Sources(geometry, [live_view([upper])]))
-        span = upper
+        upper = View(segment, 0, num_tokens // 2)
+        segment.runs_of(upper.start, upper.end)
+        segment.runs_of(upper.end, num_tokens)
+        _resize(twin, segment, upper)
     if twin.policy.needs_passes:
-        _read(twin, span, queries.to(q_dtype))
+        _read(twin, segment, queries.to(q_dtype))
     if twin.config.decode_block is not None:
         _generate(twin, queries.to(q_dtype), slots)
-    if span.segment.order is not None:
-        num_slots = max(span.segment.num_slots // 2, 1)
-        _rewrite(packer, span, Sources(geometry, [live_view([span])]).best(num_slots))
+    _resize(twin, segment, segment.live_view, max(segment.num_slots // 2, 1))
 
 
-def _rewrite(packer: SegmentPacker, span: Span, sources: Sources) -> None:
-    """Write the kept entries of the only span of a segment anew."""
-    span.move_to(packer.rewrite(sources, sources.fewest_slots, bits=16)[0])
+def _resize(
+    compressor: Compressor,
+    segment: Segment,
+    source: Part,
+    num_slots: int | None = None,
+    observation: Observation | None = None,
+) -> None:
+    """Write the best entries of a segment anew (None: all); with ``observation`` it leaves its place."""
+    packer = compressor.packer
+    sources = Sources(packer.geometry, [source])
+    if num_slots is not None:
+        sources = sources.best(num_slots)
+    merge = None
+    if observation is not None and isinstance(source, TokenRange):
+        merge, _ = compressor.merge(source.token_slots, 0, observation, sources.selection, None)
+        segment.splittable = compressor.splittable
+    written = packer.rewrite(sources, max(sources.fewest_slots, 1), 16, merge)
+    segment.pack(written.packed, sources.end, written.kept)
 
 
-def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptObservation | ReaderObservation:
+def _observe(compressor: Compressor, segment: Segment, queries: Tensor, slots: Tensor) -> Observation:
     """Observe a prefill of the synthetic prompt, or a scoring pass if the policy waits for passes."""
     num_tokens = slots.numel()
     packer = compressor.packer
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     scale = float(queries.shape[2] ** -0.5)
     if not compressor.compresses_at_once:
-        readers = compressor.new_reader_observation(0, num_tokens)
-        chunk = readers.begin_chunk(readers, num_tokens, 2 * num_tokens, slots)
+        readers = ReaderObservation(packer.geometry, packer.k_arena, num_tokens)
+        readers.observe(segment)
+        chunk = readers.begin_chunk(readers, num_tokens, 2 * num_tokens, [(segment, slots)])
         for layer in range(packer.geometry.num_layers):
             chunk.record(layer, queries, lse, packer.k_arena[layer], scale)
-        return readers
+        assert segment.attention is not None
+        attention, segment.attention, segment.readers = segment.attention, None, None
+        return MeasuredRange(readers, attention)
     prompt = compressor.new_observation()
     prompt.begin_chunk(0, num_tokens, is_last=True, token_slots=slots)
     for layer in range(packer.geometry.num_layers):
@@ -80,14 +95,15 @@ def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptOb
     return prompt
 
 
-def _read(compressor: Compressor, span: Span, queries: Tensor) -> None:
-    """Observe a reader of the span's segment."""
-    packer, segment = compressor.packer, span.segment
-    readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
-    no_slots = segment.token_slots[:0]
-    chunk = readers.begin_chunk(readers, span.end, span.end + len(queries), no_slots, [segment])
+def _read(compressor: Compressor, segment: Segment, queries: Tensor) -> None:
+    """Observe a reader of the packed segment."""
+    packer = compressor.packer
+    readers = ReaderObservation(packer.geometry, packer.k_arena, segment.end)
+    readers.observe(segment)
+    chunk = readers.begin_chunk(readers, segment.end, segment.end + len(queries), [(segment, None)])
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     chunk.record(0, queries, lse, packer.k_arena[0], float(queries.shape[2] ** -0.5))
+    segment.attention = segment.readers = None
 
 
 def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
@@ -107,4 +123,11 @@ def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
             generation.count(generated, slots[generated.compressed_end : position + 1])
         if position in ends:
             new = slots[generated.compressed_end : position + 1]
-            generation.compress(generated, new, new.numel(), None)
+            block = generation.choose(generated, new, new.numel(), None)
+            old = [] if generated.segment is None else [generated.segment.live_view]
+            parts: list[Part] = [*old, TokenRange(new, generated.compressed_end)]
+            sources = Sources(compressor.packer.geometry, parts, block.selection)
+            written = compressor.packer.rewrite(sources, sources.fewest_slots, 16, block.merge)
+            segment = Segment(compressor.packer.geometry, sources.start, sources.end, written.packed)
+            segment.policy_state = block.state
+            generation.written(generated, block, segment)

@@ -12,9 +12,9 @@ from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.nodes import NamespaceKey, Node, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
-from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.lifecycle.resize import Resizer
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import CopiedShadow, Segment
+from sgl_kvevict.prefix import CopiedEntries, CopiedShadow, Segment
 from sgl_kvevict.store import SegmentRecord, StoreIdentity, Wanted
 
 
@@ -30,9 +30,9 @@ class Prompt:
 class Adoption(Part):
     """Puts stored segments into the tree, as if they had been compressed here."""
 
-    def __init__(self, shared: Shared, ranges: Ranges) -> None:
+    def __init__(self, shared: Shared, resizer: Resizer) -> None:
         super().__init__(shared)
-        self._ranges = ranges
+        self._resizer = resizer
 
     def place(self, record: SegmentRecord, prompt: Prompt) -> int:
         """Put a segment, and its tail if the prompt goes on like that, into the tree; return as :meth:`adopt`."""
@@ -113,6 +113,7 @@ class Adoption(Part):
         if not self._fits(record, there):
             return False
         ordinary = self._spans.uncompressed(there)
+        self._table.chain(there)  # segments in place end with the path
         if not record.splittable and not self._is_whole(ordinary):
             return False
         readers = self._readers.movable(ordinary[0]) if ordinary else []
@@ -123,7 +124,8 @@ class Adoption(Part):
             return False
         freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
         nodes = self._spans.uncompressed(path_to(last))
-        self._ranges.install(nodes, self._segment(record, slots), freed, readers)
+        self._resizer.exchange(nodes, self._segment(record, slots), readers)
+        self._tree.free(freed)
         return True
 
     def _key(self, path: list[int], rest: Sequence[int]) -> list[int]:
@@ -145,19 +147,11 @@ class Adoption(Part):
         return length_of(there) < record.end and self._spans.waterline(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
+        copied = CopiedEntries(record.keep_lens, record.positions, record.k, record.v, record.order)
         segment = self._packer.new_segment(
-            slots,
-            record.keep_lens,
-            record.positions,
-            record.start,
-            record.end,
-            splittable=record.splittable,
-            order=record.order,
+            slots, copied, record.start, record.end, is_measured=record.is_read, shadow=_shadow_of(record)
         )
-        self._packer.place(segment, record.k, record.v)
-        if self._packer.drafts is not None and (shadow := _shadow_of(record)) is not None:
-            segment.shadow = self._packer.drafts.place(shadow, segment.token_slots)
-        segment.is_measured = record.is_read
+        segment.splittable = record.splittable
         if record.policy_state is not None:
             segment.policy_state = PolicyState(record.policy_state.to(slots.device))
         return segment

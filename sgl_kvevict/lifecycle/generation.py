@@ -8,7 +8,7 @@ from sgl_kvevict.compression import Generated, GeneratedCompressor, GeneratedSte
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
-from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.lifecycle.resize import Resizer
 from sgl_kvevict.prefix import Segment
 
 
@@ -24,9 +24,9 @@ class Generations(Part):
     the first generated one, such as the prompt's tail, are kept whole.
     """
 
-    def __init__(self, shared: Shared, ranges: Ranges, suffixes: GeneratedCompressor, decode_block: int) -> None:
+    def __init__(self, shared: Shared, resizer: Resizer, suffixes: GeneratedCompressor, decode_block: int) -> None:
         super().__init__(shared)
-        self._ranges = ranges
+        self._resizer = resizer
         self._suffix_compressor = suffixes
         self._block = decode_block
         self._tail = self._config.tail_tokens
@@ -99,7 +99,7 @@ class Generations(Part):
         path = path_to(last)
         if (waterline := self._spans.waterline(path)) > suffix.compressed_end:  # another request generated the same
             suffix.begin(max(waterline, suffix.end))
-        elif is_due and self._is_movable(path, suffix) and not self._ranges.is_choosing(path):
+        elif is_due and self._is_movable(path, suffix) and not self._resizer.is_ranking(path):
             self._compress(reader, suffix, end)
         if self._suffix_compressor.is_full(suffix):
             self._suffix_compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))
@@ -125,20 +125,25 @@ class Generations(Part):
             suffix.leave_segment()
         end = length_of(path)
         if waterline < suffix.start < end:
-            self._ranges.keep_whole(path, suffix.start)
+            self._resizer.shrink_now(self._resizer.range_to(path, suffix.start), share=1.0)
             path = path_to(last)
         num_new = end - suffix.compressed_end
         if num_new <= 0 or self._spans.waterline(path) != suffix.compressed_end:
             return
-        nodes = [node for node in path if node not in self._spans or self._spans[node].segment is suffix.segment]
-        readers = self._readers.movable(nodes[0])
-        if readers is None:
+        first = next(node for node in path if node not in self._spans or self._spans[node].segment is suffix.segment)
+        if self._readers.movable(first) is None:
             return
+        segments = [self._table.join(self._resizer.range_to(path, end))]
+        if suffix.segment is not None:
+            segments.insert(0, suffix.segment)
         slots = self._tree.row(reader, suffix.compressed_end, max(end, suffix.end))
-        above = self._spans.at(nodes[0].parent)
-        done = self._suffix_compressor.compress(suffix, slots, num_new, None if above is None else above.segment)
-        self._ranges.install(nodes, done.segment, done.freed, readers)
-        self._table.listener.compressed(nodes, done)
+        above = self._spans.at(first.parent)
+        block = self._suffix_compressor.choose(suffix, slots, num_new, None if above is None else above.segment)
+        self._resizer.resize(segments, sum(segment.num_slots for segment in segments), block=block)
+        if segments[0].packed is None or segments[0].end < end:  # an error was held
+            self.end(reader)
+            return
+        self._suffix_compressor.written(suffix, block, segments[0])
 
     def _is_private(self, path: Sequence[Node], segment: Segment) -> bool:
         """Whether only the request that locks a path reads a segment, and no other prompt branches off inside it."""

@@ -11,8 +11,8 @@ from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
-from sgl_kvevict.lifecycle.saving import export_views, views_of
-from sgl_kvevict.prefix import Segment, View
+from sgl_kvevict.lifecycle.saving import Export, export_path, views_of
+from sgl_kvevict.prefix import Segment, Sources, TokenRange
 from sgl_kvevict.store import segments_of
 from sgl_kvevict.store.host import HostSegments
 
@@ -47,7 +47,7 @@ class HostTier(Part):
     # ---- out --------------------------------------------------------------------------------------------------
 
     def leaving(self, node: Node) -> None:
-        """Copy what a leaf holds that is about to be dropped: its segment, or uncompressed tokens, compressed before.
+        """Copy what a leaf holds that is about to be dropped: its segment, or the best of its uncompressed tokens.
 
         Not copied: what is too short, generated (``decode_block``), or of weights that have changed; the rest of an
         unsplittable segment; uncompressed tokens below others, or without learned scores.
@@ -63,8 +63,11 @@ class HostTier(Part):
             if there is not None and (there.is_read or span is None or not span.segment.is_measured):
                 self.segments.use(there.key)
                 return
-            views = [self._compressed(node, *bounds)] if span is None else views_of(path, self._spans)
-            record = export_views(views, path, self._packer, self.segments.identity).copied
+            if span is None:
+                export = self._best_of(node, *bounds)
+            else:
+                export = Export.of(views_of(path, self._spans), self._packer.geometry)
+            record = export_path(export, path, self._packer, self.segments.identity).copied
             num_evicted = self.segments.num_evicted
             num_bytes = self.segments.put(record, namespace)
             if num_bytes:
@@ -83,13 +86,22 @@ class HostTier(Part):
             return None
         return views_of(path, self._spans)[0].start, span.end
 
-    def _compressed(self, node: Node, start: int, end: int) -> View:
-        """Compress a node's tokens to the budget into slots of its own, which are released with it."""
+    def _best_of(self, node: Node, start: int, end: int) -> Export:
+        """Of a node's uncompressed tokens what the budget keeps; they stay in their slots, which are released next."""
+        slots, span = self._tree.token_slots([node]), self._spans.of(node)
+        order = None if span is None else span.segment.order
+        if order is None or not (order.is_measured or (order.start, order.end) == (start, end)):
+            prompt = None if span is None else span.segment.prompt
+            order = self._compressor.rank(slots, start, prompt or CacheObservation(), turn=0)
+        elif span is not None and span.segment.start != start:
+            order = order.within(start - span.segment.start, end - span.segment.start)
+        num_slots = self._config.num_slots(end - start, start)
+        sources = Sources(self._packer.geometry, [TokenRange(slots, start, order.keys)])
+        is_cut = self._packer.geometry.has_windows and num_slots < end - start
+        splittable = self._compressor.policy.splittable and not is_cut
         above = self._spans.at(node.parent)
-        observation = self._table.prompts.get(node) or CacheObservation()
-        slots = self._tree.token_slots([node])
-        done = self._compressor.compress(slots, start, observation, None if above is None else above.segment)
-        return View(done.segment, start, end)
+        state = None if above is None else above.segment.policy_state
+        return Export(sources.best(num_slots), splittable, order.is_measured, state)
 
     # ---- in ---------------------------------------------------------------------------------------------------
 

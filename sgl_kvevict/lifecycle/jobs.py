@@ -73,7 +73,7 @@ class ScoringJobs:
             return
         self._queue.take(job.node)
         if job.observation is not None:
-            job.observation.close()
+            self._table.unobserve(job.observation)
         waiting = {namespace_of(node) for node, _ in self._queue}
         self._turns = {name: turn for name, turn in self._turns.items() if name in waiting}
 

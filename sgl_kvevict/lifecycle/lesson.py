@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.lifecycle.nodes import Node
+from sgl_kvevict.prefix import Segment
 
 
 @dataclass(eq=False)
@@ -15,11 +16,13 @@ class Lesson:
     Attributes:
         prompt: observation of its prefill.
         node: last node of the text's path, once it is prefilled.
-        readers: attention of the passes; None before the first.
+        text: its tokens, as a segment in place that only the lesson knows; None before the first pass.
+        readers: observation of the passes over it.
         is_dropped: a part of the text left the cache.
     """
 
     prompt: PromptObservation
     node: Node | None = None
+    text: Segment | None = None
     readers: ReaderObservation | None = None
     is_dropped: bool = False

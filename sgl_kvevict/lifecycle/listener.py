@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.events.types import AnyEvent, Compressed
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Node, tokens_of
+from sgl_kvevict.prefix import Segment
 
 
 class CacheListener:
@@ -44,10 +44,27 @@ class CacheListener:
                 with self._guard.at(Place.LISTENER):
                     subscriber(event)
 
-    def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
-        """Tell that consecutive nodes, root side first, now hold spans of one new segment."""
-        segment, new_tokens, kept = compression.segment, compression.new_tokens, compression.new_entries
-        merged = compression.merged_entries
+    def compressed(
+        self,
+        nodes: Sequence[Node],
+        segment: Segment,
+        new_tokens: int,
+        kept: int,
+        merged: int,
+        released: int,
+        seconds: float,
+    ) -> None:
+        """Tell that consecutive nodes, root side first, now hold spans of one packed segment.
+
+        Args:
+            nodes: its nodes.
+            segment: what they hold.
+            new_tokens: tokens packed for the first time.
+            kept: stored entries minus those that were packed before.
+            merged: entries folded into stored ones.
+            released: token slots given back.
+            seconds: host time (on a GPU: launching only).
+        """
         self.tell(
             Compressed(
                 nodes=[node.id for node in nodes],
@@ -55,11 +72,11 @@ class CacheListener:
                 end=segment.end,
                 new_tokens=new_tokens,
                 slots=segment.num_slots,
-                released_slots=compression.freed.numel(),
+                released_slots=released,
                 kept_entries=kept,
                 evicted_entries=new_tokens * segment.geometry.num_runs - kept - merged,
                 merged_entries=merged,
-                seconds=compression.seconds,
+                seconds=seconds,
                 policy=self._policy,
                 token_ids=tokens_of(nodes) if self._exposes_tokens else None,
             )

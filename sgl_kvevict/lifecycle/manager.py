@@ -25,12 +25,12 @@ from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
 from sgl_kvevict.lifecycle.pressure import Pressure
-from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.readers import ReaderRecord, ReaderTable
+from sgl_kvevict.lifecycle.resize import Occasion, Resizer
 from sgl_kvevict.lifecycle.saving import Saving, StoreAccess
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.table import PrefixTable
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.prefix import Segment, SegmentPacker
 from sgl_kvevict.request import RequestOptions
 from sgl_kvevict.store.host import HostSegments
 
@@ -53,7 +53,7 @@ class PrefixManager:
     layers.
 
     Attributes:
-        ranges: None without a compressor, like ``pressure`` and ``access``.
+        resizer: None without a compressor, like ``pressure`` and ``access``.
         scoring: None unless the policy needs scoring passes.
         generations: None unless ``decode_block`` is set.
         host: None without memory on the host.
@@ -76,7 +76,8 @@ class PrefixManager:
         self._tree = tree
         self.compressor = compressor
         self.guard = guard
-        self.table = PrefixTable(packer, None if compressor is None else compressor.config, CacheListener(guard))
+        shrinks = compressor is not None and len(compressor.config.shares) > 1
+        self.table = PrefixTable(packer, CacheListener(guard), shrinks=shrinks)
         self.spans = self.table.spans
         all_shrink = compressor is not None and compressor.config.prefill_budget is not None
         self.readers = ReaderTable(tree, all_shrink=all_shrink)
@@ -86,7 +87,7 @@ class PrefixManager:
         self.lesson: Lesson | None = None
         self.max_sharers = 0
         self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
-        self.ranges: Ranges | None = None
+        self.resizer: Resizer | None = None
         self.pressure: Pressure | None = None
         self.scoring: PrefixScoring | None = None
         self.generations: Generations | None = None
@@ -102,19 +103,19 @@ class PrefixManager:
         access, policy, config = self.access, shared.compressor.policy, shared.compressor.config
         if access is not None:
             self.saving = Saving(shared, access)
-        ranges = self.ranges = Ranges(shared, self.saving)
-        adoption = Adoption(shared, ranges)
+        resizer = self.resizer = Resizer(shared, self.saving)
+        adoption = Adoption(shared, resizer)
         if segments is not None:
             self.host = HostTier(shared, adoption, segments)
             self.order.moves = self.host.takes
         if access is not None and access.reader is not None:
             self.loading = Loading(shared, adoption, access, access.reader, self.host)
-        pressure = self.pressure = Pressure(shared, ranges, self.order, shared.packer.geometry.num_token_slots)
+        pressure = self.pressure = Pressure(shared, resizer, self.order, shared.packer.geometry.num_token_slots)
         if config.decode_block is not None:
             suffixes = GeneratedCompressor(shared.compressor)
-            self.generations = Generations(shared, ranges, suffixes, config.decode_block)
+            self.generations = Generations(shared, resizer, suffixes, config.decode_block)
         if policy.needs_passes:
-            self.scoring = PrefixScoring(shared, ranges, pressure, ScoringJobs(self.table))
+            self.scoring = PrefixScoring(shared, resizer, pressure, ScoringJobs(self.table))
 
     @property
     def listener(self) -> CacheListener:
@@ -128,7 +129,7 @@ class PrefixManager:
     @property
     def observation_bytes(self) -> int:
         """Memory, outside the pool, of observations and kept prompts."""
-        num_bytes = self.table.pending.num_bytes + self.table.prompts.num_bytes
+        num_bytes = self.table.prompts.num_bytes
         return num_bytes + sum(part.num_bytes for part in (self.scoring, self.generations) if part is not None)
 
     # ---- events of requests -----------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ class PrefixManager:
         """
         record = self.readers[reader]
         observation, record.observation = record.observation, None
-        if self.compressor is None or self.ranges is None or observation is None:
+        if self.compressor is None or self.resizer is None or observation is None:
             return
         if self.lesson is not None:
             self.lesson.node = node
@@ -208,9 +209,9 @@ class PrefixManager:
         end = min(observation.end, length_of(path))
         asks = wish is not None and bool(wish.questions)
         if self.compressor.compresses_at_once and not asks:
-            done = self.ranges.compress(path, end - self.compressor.config.tail_tokens, observation)
+            is_in_use = self.resizer.shrink(path, end - self.compressor.config.tail_tokens, observation)
             if self.scoring is not None and wish is not None and wish.warm:
-                self.scoring.granted(wish, done)
+                self.scoring.granted(wish, is_in_use=is_in_use)
             return
         if self.scoring is None or self.pressure is None:
             return
@@ -229,13 +230,13 @@ class PrefixManager:
                 self.generations.end(reader)
             if self.scoring is not None and reader is self.scoring.running and why is not Released.RETRACTED:
                 self.scoring.pass_ended(aborted=why is Released.ABORTED)
-            if self.ranges is not None:
-                self.ranges.try_pending()
+            if self.resizer is not None:
+                self.resizer.try_wanted(Occasion.RELEASED)
 
     def between_steps(self, passes: PassPort) -> None:
         """The scheduler is between two steps."""
-        if self.ranges is not None:
-            self.ranges.between_steps()
+        if self.resizer is not None:
+            self.resizer.between_steps()
         if self.generations is not None:
             self.generations.between_steps()
         if self.scoring is not None:
@@ -261,8 +262,6 @@ class PrefixManager:
     def split(self, upper: Node, lower: Node) -> None:
         """A node was cut; ``lower`` is the existing object."""
         span = self.table.split(upper, lower)
-        if self.pressure is not None and upper in self.table.prompts:
-            self.pressure.trim_prompts()
         if span is not None:
             self.listener.tell(Split(upper.id, lower.id, span.start))
 
@@ -281,15 +280,17 @@ class PrefixManager:
             self.lesson.is_dropped = True
         if self.scoring is not None:
             self.scoring.dropped(node)
-        drop = self.table.drop(node, self._tree.largest)
-        num_slots = len(node.key) if drop.slots is None else drop.slots.numel()
+        drop = self.table.drop(node)
+        slots = drop.slots
+        if drop.owner is not None:
+            assert self.resizer is not None and drop.span is not None
+            slots = self.resizer.repack(drop.owner, drop.span.start)
+        num_slots = len(node.key) if slots is None else slots.numel()
         released = num_slots if drop.owner is None else 0
         self.listener.tell(Dropped(node.id, len(node.key), released, drop.span is not None))
-        if drop.owner is not None:
-            self._tree.charge(drop.owner, -num_slots)
-            if num_slots:
-                self.listener.tell(Repacked(drop.owner.id, self.spans[drop.owner].segment.num_slots, num_slots))
-        return drop.slots
+        if drop.owner is not None and num_slots:
+            self.listener.tell(Repacked(drop.owner.id, self.spans[drop.owner].segment.num_slots, num_slots))
+        return slots
 
     def cleared(self) -> None:
         """The whole tree was flushed."""
@@ -341,24 +342,34 @@ class PrefixManager:
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
     ) -> list[PromptObservation | ReaderChunk]:
         observation = self.readers[reader].observation
-        if self.compressor is None or self.ranges is None or observation is None or observation.is_complete:
+        if self.compressor is None or self.resizer is None or observation is None or observation.is_complete:
             return []
         if self.generations is not None and end >= prompt_len:
             self.generations.begin(reader, end)
         is_observed = self.scoring is not None or self.lesson is not None
-        if not is_observed and not self.ranges.is_long_enough(prompt_len - self.compressor.config.tail_tokens):
+        if not is_observed and not self.resizer.is_long_enough(prompt_len - self.compressor.config.tail_tokens):
             return []
         path = path_to(node)
         waterline = self.spans.waterline(path)
         slots = self._tree.row(reader, waterline, end) if observation.needs_slots else None
         observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
-        seen = None
-        is_pass = self.readers[reader].is_pass
-        if self.lesson is not None:
-            seen = self.lesson.readers if is_pass else None
-        elif self.scoring is not None and is_pass:
-            seen = self.scoring.observation_of(reader)
-        if seen is not None and end > seen.end and waterline <= seen.start:  # else it is computed again, or compressed
-            segments = {self.spans[above].segment: None for above in path if above in self.spans}
-            return [seen.begin_chunk(reader, start, end, self._tree.row(reader, seen.start, seen.end), tuple(segments))]
+        if self.readers[reader].is_pass and (chunk := self._observe_pass(reader, path, start, end)) is not None:
+            return [chunk]
         return [observation] if observation.records else []
+
+    def _observe_pass(self, reader: Reader, path: Sequence[Node], start: int, end: int) -> ReaderChunk | None:
+        """Observe a pass that reads a prefix to its end; None while it computes the prefix again."""
+        if self.lesson is not None:
+            seen, segments = self.lesson.readers, [] if self.lesson.text is None else [self.lesson.text]
+        else:
+            seen = None if self.scoring is None else self.scoring.observation_of(reader)
+            spans = (self.spans.of(node) for node in path)
+            segments = list({span.segment: None for span in spans if span is not None})
+        if seen is None or end <= seen.end:
+            return None
+        parts: list[tuple[Segment, Tensor | None]] = [
+            (segment, self._tree.row(reader, segment.start, segment.end) if segment.packed is None else None)
+            for segment in segments
+            if segment.readers is seen
+        ]
+        return seen.begin_chunk(reader, start, end, parts)

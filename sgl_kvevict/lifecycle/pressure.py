@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from sgl_kvevict.compression import CacheObservation, PromptObservation, ReaderObservation
-from sgl_kvevict.events.types import Squeezed
+from sgl_kvevict.compression import PromptObservation
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
-from sgl_kvevict.lifecycle.pending import Pending
-from sgl_kvevict.lifecycle.ranges import Ranges, Verdict
-from sgl_kvevict.lifecycle.table import State
+from sgl_kvevict.lifecycle.resize import Occasion, Resizer
 from sgl_kvevict.prefix import Segment
 
 ROUND_SHARE = 1 / 64
@@ -31,43 +27,19 @@ LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
 7 and 14 % on two seeds; the shipped ones lose 14 and 19 % (docs/quality.md), for which 8 % was not chosen anew."""
 
 
-@dataclass(frozen=True)
-class ShrinkStep:
-    """The next step of a prefix that shrinks.
-
-    Attributes:
-        loss: per slot released, in tokens of prefill; if ``is_relative``, relative to the loss of dropping the prefix.
-        is_below_budget: it is taken only when nothing above the budget is left to shrink.
-    """
-
-    loss: float
-    is_relative: bool
-    is_below_budget: bool
-
-
-STEPS: Mapping[State, ShrinkStep] = {
-    State.FULL: ShrinkStep(LOSS_OF_COMPRESSING, is_relative=False, is_below_budget=False),
-    State.LIGHT: ShrinkStep(LOSS_OF_LIGHT, is_relative=True, is_below_budget=False),
-    State.COMPRESSED: ShrinkStep(LOSS_OF_SQUEEZING, is_relative=True, is_below_budget=True),
-    State.SQUEEZED: ShrinkStep(LOSS_OF_SQUEEZING, is_relative=True, is_below_budget=True),
-}
-
-
 class Pressure(Part):
-    """Shrinks uncompressed prefixes if learned scores rank them, and segments above the least share.
+    """Shrinks segments whose entries are ordered, or can be, above the least share.
 
-    They shrink in steps (``KVEvictConfig.shares``): to the light share by scores at hand, to the budget and to
-    ``min_budget`` by the ``order`` stored with the segment.
-
-    Uncompressed prefixes end at nodes, so no two overlap: each *end* stands for the uncompressed tokens from the end
-    above it, or from the waterline. They are compressed from the root down.
+    They shrink in steps (``KVEvictConfig.shares``): in place they are ranked and packed at the light share, then they
+    give up entries by the order that they have, to the budget and to ``min_budget``. Those in place shrink from the
+    root down.
     """
 
-    def __init__(self, shared: Shared, ranges: Ranges, order: CostAwareRecency, num_slots: int) -> None:
+    def __init__(self, shared: Shared, resizer: Resizer, order: CostAwareRecency, num_slots: int) -> None:
         super().__init__(shared)
         self.order = order
         self._shrinking = self._table.shrinking
-        self._ranges = ranges
+        self._resizer = resizer
         self._round = max(int(num_slots * ROUND_SHARE), 1)
         self.clear()
 
@@ -75,86 +47,38 @@ class Pressure(Part):
         """Start a new heap: the table was emptied."""
         self._heap = NodeHeap(self._shrinking, self._priority)
 
-    # ---- ends of uncompressed prefixes ------------------------------------------------------------------------
-
     def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
-        """Note ends on a path whose first ``num_tokens`` tokens are a prompt."""
-        self._note_ends(path, num_tokens - self._config.tail_tokens, prompt, prompt.num_bytes)
+        """Let the first ``num_tokens`` tokens of a path, a prompt, shrink when slots are short; its tail does not."""
+        if self._compressor.scores_any_range and not prompt.has_failed:
+            self._resizer.cover(path, num_tokens - self._config.tail_tokens, prompt, prompt.num_bytes)
 
     def chunk_complete(self, reader: Reader, path: Sequence[Node]) -> None:
-        """Note ends on a path, the first part of a prompt; compress them if ``prefill_budget`` is set.
+        """Let the first part of a prompt shrink; it does at once if ``prefill_budget`` is set.
 
         The prompt's observation goes on with the rest, and counts towards ``observation_bytes`` once it is complete.
         """
         prompt = self._readers.shrinking_prompt(reader)
-        if prompt is None:
+        if prompt is None or not self._compressor.scores_any_range or prompt.has_failed:
             return
-        self._note_ends(path, length_of(path), prompt, 0)
+        self._resizer.cover(path, length_of(path), prompt, 0)
         share = self._config.prefill_budget
         if share is not None:
-            for node in [node for node in self._spans.uncompressed(path) if node in self._shrinking]:
-                self._compress(node, share)
-
-    def _note_ends(self, path: Sequence[Node], end: int, prompt: PromptObservation, num_bytes: int) -> None:
-        if not self._compressor.scores_any_range or prompt.has_failed:
-            return
-        position = start = self._spans.waterline(path)
-        for node in self._spans.uncompressed(path):
-            position += len(node.key)
-            if self._ranges.is_long_enough(min(position, end) - start):
-                self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt, num_bytes)
-                start = min(position, end)
-            if position >= end:
-                return
-
-    def trim_prompts(self) -> None:
-        """Drop the oldest kept prompts beyond ``observation_bytes``."""
-        prompts = self._table.prompts
-        while prompts.num_bytes > self._config.observation_bytes:
-            oldest = prompts.oldest()
-            assert oldest is not None
-            prompts.take(oldest[0])
-
-    def _add_end(self, node: Node, prompt: PromptObservation, num_bytes: int) -> None:
-        self._table.let_shrink(node)
-        if prompt.num_bytes:
-            self._table.prompts.put(node, prompt, num_bytes)
-            self.trim_prompts()
-
-    def _discard(self, node: Node) -> None:
-        """Make a node no longer an end."""
-        self._table.keep_size(node)
-        self._table.prompts.take(node)
-
-    # ---- segments that passes read ------------------------------------------------------------------------------
+            for segment in self._table.chain(path):
+                if segment in self._table.in_place and self._table.in_place[segment] in self._shrinking:
+                    self._compress(segment, share)
 
     def unmeasured(self, path: Sequence[Node]) -> list[Segment]:
-        """Segments of a path that may shrink further, and whose order passes would improve.
+        """Packed segments of a path that may shrink further, and whose order passes would improve.
 
         Only those whose spans all lie on the path: passes do not see entries elsewhere.
         """
         segments = [self._spans[owner].segment for owner in self._spans.owners(path)]
         return [segment for segment in segments if self._is_unmeasured(segment)]
 
-    def passes_over(self, path: Sequence[Node], observation: ReaderObservation) -> None:
-        """Shrink segments that passes have measured to the budget, keeping the entries with the most attention."""
-        for owner in self._spans.owners(path):
-            segment = self._spans[owner].segment
-            if segment.order is None or not observation.observes(segment):
-                continue
-            self._compressor.rank_by_attention(segment)
-            slots = self._slots_at(segment, float(self._config.budget))
-            if slots == segment.num_slots:
-                self._ranges.at_budget(self._spans.last_of(owner))
-            elif slots < segment.num_slots:
-                self._squeeze_to(owner, slots)
-
     def _is_unmeasured(self, segment: Segment) -> bool:
-        if segment.is_measured or segment.order is None or not self._config.shares:
+        if segment.is_measured or segment.order is None or segment.readers is not None or not self._config.shares:
             return False
-        if segment.entry_attention is not None and segment.entry_attention.is_open:
-            return False
-        return segment.num_slots > self._slots_at(segment, self._config.shares[-1])
+        return segment.num_slots > self._resizer.slots_at(segment, self._config.shares[-1])
 
     # ---- the reserve ------------------------------------------------------------------------------------------
 
@@ -166,65 +90,56 @@ class Pressure(Part):
         if not self._shrinking:
             return 0
         won = 0
-        before: dict[Node, list[int]] = {}  # tokens since the end above, by segment, of nodes that are no ends
         for node in self._readers.movable_nodes():
-            is_end = node in self._shrinking and node not in self._spans
-            segments = [0]
-            if node.parent in before and len(node.parent.children) == 1:
-                segments = [*before[node.parent], *([0] if self._ranges.begins_segment(node.parent, node) else [])]
-            segments[-1] += len(node.key)
-            if is_end:
-                won += self._reserve_of_end(node, segments)
-            elif node in self._shrinking:
-                won += self._reserve_of_span(node)
-            elif node not in self._spans:
-                before[node] = segments
+            if node in self._shrinking:
+                span = self._spans.of(node)
+                assert span is not None
+                won += self._reserve_of(span.segment)
         return won
 
-    def _reserve_of_span(self, owner: Node) -> int:
-        segment = self._spans[owner].segment
-        if segment.order is None:
-            return 0
-        return max(segment.num_slots - self._slots_at(segment, self._config.shares[-1]), 0)
-
-    def _reserve_of_end(self, node: Node, segments: Sequence[int]) -> int:
-        """Reserve of the last tokens before an end; ``segments``: their number, by the segment that they will be in.
-
-        Nodes above them are left out if others branch off there, whose ranges would have them too; compressed together
-        with them they release at least as much.
-        """
-        if not self._ranges.is_long_enough(sum(segments)):
-            return 0
-        start, won = length_of(path_to(node)) - sum(segments), 0
-        for num_tokens in segments:
+    def _reserve_of(self, segment: Segment) -> int:
+        if segment.packed is not None:
+            least = self._least_slots(segment.start, segment.num_tokens)
+            return 0 if segment.order is None else max(segment.num_slots - least, 0)
+        if not self._resizer.is_long_enough(segment.num_tokens):
+            return 0  # it comes along with what is below it
+        start, won, above = segment.start, 0, None
+        sizes: list[int] = []
+        for node in self._table.nodes_of(segment):
+            if above is None or self._resizer.begins_segment(above, node):
+                sizes.append(0)
+            sizes[-1] += len(node.key)
+            above = node
+        for num_tokens in sizes:
             won += num_tokens - self._least_slots(start, num_tokens)
             start += num_tokens
         return won
 
     def _least_slots(self, start: int, num_tokens: int) -> int:
-        """Token slots of a segment of uncompressed tokens from ``start`` on, once it has shrunk as far as it can."""
+        """Token slots of a segment that begins at ``start``, once it has shrunk as far as it can."""
         config = self._config
-        if not config.shares:
-            return config.num_slots(num_tokens, start)
-        keeps_all = config.slots_at(config.shares[0], num_tokens, start) == num_tokens  # then there is no order
-        return num_tokens if keeps_all else config.slots_at(config.shares[-1], num_tokens, start)
+        return (
+            config.slots_at(config.shares[-1], num_tokens, start)
+            if config.shares
+            else config.num_slots(num_tokens, start)
+        )
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
     def relieve(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
-        Ranges whose entries are being chosen come first: they lose no more than they would two steps later.
+        Ranges whose entries are being ranked come first: they lose no more than they would two steps later.
 
         The segment of a prompt longer than the pool releases only the ``wanted`` token slots: it needs the others.
 
         ``leaf`` would be dropped instead (None: there is no leaf), so steps of higher priority are not taken. But no
-        span is dropped, or squeezed below the budget, while something may shrink to the budget.
+        span is dropped, or shrinks below the budget, while something may shrink to the budget.
 
         Returns:
             Token slots released.
         """
-        won = self._ranges.exchange_all()
+        won = self._resizer.try_wanted(Occasion.SHORT)
         rest: list[Node] = []
         while won < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top
@@ -232,14 +147,14 @@ class Pressure(Part):
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
                 break
             self._heap.pop()
-            slots = self._squeeze(node, wanted - won) if node in self._spans else self._compress(node)
+            slots = self._shrink(node, wanted - won)
             won += slots
             if node in self._shrinking:
                 rest.append(node)
             if slots:
                 self.order.gave_way(priority)
             if slots or node not in self._shrinking:
-                for waiting in rest:  # a node above them was compressed, or is no longer an end
+                for waiting in rest:  # a segment above them was packed, or shrinks no more
                     self._heap.push(waiting)
                 rest.clear()
         for waiting in rest:
@@ -247,62 +162,49 @@ class Pressure(Part):
         return won
 
     def _priority(self, node: Node) -> Priority:
-        """Whether a node's next step leads below the budget, then its priority on the scale of dropping a leaf."""
-        span = self._spans.at(node)
-        can_shrink = span is None or span.segment.order is not None
-        step = STEPS[self._table.state(node) if can_shrink else State.SQUEEZED]
-        loss = step.loss * self.order.saved(node) if step.is_relative else step.loss
-        return step.is_below_budget, *self.order.priority(node, loss)
+        """Whether a segment's next step leads below the budget, then its priority on the scale of dropping a leaf."""
+        span = self._spans.of(node)
+        assert span is not None
+        segment = span.segment
+        if segment.packed is None:
+            return False, *self.order.priority(node, LOSS_OF_COMPRESSING)
+        is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
+        loss = LOSS_OF_LIGHT if is_light else LOSS_OF_SQUEEZING
+        return not is_light, *self.order.priority(node, loss * self.order.saved(node))
 
-    def _slots_at(self, segment: Segment, share: float) -> int:
-        return self._config.slots_at(share, segment.num_tokens, segment.start)
-
-    def _squeeze(self, owner: Node, wanted: int) -> int:
-        """Squeeze a segment to its next share. 0: not now, or never again if the node left ``shrinking``."""
-        segment = self._spans[owner].segment
+    def _shrink(self, node: Node, wanted: int) -> int:
+        """Let a segment take its next step. 0: not now, or never again if the node left ``shrinking``."""
+        span = self._spans.of(node)
+        assert span is not None
+        segment = span.segment
+        if segment.packed is None:
+            return self._compress(segment, self._config.shares[0] if self._config.shares else None)
         shares = () if segment.order is None else self._config.shares
-        steps = (self._slots_at(segment, share) for share in shares)
+        steps = (self._resizer.slots_at(segment, share) for share in shares)
         slots = next((slots for slots in steps if slots < segment.num_slots), None)
         if slots is None:
-            self._table.keep_size(owner)
+            self._shrinking.discard(node)
             return 0
         if segment.is_joined:
             slots = max(slots, segment.num_slots - max(wanted, self._round))
-        return self._squeeze_to(owner, slots)
+        return self._resizer.resize([segment], slots)
 
-    def _squeeze_to(self, owner: Node, slots: int) -> int:
-        """Squeeze a segment; 0: a reader is not movable. One whose prompt goes on is not complete at the budget."""
-        readers = self._readers.movable(owner)
+    def _compress(self, segment: Segment, share: float | None) -> int:
+        """Pack a segment in place, with those above it that are too short alone.
+
+        0: not now, or never again if its node left ``shrinking``.
+        """
+        path = path_to(self._table.in_place[segment])
+        chain = self._table.chain(path)
+        if any(self._table.in_place[above] in self._shrinking for above in chain[:-1]):
+            return 0
+        if not self._resizer.is_long_enough(segment.end - chain[0].start):
+            self._shrinking.discard(path[-1])
+            return 0
+        readers = self._readers.movable(self._table.nodes_of(chain[0])[0])
         if readers is None:
             return 0
-        freed = self._table.squeeze(owner, slots)
-        self._tree.charge(owner, -freed.numel())
-        self._tree.free(freed)
-        segment = self._spans[owner].segment
-        self._table.listener.tell(Squeezed(owner.id, segment.num_slots, freed.numel()))
-        is_at_budget = slots == self._slots_at(segment, float(self._config.budget))
-        if is_at_budget and not any(map(self._readers.shrinking_prompt, readers)):
-            self._ranges.at_budget(self._spans.last_of(owner))
-        return freed.numel()
-
-    def _compress(self, node: Node, share: float | None = None) -> int:
-        """Compress the range that ends at a node (``share`` None: to the first of ``shares``).
-
-        0: not now, or never again if the node is no longer an end.
-        """
-        path = path_to(node)
-        if any(above in self._shrinking and above not in self._spans for above in path[:-1]):
-            return 0
-        end = length_of(path)
-        if not self._ranges.is_long_enough(end - self._spans.waterline(path)):
-            self._discard(node)
-            return 0
-        if share is None and self._config.shares:
-            share = self._config.shares[0]
-        observation = self._table.prompts.get(node) or CacheObservation()
-        done = self._ranges.compress_now(path, Pending(end, observation, share))
-        if done.verdict is Verdict.FAILED and done.num_slots == 0:
-            self._discard(node)  # admission must not count on it
-        elif any(map(self._readers.shrinking_prompt, self._readers.movable(node) or ())):
-            self._ranges.join(path)
-        return done.num_slots
+        won = self._resizer.shrink_now(chain, share)
+        if any(map(self._readers.shrinking_prompt, readers)):
+            self._resizer.join(path)
+        return won

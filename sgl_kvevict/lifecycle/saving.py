@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.events.types import Stored
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.table import Spans
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import SegmentPacker, View
+from sgl_kvevict.prefix import SegmentPacker, Sources, View
 from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind
 
 
@@ -57,6 +58,28 @@ class Leaving:
         return self.copied if self.launched is None else _on_host(self.copied, self.launched)
 
 
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """What is copied of a path.
+
+    Attributes:
+        sources: consecutive ranges of it, which end where it ends.
+        splittable: as in :class:`~sgl_kvevict.prefix.Segment`, like ``state`` (its policy state).
+        is_read: the order was measured by readers.
+    """
+
+    sources: Sources
+    splittable: bool
+    is_read: bool
+    state: object | None
+
+    @staticmethod
+    def of(views: Sequence[View], geometry: KVGeometry) -> Export:
+        """Consecutive views of packed segments, described by the last one."""
+        last = views[-1].segment
+        return Export(Sources(geometry, views), last.splittable, last.is_measured, last.policy_state)
+
+
 def export_segment(
     node: Node, tree: TreePort, spans: Spans, packer: SegmentPacker, identity: StoreIdentity, num_tail: int
 ) -> Leaving | None:
@@ -70,36 +93,35 @@ def export_segment(
     views = views_of(path, spans)
     if views[-1].end - views[0].start < identity.min_prefix_tokens:
         return None
-    tail = _tail_of(node, spans, num_tail)
+    tail, export = _tail_of(node, spans, num_tail), Export.of(views, packer.geometry)
     if tail is None:
-        return export_views(views, path, packer, identity)
+        return export_path(export, path, packer, identity)
     slots, tail_tokens = tree.token_slots([tail])[:num_tail], tokens_of([tail])[:num_tail]
     fields = {"tail_tokens": torch.tensor(tail_tokens, dtype=torch.int64)}
     fields["tail_k"], fields["tail_v"] = packer.token_rows(slots)
     if packer.drafts is not None:
         fields["draft_tail_k"], fields["draft_tail_v"] = packer.drafts.token_rows(slots)
-    return export_views(views, path, packer, identity, **fields)
+    return export_path(export, path, packer, identity, **fields)
 
 
-def export_views(
-    views: Sequence[View], path: Sequence[Node], packer: SegmentPacker, identity: StoreIdentity, **tail: Tensor
+def export_path(
+    export: Export, path: Sequence[Node], packer: SegmentPacker, identity: StoreIdentity, **tail: Tensor
 ) -> Leaving:
-    """Copy the last tokens of a path, as if one segment held these consecutive ``views`` of it.
+    """Copy the last tokens of a path, as if one segment held them.
 
     ``tail``: fields of the record that describe its tail.
     """
     tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
-    segment, start = views[-1].segment, views[0].start
-    copied, shadow = packer.copy(views), packer.copy_shadow(views)
-    state = segment.policy_state
+    sources, state = export.sources, export.state
+    copied, shadow = packer.copy(sources), packer.copy_shadow(sources)
     assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
-        key=namespace.segment(tokens, start),
+        key=namespace.segment(tokens, sources.start),
         identity=identity.digest,
-        start=start,
-        end=views[-1].end,
-        splittable=segment.splittable,
-        is_read=segment.is_measured,
+        start=sources.start,
+        end=sources.end,
+        splittable=export.splittable,
+        is_read=export.is_read,
         created=time.time(),
         tokens=torch.tensor(tokens, dtype=torch.int64),
         policy_state=None if state is None else state.threshold,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sgl_kvevict.compression import PromptObservation, ReaderObservation
+from sgl_kvevict.compression import PromptObservation, ReaderObservation, bytes_of
 from sgl_kvevict.events.types import Refused, ScoringPass
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, decide
+from sgl_kvevict.lifecycle.job import Outcome, ScoringJob
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, has_images, key_of, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.pacing import Pacing
@@ -16,7 +16,7 @@ from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.probes import Probes, question_probes, repetition_probes
-from sgl_kvevict.lifecycle.ranges import Attempted, Ranges, Verdict
+from sgl_kvevict.lifecycle.resize import Resizer
 from sgl_kvevict.prefix import Segment
 from sgl_kvevict.request import RequestOptions, ticket_digest
 
@@ -30,8 +30,7 @@ class PrefixScoring(Part):
     """Counts prompts per prefix, and runs scoring passes, one at a time and few of them beside users.
 
     A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
-    passes nothing is locked, so a prefix may be dropped, and its job with it.
-    :data:`~sgl_kvevict.lifecycle.job.RULES` decide what an event does to a job; after an error a job ends as "failed".
+    passes nothing is locked, so a prefix may be dropped, and its job with it. After an error a job ends as "failed".
     Prefixes with images get none: SGLang would have to compute the images again where a part of the prefix was dropped
     meanwhile.
 
@@ -41,10 +40,10 @@ class PrefixScoring(Part):
         jobs: prefixes that wait for passes, the one under way included.
     """
 
-    def __init__(self, shared: Shared, ranges: Ranges, pressure: Pressure, jobs: ScoringJobs) -> None:
+    def __init__(self, shared: Shared, resizer: Resizer, pressure: Pressure, jobs: ScoringJobs) -> None:
         super().__init__(shared)
         self.jobs = jobs
-        self._ranges = ranges
+        self._resizer = resizer
         self._pressure = pressure
         self._pass: Reader | None = None
         self._job: ScoringJob | None = None
@@ -78,13 +77,13 @@ class PrefixScoring(Part):
         if num_tokens == 0:  # windows and recurrent states are cached at certain positions only
             self.jobs.tell(_tickets(wish), Outcome.TOO_SHORT)
             return
-        node = self._ranges.node_ending_at(path, num_tokens)
+        node = self._resizer.node_ending_at(path, num_tokens)
         job = ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._kept(prompt))
         self._queue(job, prompt)
 
-    def granted(self, wish: RequestOptions, done: Attempted) -> None:
+    def granted(self, wish: RequestOptions, *, is_in_use: bool) -> None:
         """Report the outcome of a prefix that needed no passes."""
-        self.jobs.tell(_tickets(wish), _outcome_of(done))
+        self.jobs.tell(_tickets(wish), _outcome_of(is_in_use=is_in_use))
 
     def _kept(self, prompt: PromptObservation) -> PromptObservation | None:
         """A prompt's observation if learned scores need it with a job; None if it is not kept."""
@@ -97,9 +96,10 @@ class PrefixScoring(Part):
         if any(map(has_images, path)):
             outcome = Outcome.HAS_IMAGES
             if self._compressor.scores_any_range:
-                outcome = _outcome_of(self._ranges.compress(path, self._ranges.end_of(path), prompt))
+                is_in_use = self._resizer.shrink(path, self._resizer.end_of(path), prompt)
+                outcome = _outcome_of(is_in_use=is_in_use)
             self.jobs.tell(job.tickets, outcome)
-        elif self._ranges.bounds(path) is None and not self._unmeasured(job, path):
+        elif self._resizer.bounds(path) is None and not self._unmeasured(job, path):
             self.jobs.tell(job.tickets, Outcome.TOO_SHORT)
         else:
             self.jobs.add(job)
@@ -143,13 +143,13 @@ class PrefixScoring(Part):
         if job is None or reader is None:
             return
         if aborted:
-            self._end(job, JobEvent.ABORTED)
+            self._end(job, Outcome.ABORTED)
             return
         with self._guard.at(Place.PASS) as attempt:
             self._count_pass(job)
-            self._do(job, decide(job.stage, JobEvent.PASS_READ, self._facts(job)))
+            self._pass_read(job)
         if attempt.failed:
-            self._end(job, JobEvent.FAILED)
+            self._end(job, Outcome.FAILED)
 
     def withdraw(self, passes: PassPort) -> None:
         """Take a waiting pass out of the queue; its job gets another pass later."""
@@ -165,19 +165,19 @@ class PrefixScoring(Part):
     def abort(self, passes: PassPort) -> None:
         """End the job under way, and take its waiting pass out of the queue."""
         if self._job is not None:
-            self._end(self._job, JobEvent.ABORTED)
+            self._end(self._job, Outcome.ABORTED)
         self.withdraw(passes)
 
     def dropped(self, node: Node) -> None:
         """End the job of a node that leaves the tree."""
         job = self._table.jobs.get(node)
         if job is not None:
-            self._end(job, JobEvent.DROPPED)
+            self._end(job, Outcome.DROPPED)
 
     def clear(self) -> None:
         """End all jobs: the tree is flushed, or the weights changed. Between steps a waiting pass is withdrawn."""
         for job in self._table.jobs.values():
-            self._end(job, JobEvent.DROPPED)
+            self._end(job, Outcome.DROPPED)
 
     def _check_pass(self, reader: Reader, passes: PassPort) -> None:
         """Handle a pass that was taken out of the queue elsewhere; withdraw one whose prefix is gone, or for a user."""
@@ -185,7 +185,7 @@ class PrefixScoring(Part):
         if state is PassState.GONE:
             self._pass = None
             if self._job is not None:
-                self._end(self._job, JobEvent.ABORTED)
+                self._end(self._job, Outcome.ABORTED)
         elif state is PassState.WAITING and (self._job is None or passes.has_waiting):
             self.withdraw(passes)
 
@@ -193,66 +193,62 @@ class PrefixScoring(Part):
 
     def _take_turn(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> None:
         with self._guard.at(Place.PASS) as attempt:
-            step = decide(job.stage, JobEvent.TURN, self._facts(job))
-            if step is Action.BEGIN and self._begin(job, passes):
-                step = Action.START_PASS
-            if step is Action.START_PASS:
+            if job.observation is None:
+                self._begin(job, passes)
+            elif job.observation.has_changed:
+                self._end(job, Outcome.COMPRESSED)
+            if job.observation is not None and self._table.jobs.get(job.node) is job:
                 self._start_pass(job, passes, num_tokens)
-            elif step is not Action.BEGIN:
-                self._do(job, step)
         if attempt.failed:
-            self._end(job, JobEvent.FAILED)
+            self._end(job, Outcome.FAILED)
 
-    def _facts(self, job: ScoringJob) -> set[Fact]:
+    def _pass_read(self, job: ScoringJob) -> None:
+        """A pass was read to its end: another one follows, or the prefix shrinks."""
+        observation, probes = job.observation, job.probes
+        assert observation is not None and probes is not None
+        if observation.has_failed:
+            self._end(job, Outcome.FAILED)
+        elif observation.has_changed:  # what it read is compressed
+            self._end(job, Outcome.COMPRESSED)
+        elif probes.is_empty:
+            is_in_use = self._resizer.passes_over(path_to(job.node), observation)
+            self._end(job, _outcome_of(is_in_use=is_in_use))
+
+    def _begin(self, job: ScoringJob, passes: PassPort) -> None:
+        """Begin to observe what a job's passes read, and prepare their probes.
+
+        The job ends if there is nothing to read, or no memory. A prefix that is observed already waits.
+        """
         path = path_to(job.node)
-        if job.observation is None:
-            holds = {Fact.NOTHING_LEFT: self._ranges.bounds(path) is None and not self._unmeasured(job, path)}
-        else:
-            holds = {
-                Fact.UNUSABLE: job.observation.has_failed,
-                Fact.CHANGED: self._spans.waterline(path) != job.observation.start,
-                Fact.PROBES_LEFT: job.probes is not None and not job.probes.is_empty,
-            }
-        return {fact for fact, is_true in holds.items() if is_true}
-
-    def _do(self, job: ScoringJob, step: Action | Outcome) -> None:
-        if isinstance(step, Outcome):
-            self._end_as(job, step)
-        elif step is Action.COMPRESS:
-            self._compress(job)
-        else:
-            assert step is Action.WAIT
-
-    def _begin(self, job: ScoringJob, passes: PassPort) -> bool:
-        """Allocate the observation of a job's passes, and prepare their probes; False: there is no memory."""
+        packed = self._unmeasured(job, path)
+        bounds = self._resizer.bounds(path)
+        if bounds is None and not packed:
+            self._end(job, Outcome.COMPRESSED)  # and further passes would not improve it
+            return
+        job.start = self._spans.waterline(path)
+        in_place = [] if bounds is None else self._resizer.range_to(path, bounds[1])
         path = path_to(job.node)
-        unmeasured = self._unmeasured(job, path)
-        bounds = self._spans.waterline(path), length_of(path)
+        if any(segment.readers is not None for segment in in_place):
+            return
+        segments = [*packed, *in_place]
         with self._guard.on_one_rank():
-            job.observation = self._new_observation(bounds, ANSWER_REACH if job.questions else 0, unmeasured)
-            if job.observation is not None:
-                job.observation.prompt = job.prompt
+            num_bytes = sum(map(bytes_of, segments))
+            if self.num_bytes + num_bytes <= self._config.observation_bytes:
+                reach = ANSWER_REACH if job.questions else 0
+                arena = self._packer.k_arena
+                job.observation = ReaderObservation(self._packer.geometry, arena, length_of(path), reach, job.prompt)
+                for segment in segments:
+                    job.observation.observe(segment)
         if job.observation is None:
-            self._end_as(job, Outcome.NO_MEMORY)
-            return False
-        start = unmeasured[0].start if unmeasured else bounds[0]
+            self._table.listener.tell(Refused("no-memory", length_of(path) - job.start))
+            self._end(job, Outcome.NO_MEMORY)
+            return
+        start = packed[0].start if packed else job.start
         if job.questions:
             assert passes.tokenizer is not None
             job.probes = Probes(question_probes(passes.tokenizer, job.questions))
         else:
             job.probes = repetition_probes(passes.tokenizer, tokens_of(path)[start:])
-        return True
-
-    def _new_observation(
-        self, bounds: tuple[int, int], reach: int, segments: Sequence[Segment]
-    ) -> ReaderObservation | None:
-        """An empty observation; None if there is no memory for it."""
-        observation = self._compressor.new_reader_observation(*bounds, reach, segments)
-        if self.num_bytes + observation.num_bytes <= self._config.observation_bytes:
-            return observation
-        observation.close()
-        self._table.listener.tell(Refused("no-memory", observation.end - observation.start))
-        return None
 
     def _start_pass(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> None:
         assert job.probes is not None
@@ -260,7 +256,7 @@ class PrefixScoring(Part):
         length = len(key_of(path_to(job.node)))
         if length + len(probe) >= passes.room:
             self._table.listener.tell(Refused("no-room", length))
-            self._end_as(job, Outcome.NO_ROOM)
+            self._end(job, Outcome.NO_ROOM)
             return
         self.jobs.take_turn(job)
         job.started = time.perf_counter()
@@ -273,36 +269,21 @@ class PrefixScoring(Part):
         assert observation is not None and probes is not None
         if not observation.has_failed:
             seconds = time.perf_counter() - job.started
-            self._table.listener.tell(ScoringPass(observation.start, observation.end, seconds))
+            self._table.listener.tell(ScoringPass(job.start, observation.end, seconds))
             probes.was_read()
-
-    def _compress(self, job: ScoringJob) -> None:
-        """Compress the prefix of a job whose passes are over."""
-        assert job.observation is not None
-        path = path_to(job.node)
-        with self._guard.on_one_rank():
-            self._pressure.passes_over(path, job.observation)
-        done = self._ranges.compress(path, self._ranges.end_of(path), job.observation)
-        self._end_as(job, _outcome_of(done))
 
     def _unmeasured(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
         """Segments of a path that passes are to measure; none for questions, which score the tokens around each one."""
         return [] if job.questions else self._pressure.unmeasured(path)
 
-    def _end(self, job: ScoringJob, event: JobEvent) -> None:
-        """End a job by an event that ends it at every stage."""
-        outcome = decide(job.stage, event)
-        assert isinstance(outcome, Outcome)
-        self._end_as(job, outcome)
-
-    def _end_as(self, job: ScoringJob, outcome: Outcome) -> None:
+    def _end(self, job: ScoringJob, outcome: Outcome) -> None:
         self.jobs.end(job, outcome)
         if job is self._job:
             self._job = None
 
 
-def _outcome_of(done: Attempted) -> Outcome:
-    return Outcome.IN_USE if done.verdict is Verdict.IN_USE else Outcome.COMPRESSED
+def _outcome_of(*, is_in_use: bool) -> Outcome:
+    return Outcome.IN_USE if is_in_use else Outcome.COMPRESSED
 
 
 def _tickets(wish: RequestOptions) -> set[str]:

@@ -1,77 +1,24 @@
-"""The table of prefixes: one record per tree node, its states and changes, and the spans of nodes."""
+"""The table of prefixes: one record per tree node, the segments of nodes, and what changes of the tree do to them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum, auto
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.compression import PromptObservation
-from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.job import ScoringJob
 from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.nodes import Node, NodeSet, path_to
-from sgl_kvevict.lifecycle.pending import Pending
-from sgl_kvevict.lifecycle.ports import LargestOfRanks
-from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, Span, live_view
+from sgl_kvevict.lifecycle.nodes import Node, NodeSet
+from sgl_kvevict.prefix import Observation, Order, Segment, SegmentPacker, Span
 
 T = TypeVar("T")
-
-
-class State(StrEnum):
-    """State of a node's tokens, from most to fewest entries."""
-
-    FULL = "full"
-    """Its ordinary token slots."""
-    LIGHT = "light"
-    """A span of a segment above the budget."""
-    COMPRESSED = "compressed"
-    """A span of a segment at the budget; every span if ``shares`` is empty."""
-    SQUEEZED = "squeezed"
-    """A span of a segment below the budget."""
-
-
-class Change(StrEnum):
-    """A change of a node's tokens."""
-
-    INSTALL = auto()
-    """Its slots are replaced by a span of a new segment."""
-    GROW = auto()
-    """Its segment is replaced by one that also holds newly generated tokens, or the segments beside it."""
-    SQUEEZE = auto()
-    """Its segment gives up entries, without any forward."""
-    SPLIT = auto()
-    """It is cut; both halves keep the state."""
-    DROP = auto()
-    """It leaves the tree."""
-
-
-_SPANS = frozenset({State.LIGHT, State.COMPRESSED, State.SQUEEZED})
-CHANGES: Mapping[Change, frozenset[State]] = {
-    Change.INSTALL: frozenset({State.FULL}),
-    Change.GROW: _SPANS,
-    Change.SQUEEZE: _SPANS,
-    Change.SPLIT: frozenset(State),
-    Change.DROP: frozenset(State),
-}
-"""States that allow a change; others refuse it. None leads back to FULL."""
-
-
-def require(state: State, change: Change) -> None:
-    """Check that a state allows a change.
-
-    Raises:
-        InvariantError: it refuses the change; going on would leak slots or leave stale KV.
-    """
-    if state not in CHANGES[change]:
-        raise InvariantError(f"the change {change.name} of a node whose state is {state.value!r}")
 
 
 @dataclass(eq=False, slots=True)
@@ -79,35 +26,16 @@ class PrefixRecord:
     """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
 
     Attributes:
-        span: the node's compressed tokens; None: they are uncompressed.
+        span: the node's part of a segment, in place or packed; None: it belongs to none.
         matches: how many prompts have found the prefix.
-        may_shrink: it shrinks when slots are short: an *end* of an uncompressed range, or the owner of a segment.
         is_stale: it was compressed with other weights, and must not be matched.
-        prompt: observation of a prompt's prefill, for the uncompressed range that ends here.
-        pending: a range that ends here, and waits for exact readers or for the choice of its entries.
         job: its scoring passes, waiting or under way.
     """
 
     span: Span | None = None
     matches: int = 0
-    may_shrink: bool = False
     is_stale: bool = False
-    prompt: PromptObservation | None = None
-    pending: Pending | None = None
     job: ScoringJob | None = None
-
-
-def state_of(span: Span | None, config: KVEvictConfig | None) -> State:
-    """Return the state of a node with this span (None: uncompressed)."""
-    if span is None:
-        return State.FULL
-    if config is None or not config.shares:
-        return State.COMPRESSED
-    segment = span.segment
-    excess = segment.num_slots - config.slots_at(float(config.budget), segment.num_tokens, segment.start)
-    if excess == 0:
-        return State.COMPRESSED
-    return State.LIGHT if excess > 0 else State.SQUEEZED
 
 
 @dataclass(frozen=True)
@@ -115,8 +43,9 @@ class DropResult:
     """Contents of a node that left the tree.
 
     Attributes:
+        span: its packed part of a segment; None: it had ordinary slots.
         slots: [num_slots], int64, token slots to release; None: the node's ordinary ones.
-        owner: node whose segment was repacked, if one was.
+        owner: node of a packed segment that lives on without the node's tokens.
     """
 
     span: Span | None = None
@@ -125,82 +54,130 @@ class DropResult:
 
 
 class Queue(Generic[T]):
-    """Records that have a certain part, oldest first; ``num_bytes``: memory of the parts, as passed to :meth:`put`."""
+    """Records that have a certain part, oldest first."""
 
     def __init__(self, records: dict[Node, PrefixRecord], part: str) -> None:
         self._records = records
         self._part = part
-        self._sizes: dict[Node, int] = {}
-        self.num_bytes = 0
+        self._nodes: dict[Node, None] = {}
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._nodes)
 
     def __contains__(self, node: object) -> bool:
-        return node in self._sizes
+        return node in self._nodes
 
     def __iter__(self) -> Iterator[tuple[Node, T]]:
         """Nodes and their parts; the queue may change during the iteration."""
-        return iter([(node, getattr(self._records[node], self._part)) for node in self._sizes])
+        return iter([(node, getattr(self._records[node], self._part)) for node in self._nodes])
 
     def values(self) -> list[T]:
         """The parts, oldest first."""
         return [value for _, value in self]
 
-    def oldest(self) -> tuple[Node, T] | None:
-        """The oldest node and its part."""
-        node = next(iter(self._sizes), None)
-        return None if node is None else (node, getattr(self._records[node], self._part))
-
     def get(self, node: Node) -> T | None:
         """The part of a node's record; None if it has none."""
-        return getattr(self._records[node], self._part) if node in self._sizes else None
+        return getattr(self._records[node], self._part) if node in self._nodes else None
 
-    def put(self, node: Node, value: T, num_bytes: int = 0) -> None:
+    def put(self, node: Node, value: T) -> None:
         """Set the part of a node's record, as the newest."""
         self.take(node)
         setattr(self._records.setdefault(node, PrefixRecord()), self._part, value)
-        self._sizes[node] = num_bytes
-        self.num_bytes += num_bytes
+        self._nodes[node] = None
 
     def take(self, node: Node) -> T | None:
         """Remove and return the part of a node's record; None if it has none."""
-        if node not in self._sizes:
+        if node not in self._nodes:
             return None
-        self.num_bytes -= self._sizes.pop(node)
+        del self._nodes[node]
         record = self._records[node]
         value: T = getattr(record, self._part)
         setattr(record, self._part, PrefixRecord.__dataclass_fields__[self._part].default)
         return value
 
 
-class Spans(Mapping[Node, Span]):
-    """A read-only view of the table's spans by node, with functions on paths.
+class Prompts:
+    """Observations of prompts by which segments in place can be ranked, oldest first.
 
-    On every path, nodes with spans come before those without. All spans of a segment lie on consecutive nodes of one
-    path. The spans of an unsplittable segment stand and fall together: no request reads only some of them.
+    ``num_bytes``: their memory. One that is given up is forgotten by all its segments.
+    """
+
+    def __init__(self) -> None:
+        self._segments: dict[Observation, dict[Segment, None]] = {}
+        self._sizes: dict[Observation, int] = {}
+        self.num_bytes = 0
+
+    def give(self, segment: Segment, prompt: Observation, num_bytes: int) -> None:
+        """Let a segment be ranked by a prompt."""
+        self.take(segment)
+        segment.prompt = prompt
+        self._segments.setdefault(prompt, {})[segment] = None
+        self.num_bytes += num_bytes - self._sizes.get(prompt, 0)
+        self._sizes[prompt] = num_bytes
+
+    def take(self, segment: Segment) -> None:
+        """Let a segment forget its prompt."""
+        prompt, segment.prompt = segment.prompt, None
+        if prompt is None or prompt not in self._segments:
+            return
+        del self._segments[prompt][segment]
+        if not self._segments[prompt]:
+            del self._segments[prompt]
+            self.num_bytes -= self._sizes.pop(prompt)
+
+    def copy(self, segment: Segment, other: Segment) -> None:
+        """Let a segment be ranked as another one."""
+        prompt = other.prompt
+        self.take(segment)
+        if prompt is not None:
+            self.give(segment, prompt, self._sizes[prompt])
+
+    def trim(self, num_bytes: int) -> list[Segment]:
+        """Give up the oldest beyond a limit of memory; return the segments that they were of."""
+        lost: list[Segment] = []
+        for prompt, segments in list(self._segments.items()):
+            if self.num_bytes <= num_bytes:
+                break
+            if self._sizes[prompt]:
+                lost += segments
+                for segment in list(segments):
+                    self.take(segment)
+        return lost
+
+
+class Spans(Mapping[Node, Span]):
+    """A read-only view of the packed spans by node, with functions on paths.
+
+    On every path, nodes of packed segments come first, then those of segments in place, then those of none. All spans
+    of a segment lie on consecutive nodes of one path. The spans of an unsplittable packed segment stand and fall
+    together: no request reads only some of them.
     """
 
     def __init__(self, records: Mapping[Node, PrefixRecord]) -> None:
         self._records = records
 
     def __getitem__(self, node: Node) -> Span:
-        span = self._records[node].span
+        span = self.at(node)
         if span is None:
             raise KeyError(node)
         return span
 
     def __contains__(self, node: object) -> bool:
-        return node in self._records and self._records[node].span is not None  # type: ignore[index]
+        return self.at(node) is not None  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Node]:
-        return (node for node, record in self._records.items() if record.span is not None)
+        return (node for node in self._records if self.at(node) is not None)
 
     def __len__(self) -> int:
-        return sum(record.span is not None for record in self._records.values())
+        return sum(1 for _ in self)
 
     def at(self, node: Node | None) -> Span | None:
-        """The span of a node; None if it holds none."""
+        """The packed span of a node; None if its tokens are in ordinary slots."""
+        span = self.of(node)
+        return span if span is not None and span.is_packed else None
+
+    def of(self, node: Node | None) -> Span | None:
+        """A node's part of a segment, in place or packed; None if it belongs to none."""
         return None if node is None or node not in self._records else self._records[node].span
 
     def waterline(self, path: Sequence[Node]) -> int:
@@ -247,7 +224,7 @@ class Spans(Mapping[Node, Span]):
         return span is not None and not span.segment.splittable and span.end < span.segment.end
 
     def owner_of(self, node: Node) -> Node:
-        """Topmost node with a span of the same segment as this node's."""
+        """Topmost node of a packed node's segment."""
         return self.nodes_of(node, self[node].segment)[0]
 
     def last_of(self, owner: Node) -> Node:
@@ -255,10 +232,10 @@ class Spans(Mapping[Node, Span]):
         return self.views_of(owner)[-1]
 
     def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
-        """Nodes with spans of a segment, from the owner to ``lowest``."""
+        """Nodes of a segment, from the owner to ``lowest``."""
         nodes = []
         node: Node | None = lowest
-        while node is not None and (span := self.at(node)) is not None and span.segment is segment:
+        while node is not None and (span := self.of(node)) is not None and span.segment is segment:
             nodes.append(node)
             node = node.parent
         nodes.reverse()
@@ -266,41 +243,49 @@ class Spans(Mapping[Node, Span]):
 
     def views_of(self, owner: Node) -> list[Node]:
         """All nodes with spans of the segment that a node owns, root side first."""
-        segment = self[owner].segment
-        views = [owner]
+        span = self.of(owner)
+        assert span is not None
+        segment, views = span.segment, [owner]
         while len(views) < segment.num_spans:
-            views.append(next(child for child in views[-1].children.values() if self._holds(child, segment)))
+            views.append(next(child for child in views[-1].children.values() if self.has_part(child, segment)))
         return views
 
-    def _holds(self, node: Node, segment: Segment) -> bool:
-        span = self.at(node)
+    def has_part(self, node: Node, segment: Segment) -> bool:
+        """Whether a node holds a part of a segment."""
+        span = self.of(node)
         return span is not None and span.segment is segment
 
 
 class PrefixTable:
     """All that is known of prefixes: the only table keyed by nodes.
 
-    Each change of the tree (split, drop, flush) is one function, which handles the whole record; :data:`CHANGES` says
-    which states allow a change. With ``config`` None nothing is ever compressed.
+    Each change of the tree (split, drop, flush) is one function, which handles the whole record.
 
-    ``shrinking`` holds nodes that may shrink when slots are short; the queues are explained in :class:`PrefixRecord`.
+    ``shrinks``: packed segments may shrink further.
+
+    Attributes:
+        in_place: last node of each segment in place, oldest first.
+        packed: owner of each packed segment.
+        wanted: segments in place that are to shrink to the budget as soon as they are ranked and all their readers can
+            move, with those above them; oldest first.
+        shrinking: nodes that stand for segments that may shrink when slots are short: the last one of a segment in
+            place, the owner of a packed one.
+        jobs: see :class:`PrefixRecord`, like ``stale``.
     """
 
-    def __init__(self, packer: SegmentPacker, config: KVEvictConfig | None, listener: CacheListener) -> None:
+    def __init__(self, packer: SegmentPacker, listener: CacheListener, *, shrinks: bool) -> None:
         self._packer = packer
-        self._config = config
+        self._shrinks = shrinks
         self._records: dict[Node, PrefixRecord] = {}
         self.listener = listener
         self.spans = Spans(self._records)
+        self.in_place: dict[Segment, Node] = {}
+        self.packed: dict[Segment, Node] = {}
+        self.wanted: dict[Segment, None] = {}
         self.shrinking = NodeSet()
-        self.prompts: Queue[PromptObservation] = Queue(self._records, "prompt")
-        self.pending: Queue[Pending] = Queue(self._records, "pending")
+        self.prompts = Prompts()
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
         self.stale: Queue[bool] = Queue(self._records, "is_stale")
-
-    @property
-    def _queues(self) -> tuple[Queue[Any], ...]:
-        return self.prompts, self.pending, self.jobs, self.stale
 
     def count_match(self, node: Node) -> int:
         """Count one more prompt that found the prefix; return the new count."""
@@ -308,164 +293,242 @@ class PrefixTable:
         record.matches += 1
         return record.matches
 
-    def let_shrink(self, node: Node) -> None:
-        """Let a node, an end or the owner of a segment, shrink when slots are short."""
-        self._records.setdefault(node, PrefixRecord()).may_shrink = True
-        self.shrinking.add(node)
-
-    def keep_size(self, node: Node) -> None:
-        """Exclude a node from shrinking."""
-        if node in self.shrinking:
-            self._records[node].may_shrink = False
-            self.shrinking.discard(node)
-
-    def state(self, node: Node) -> State:
-        """State of a node."""
-        return state_of(self.spans.at(node), self._config)
-
     @property
     def begun_jobs(self) -> list[ScoringJob]:
         """Jobs that have begun, and so hold memory; oldest first."""
         return [job for job in self.jobs.values() if job.observation is not None]
 
-    def is_being_scored(self, node: Node) -> bool:
-        """Whether a node is part of the prefix of a begun job."""
-        return any(node in path_to(job.node) for job in self.begun_jobs)
+    # ---- segments in place ------------------------------------------------------------------------------------
+
+    def nodes_of(self, segment: Segment) -> list[Node]:
+        """Nodes of a segment, root side first."""
+        if segment in self.in_place:
+            return self.spans.nodes_of(self.in_place[segment], segment)
+        return self.spans.views_of(self.packed[segment])
+
+    def chain(self, path: Sequence[Node]) -> list[Segment]:
+        """Segments in place of a path, root side first; one of which the path has only the beginning is cut."""
+        found: dict[Segment, Node] = {}
+        for node in path:
+            span = self.spans.of(node)
+            if span is not None and not span.is_packed:
+                found[span.segment] = node
+        return [
+            segment if self.in_place[segment] is last else self._cut_below(last) for segment, last in found.items()
+        ]
+
+    def cover(self, nodes: Sequence[Node], start: int) -> Segment:
+        """Make a segment in place of consecutive nodes without one; ``start`` is where the first one begins."""
+        end = start + sum(len(node.key) for node in nodes)
+        segment = Segment(self._packer.geometry, start, end)
+        for i, node in enumerate(nodes):
+            record = self._records.setdefault(node, PrefixRecord())
+            record.span = Span(segment, start, start + len(node.key), is_owner=i == 0)
+            start += len(node.key)
+        self.in_place[segment] = nodes[-1]
+        return segment
+
+    def join(self, segments: Sequence[Segment]) -> Segment:
+        """Make one segment in place of consecutive ones. It is not ranked, unless they were ranked together.
+
+        Sums of attention of one observation go with it; its prompt and wish are those of the last one.
+        """
+        if len(segments) == 1:
+            return segments[0]
+        nodes, last = [node for segment in segments for node in self.nodes_of(segment)], segments[-1]
+        joined = Segment(self._packer.geometry, segments[0].start, last.end)
+        joined.order = _joined_order(segments)
+        readers = last.readers
+        if readers is not None and all(segment.readers is readers for segment in segments):
+            parts = [segment.attention for segment in segments if segment.attention is not None]
+            joined.readers, joined.attention = readers, torch.cat(parts, dim=-1)
+            for segment in segments:
+                segment.readers = None
+        self.prompts.copy(joined, last)
+        may_shrink = any(self.in_place[segment] in self.shrinking for segment in segments)
+        for i, node in enumerate(nodes):
+            span = self._records[node].span
+            assert span is not None
+            span.move_to(joined, is_owner=i == 0)
+        is_wanted = last in self.wanted
+        for segment in segments:
+            self._forget(segment)
+        self.in_place[joined] = nodes[-1]
+        if is_wanted:
+            self.wanted[joined] = None
+        if may_shrink:
+            self.shrinking.add(nodes[-1])
+        return joined
+
+    def divide(self, segment: Segment, groups: Sequence[Sequence[Node]]) -> list[Segment]:
+        """Cut a segment in place into one for each group of its consecutive nodes."""
+        return [*(self._cut_below(nodes[-1]) for nodes in groups[:-1]), segment]
+
+    def _cut_below(self, node: Node) -> Segment:
+        """Cut a segment in place below an inner node; return the new segment, which ends there."""
+        span = self.spans.of(node)
+        assert span is not None
+        segment = span.segment
+        above = segment.cut_off(span.end)
+        nodes = self.spans.nodes_of(node, segment)
+        for each in nodes:
+            part = self._records[each].span
+            assert part is not None
+            part.move_to(above, is_owner=part.is_owner)
+        below = next(child for child in node.children.values() if self.spans.has_part(child, segment))
+        part = self._records[below].span
+        assert part is not None
+        part.is_owner = True
+        above.prompt = None
+        self.prompts.copy(above, segment)
+        self.in_place[above] = node
+        if self.in_place[segment] in self.shrinking:
+            self.shrinking.add(node)
+        return above
+
+    def _forget(self, segment: Segment) -> None:
+        """A segment in place is no more one."""
+        self._leave_place(segment)
+        self.lose_attention(segment)
+
+    def _leave_place(self, segment: Segment) -> None:
+        self.shrinking.discard(self.in_place.pop(segment))
+        self.wanted.pop(segment, None)
+        self.prompts.take(segment)
+
+    def lose_attention(self, segment: Segment) -> None:
+        """The sums of the passes over a segment are gone."""
+        if isinstance(segment.readers, ReaderObservation):
+            segment.readers.has_changed = True
+        segment.readers = segment.attention = None
+
+    def unobserve(self, readers: ReaderObservation) -> None:
+        """No more passes come."""
+        for record in self._records.values():
+            if record.span is not None and record.span.segment.readers is readers:
+                record.span.segment.readers = record.span.segment.attention = None
 
     # ---- changes of spans -------------------------------------------------------------------------------------
 
-    def install(self, nodes: Sequence[Node], segment: Segment) -> None:
-        """Give consecutive nodes their spans of a new segment, and remove their pending ranges and prompts.
+    def hold(self, nodes: Sequence[Node], segment: Segment) -> None:
+        """Make consecutive nodes, root side first, the views of one packed segment, which may have been in place.
 
-        ``nodes`` are root side first; those with spans hold all spans of the segments that the new one replaces.
+        They hold all spans of the segments that it replaces.
         """
         start = segment.start
         for i, node in enumerate(nodes):
             record = self._records.setdefault(node, PrefixRecord())
-            require(self.state(node), Change.INSTALL if record.span is None else Change.GROW)
             end = start + len(node.key)
             if record.span is None:
                 record.span = Span(segment, start, end, is_owner=i == 0)
-            else:
-                record.span.move_to(segment)
-                record.span.is_owner = i == 0
-            self.pending.take(node)
-            self.prompts.take(node)
-            self.keep_size(node)
+            elif record.span.segment is not segment:
+                if record.span.segment in self.in_place:
+                    self._forget(record.span.segment)
+                self.packed.pop(record.span.segment, None)
+                record.span.move_to(segment, is_owner=i == 0)
+            self.shrinking.discard(node)
             start = end
-        if segment.is_generated:
-            return
-        if self._config is not None and len(self._config.shares) > 1:
-            self.let_shrink(nodes[0])
-        if not segment.is_measured:
-            for _, job in self.jobs:
-                if job.observation is not None and nodes[-1] in path_to(job.node):
-                    job.observation.hand_over(segment)  # further passes add to the segment's entries
-
-    @accounting()
-    def squeeze(self, owner: Node, num_slots: int) -> Tensor:
-        """Evict the last entries in order, until a segment has ``num_slots`` token slots, without a host sync.
-
-        Returns the token slots to release, [num_freed], int64.
-        """
-        require(self.state(owner), Change.SQUEEZE)
-        spans = [self.spans[each] for each in self.spans.views_of(owner)]
-        sources = Sources(self._packer.geometry, [live_view(spans)])
-        return self._rewrite(spans, sources.best(num_slots), num_slots)
-
-    def _repack(self, spans: Sequence[Span], largest: LargestOfRanks) -> Tensor:
-        """Move the entries of live spans of one segment into as few slots as they take; return those to release.
-
-        Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
-        at the same time, and all take the largest number (``largest``).
-        """
-        view, segment = live_view(spans), spans[0].segment
-        # sync: only when a node below another view of its segment is dropped
-        sources = Sources(self._packer.geometry, [view])
-        segment.num_live_entries, segment.live_end = sources.selection.num_entries, view.end
-        num_slots = largest(sources.fewest_slots, view.start, view.end, segment.num_slots)
-        if num_slots == segment.num_slots:
-            return segment.token_slots[:0]
-        return self._rewrite(spans, sources, num_slots)
-
-    def _rewrite(self, spans: Sequence[Span], sources: Sources, num_slots: int) -> Tensor:
-        """Write the kept entries of all live spans of a segment anew; return token slots to release."""
-        segment, freed = self._packer.rewrite(sources, num_slots, bits=16)
-        for span in spans:
-            span.move_to(segment)
-        return freed
+        if segment in self.in_place:
+            self._leave_place(segment)
+        self.packed[segment] = nodes[0]
+        if self._shrinks and not segment.is_generated:
+            self.shrinking.add(nodes[0])
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
     @accounting()
     def split(self, upper: Node, lower: Node) -> Span | None:
-        """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node. Return the span of ``lower``.
+        """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node.
 
-        Prompts that matched the node also matched its upper half. Jobs and pending ranges belong to the
-        lower half, which ends where the node ended.
+        Prompts that matched the node also matched its upper half. Jobs belong to the lower half, which ends where the
+        node ended; a segment in place is cut, too. Returns the packed span of ``lower``.
         """
         below = self._records.get(lower)
         if below is None:
             return None
-        require(self.state(lower), Change.SPLIT)
         above = self._records[upper] = PrefixRecord(matches=below.matches)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
+            if not below.span.is_packed:
+                self._cut_below(upper)
+            elif above.span.is_owner:
+                self.packed[above.span.segment] = upper
+                if lower in self.shrinking:
+                    self.shrinking.discard(lower)
+                    self.shrinking.add(upper)
         if lower in self.stale:
             self.stale.put(upper, value=True)
-        if below.may_shrink:
-            self.let_shrink(upper)
-            if below.span is not None:
-                self.keep_size(lower)  # the owner shrinks
-            elif below.prompt is not None:
-                self.prompts.put(upper, below.prompt, below.prompt.num_bytes)
-        return below.span
+        return below.span if below.span is not None and below.span.is_packed else None
 
     @accounting()
-    def drop(self, node: Node, largest: LargestOfRanks) -> DropResult:
+    def drop(self, node: Node) -> DropResult:
         """Remove the record of a leaf that left the tree.
 
-        An owner's slots are released. A lower span releases none by itself, so the live entries of its segment are
-        repacked into fewer slots at once. The rest of an unsplittable segment saves nothing any more, so it is dropped
-        next.
+        An owner's slots are released. A lower span releases none by itself: the rest of its segment is packed into
+        fewer slots next. The rest of an unsplittable segment saves nothing any more, so it is dropped next. A segment
+        in place ends before the node.
         """
         record = self._records.get(node)
         if record is None:
             return DropResult()
-        require(self.state(node), Change.DROP)
         span = record.span
-        for queue in self._queues:
+        for queue in (self.jobs, self.stale):
             queue.take(node)
-        self.keep_size(node)
+        may_shrink = node in self.shrinking
+        self.shrinking.discard(node)
         del self._records[node]
         if span is None:
             return DropResult()
-        slots = span.drop()
+        segment, slots = span.segment, span.drop()
+        if not span.is_packed:
+            self._drop_in_place(node, span, may_shrink=may_shrink)
+            return DropResult()
         if slots is not None:
+            del self.packed[segment]
+            self.lose_attention(segment)
             return DropResult(span, slots)
-        if not span.segment.splittable:
-            span.segment.tokens_per_slot = float("-inf")
-            span.segment.order = None  # squeezed, it would be a segment of the tokens that are left, and found
-            return DropResult(span, span.segment.token_slots[:0])
         assert node.parent is not None
-        nodes = self.spans.nodes_of(node.parent, span.segment)
-        repacked = self._repack([self.spans[each] for each in nodes], largest)
-        return DropResult(span, repacked, nodes[0])
+        if not segment.splittable:
+            segment.is_rest, segment.order = True, None  # smaller, it would be a segment of the rest, and found
+            return DropResult(span, segment.storage.token_slots[:0])
+        return DropResult(span, segment.storage.token_slots[:0], self.spans.nodes_of(node.parent, segment)[0])
+
+    def _drop_in_place(self, node: Node, span: Span, *, may_shrink: bool) -> None:
+        segment = span.segment
+        if span.is_owner:
+            self._forget(segment)
+            return
+        assert node.parent is not None
+        segment.end_at(span.start)
+        self.in_place[segment] = node.parent
+        if may_shrink:
+            self.shrinking.add(node.parent)
 
     def clear(self) -> None:
         """Remove all records: the tree was flushed."""
-        self._empty(*self._queues)
+        self.forget()
+        for node, _ in self.stale:
+            self.stale.take(node)
         self._records.clear()
+        self.packed.clear()
 
     def forget(self) -> None:
-        """Remove everything but spans and stale marks: the weights have changed."""
-        self._empty(*(queue for queue in self._queues if queue is not self.stale))
+        """Remove everything but packed spans and stale marks: the weights have changed."""
+        for node, _ in self.jobs:
+            self.jobs.take(node)
+        for segment in list(self.in_place):
+            for node in self.nodes_of(segment):
+                self._records[node].span = None
+            self._forget(segment)
         for record in self._records.values():
             record.matches = 0
-
-    def _empty(self, *queues: Queue[Any]) -> None:
-        for queue in queues:
-            for node, _ in queue:
-                queue.take(node)
         for node in list(self.shrinking):
-            self.keep_size(node)
+            self.shrinking.discard(node)
+
+
+def _joined_order(segments: Sequence[Segment]) -> Order | None:
+    """The order of consecutive segments in place that were ranked together; None if they were not."""
+    orders = [segment.order for segment in segments if segment.order is not None]
+    if len(orders) < len(segments) or any(one.ranking is not orders[0].ranking for one in orders):
+        return None
+    return replace(orders[0], launched=lambda: torch.cat([order.keys for order in orders], dim=-1))

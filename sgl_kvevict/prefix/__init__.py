@@ -1,21 +1,24 @@
-"""Compressed spans and the segments that store them; without sglang."""
+"""Segments (in place or packed), their spans, and the packer that writes them; without sglang."""
 
-from sgl_kvevict.prefix.packer import SegmentPacker
+from sgl_kvevict.prefix.packer import Rewritten, SegmentPacker
 from sgl_kvevict.prefix.shadow import CopiedShadow, DraftRows
-from sgl_kvevict.prefix.sources import Sources, TokenRange
-from sgl_kvevict.prefix.span import CopiedEntries, Entries, EntryAttention, Segment, Span, View, live_view
+from sgl_kvevict.prefix.sources import Part, Sources, TokenRange
+from sgl_kvevict.prefix.span import CopiedEntries, Entries, Observation, Order, Packed, Segment, Span, View
 
 __all__ = [
     "CopiedEntries",
     "CopiedShadow",
     "DraftRows",
     "Entries",
-    "EntryAttention",
+    "Observation",
+    "Order",
+    "Packed",
+    "Part",
+    "Rewritten",
     "Segment",
     "SegmentPacker",
     "Sources",
     "Span",
     "TokenRange",
     "View",
-    "live_view",
 ]

@@ -20,7 +20,7 @@ def kept_share(span: Span, num_bins: int) -> Tensor:
     lens = runs.lens.flatten().long()
     run_of_entry = torch.repeat_interleave(lens)
     entries = run_entries(runs.starts, lens, len(run_of_entry))
-    tokens = segment.positions[entries].long() - span.start
+    tokens = segment.storage.positions[entries].long() - span.start
     cells = run_of_entry * num_bins + tokens * num_bins // span.num_tokens
     kept = torch.bincount(cells, minlength=len(lens) * num_bins).view(len(lens), num_bins)
     bin_of_token = torch.arange(span.num_tokens, device=lens.device) * num_bins // span.num_tokens

@@ -151,12 +151,21 @@ class DraftRows(ArenaRows):
             compact_kv(*self._moved, shadow.head_slots[kept], moved.head_slots)
         return moved
 
-    def copy(self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]]) -> CopiedShadow:
+    def copy(
+        self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]], num_slots: int | None = None
+    ) -> CopiedShadow:
         """Copy rows of shadows of one path, as if one shadow held them.
 
         Each with the bounds of the tokens that are copied; a host sync then reads how many rows these have. None: all.
+        ``num_slots``: those that were paid most, as many as so many token slots hold; None: all.
         """
         shadow = self._joined(parts)
+        if num_slots is not None:
+            count = min(num_slots * self.geometry.num_runs, shadow.positions.numel())
+            kept, lens = largest_entries(shadow.paid.view(torch.int32), shadow.indptr, count)
+            indptr = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+            head_slots, positions = shadow.head_slots[kept], shadow.positions[kept]
+            shadow = Shadow(self.geometry, head_slots, positions, indptr, shadow.paid[kept])
         slots = shadow.head_slots.long()
         k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._moved)
         lens = shadow.indptr.diff().view(self.geometry.num_layers, self.geometry.num_kv_heads)

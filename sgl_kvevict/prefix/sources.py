@@ -31,12 +31,14 @@ class TokenRange:
     Attributes:
         token_slots: [num_tokens], int64, in token order.
         start: logical position of the first token.
-        order: [num_layers, num_kv_heads, num_tokens], int16, as in :class:`Segment`; None: unknown.
+        keys: [num_layers, num_kv_heads, num_tokens], int16, as in :class:`Order`; None: unknown.
+        attention: float32, of the same shape, as in :class:`Segment`; None: nobody observes it.
     """
 
     token_slots: Tensor
     start: int
-    order: Tensor | None = None
+    keys: Tensor | None = None
+    attention: Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -45,7 +47,7 @@ class TokenRange:
 
 
 Part = TokenRange | View
-"""A range of one path. A view that is rewritten is all that is alive of its segment (:func:`live_view`)."""
+"""A range of one path. A view that is rewritten is all that is alive of its segment."""
 
 
 class Sources:
@@ -88,7 +90,10 @@ class Sources:
     @cached_property
     def token_slots(self) -> Tensor:
         """[num_slots], int64: token slots that the parts hold, in order; of a view those of its segment."""
-        slots = [part.token_slots if isinstance(part, TokenRange) else part.segment.token_slots for part in self.parts]
+        slots = [
+            part.token_slots if isinstance(part, TokenRange) else part.segment.storage.token_slots
+            for part in self.parts
+        ]
         return slots[0] if len(slots) == 1 else torch.cat(slots)
 
     @cached_property
@@ -116,8 +121,9 @@ class Sources:
         layers, heads = run // geometry.num_kv_heads, run % geometry.num_kv_heads
         slots = part.token_slots.int()[indices]  # all numbers fit int32
         head_slots: Tensor = head_slot_of(layers, slots, heads, geometry.num_token_slots, geometry.num_kv_heads)
-        order = None if part.order is None else part.order.flatten()[runs * part.token_slots.numel() + indices]
-        return Entries(head_slots, indices.int() + part.start, order)
+        numbers = runs * part.token_slots.numel() + indices
+        keys, attention = (None if all_ is None else all_.flatten()[numbers] for all_ in (part.keys, part.attention))
+        return Entries(head_slots, indices.int() + part.start, keys, attention)
 
     def best(self, num_slots: int) -> Sources:
         """Of the kept entries the first in order that ``num_slots`` token slots hold; no host sync.
@@ -126,7 +132,7 @@ class Sources:
         last tokens instead, at most ``num_slots`` in each head; if other layers keep all, there are fewer entries.
         InvariantError if the order of some part is not known, or the parts have fewer slots.
         """
-        geometry, keys, held = self.geometry, self._order(), self.token_slots.numel()
+        geometry, keys, held = self.geometry, self._keys(), self.token_slots.numel()
         if keys is None or not 0 < num_slots <= held:
             known = "without" if keys is None else "with"
             raise InvariantError(f"entries {known} an order in {held} slots cannot shrink to {num_slots} slots")
@@ -147,15 +153,15 @@ class Sources:
         keep_lens = kept.view(geometry.num_layers, -1)
         return Sources(geometry, self.parts, Selection(keep_lens, indices, num_entries))
 
-    def _order(self) -> Tensor | None:
+    def _keys(self) -> Tensor | None:
         """[num_entries], int16, of the kept entries, if it is known of all parts."""
         part = self.parts[0]
         if self._given is None and len(self.parts) == 1:
             if isinstance(part, TokenRange):
-                return None if part.order is None else part.order.flatten()
+                return None if part.keys is None else part.keys.flatten()
             if part.is_whole:
-                return part.segment.order
-        return self.entries().order
+                return part.segment.entries.keys
+        return self.entries().keys
 
     @cached_property
     def _lens(self) -> Tensor:

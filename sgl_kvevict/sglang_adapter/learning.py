@@ -20,6 +20,7 @@ from sgl_kvevict.lifecycle.nodes import length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.probes import repetition_probes
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import Signal
+from sgl_kvevict.prefix import Segment
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -94,7 +95,9 @@ class TextReader:
         if lesson.node is None or lesson.prompt.has_failed:
             raise _unreadable(len(tokens), "its prefill was not observed, or is not cached")
         path = path_to(lesson.node)
-        lesson.readers = ReaderObservation(geometry, 0, length_of(path))
+        text = lesson.text = Segment(geometry, 0, length_of(path))
+        lesson.readers = ReaderObservation(geometry, tree.packer.k_arena, text.end)
+        lesson.readers.observe(text)
         probes = repetition_probes(self.tokenizer, tokens_of(path))
         while not probes.is_empty:
             reader = passes.start(lesson.node, probes.next(self._pass_tokens))
@@ -106,7 +109,8 @@ class TextReader:
                 len(tokens), "it was dropped between two passes" if lesson.is_dropped else "a pass failed"
             )
         slots = tree.port.token_slots(path)[: -tree.compressor.config.tail_tokens]
-        return tree.compressor.scored_text(slots, lesson.readers, lesson.prompt)
+        assert text.attention is not None
+        return tree.compressor.scored_text(slots, text.attention, lesson.prompt)
 
     def forget(self) -> None:
         """Empty the cache; the server is as before the text."""

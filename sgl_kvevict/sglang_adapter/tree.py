@@ -312,7 +312,7 @@ class KVEvictTree(UnifiedRadixCache):
     def all_values_flatten(self) -> torch.Tensor:
         """Every token slot that the tree holds; for SGLang's leak checker."""
         held = [node.component_data[FULL].value for node in self.nodes() if node not in self.spans]
-        held += [span.segment.token_slots for span in self.spans.values() if span.is_owner]
+        held += [segment.storage.token_slots for segment in self.manager.table.packed]
         return torch.cat(held) if held else torch.tensor([], dtype=torch.int64)
 
     # ---- matching ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.packing import write_block
 from sgl_kvevict.attention import AttentionBatch, build_attention
 from sgl_kvevict.compression import Compressor, GeneratedCompressor
 from sgl_kvevict.config import KVEvictConfig
@@ -125,7 +126,8 @@ class Run:
         geometry = KVGeometry(LAYERS, HEADS * GROUP, HEADS, DIM, 400)
         self.k, self.v = (torch.zeros(LAYERS, 400, HEADS, DIM) for _ in range(2))
         store = SegmentPacker(geometry, self.k, self.v)
-        self.compressor = GeneratedCompressor(Compressor(self.config, build_policy(policy, options), store))
+        self.whole = Compressor(self.config, build_policy(policy, options), store)
+        self.compressor = GeneratedCompressor(self.whole)
         self.attention = build_attention("torch", geometry, self.k, self.v)
         self.generated = self.compressor.new(0)
         self.row = torch.zeros(1, 400, dtype=torch.int32)
@@ -165,10 +167,10 @@ class Run:
         num_new = end - self.generated.compressed_end
         if num_new < self.config.decode_block:
             return None
-        done = self.compressor.compress(self.generated, self.slots(position + 1), num_new, None)
-        self.free += done.freed.tolist()
+        freed = write_block(self.whole, self.compressor, self.generated, self.slots(position + 1), num_new)
+        self.free += freed.tolist()
         segment = self.generated.segment
-        return [run.tolist() for run in segment.positions.tensor_split(segment.indptr[1:-1].long())]
+        return [run.tolist() for run in segment.storage.positions.tensor_split(segment.storage.indptr[1:-1].long())]
 
 
 @pytest.mark.parametrize("budget", [0.4, 20])
@@ -231,7 +233,7 @@ def test_everything_is_kept_bit_for_bit_with_a_budget_of_one():
         run.step(position, q, k, v)
         run.compress(position)
     segment = run.generated.segment
-    rows = run.k.view(-1, DIM)[segment.head_slots.long()].view(LAYERS, HEADS, -1, DIM)
+    rows = run.k.view(-1, DIM)[segment.storage.head_slots.long()].view(LAYERS, HEADS, -1, DIM)
     assert torch.equal(rows, torch.stack(keys[: segment.end]).permute(1, 2, 0, 3))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from helpers.own_policies import OWN_POLICIES
-from helpers.packing import squeeze
+from helpers.packing import compress, squeeze
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
@@ -16,7 +16,7 @@ from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Rotary, Signal
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.prefix import Segment, SegmentPacker, Span
+from sgl_kvevict.prefix import Segment, SegmentPacker
 
 KNORM = OWN_POLICIES["knorm"]
 NUM_TOKENS, START = 150, 40
@@ -38,17 +38,17 @@ def make(budget: float, windows: tuple[int, ...] = WINDOWS, **options: object) -
 def compressed(compressor: Compressor) -> tuple[Segment, Tensor]:
     """The segment, and the arena's keys as they were."""
     before = compressor.packer.k_arena.clone()
-    done = compressor.compress(SLOTS, START, CacheObservation())
-    assert sorted(done.segment.token_slots.tolist() + done.freed.tolist()) == SLOTS.tolist()
-    return done.segment, before
+    segment, freed = compress(compressor, SLOTS, START, CacheObservation())
+    assert sorted(segment.storage.token_slots.tolist() + freed.tolist()) == SLOTS.tolist()
+    return segment, before
 
 
 def positions(segment: Segment, layer: int) -> list[list[int]]:
     """Of each head's entries."""
-    bounds = segment.indptr.tolist()
+    bounds = segment.storage.indptr.tolist()
     heads = segment.geometry.num_kv_heads
     runs = [slice(*bounds[run : run + 2]) for run in range(layer * heads, (layer + 1) * heads)]
-    return [segment.positions[run].tolist() for run in runs]
+    return [segment.storage.positions[run].tolist() for run in runs]
 
 
 def last(count: int, end: int = START + NUM_TOKENS) -> list[int]:
@@ -71,8 +71,8 @@ def test_windows_are_kept_and_their_room_goes_to_the_others() -> None:
     for layer in range(len(WINDOWS)):
         for head, run in enumerate(positions(segment, layer)):
             assert run == sorted(set(run)) and all(START <= position < START + NUM_TOKENS for position in run)
-            first = int(segment.indptr[layer * heads + head])
-            kept = segment.head_slots[first : first + len(run)].long()
+            first = int(segment.storage.indptr[layer * heads + head])
+            kept = segment.storage.head_slots[first : first + len(run)].long()
             rows = compressor.packer.k_arena.view(-1, 8)[kept]
             assert torch.equal(rows, before[layer, SLOTS[torch.tensor(run, dtype=torch.int64) - START], head])
 
@@ -84,7 +84,7 @@ def test_full_layers_of_a_model_on_one_pool_keep_what_windows_do_not_need() -> N
     policy = build_policy(KNORM, {})
     assert policy is not None
     compressor = Compressor(config, policy, SegmentPacker(geometry, *torch.randn(2, *geometry.arena_shape)))
-    segment = compressor.compress(torch.arange(3000), 0, CacheObservation()).segment
+    segment, _ = compress(compressor, torch.arange(3000), 0, CacheObservation())
     assert segment.num_slots == 600
     assert all(sum(map(len, positions(segment, layer))) == 127 * 8 for layer in range(0, 24, 2))
     kept = sum(len(run) for layer in range(1, 24, 2) for run in positions(segment, layer)) / (12 * 8 * 3000)
@@ -100,8 +100,8 @@ def test_nothing_is_lost_to_who_reads_the_range() -> None:
     for layer in (1, 4):
         window = WINDOWS[layer]
         for head, run in enumerate(positions(segment, layer)):
-            first = int(segment.indptr[layer * 3 + head])
-            slots = segment.head_slots[first : first + len(run)].long()
+            first = int(segment.storage.indptr[layer * 3 + head])
+            slots = segment.storage.head_slots[first : first + len(run)].long()
             k, v = (arena.view(-1, 8)[slots] for arena in (compressor.packer.k_arena, compressor.packer.v_arena))
             all_k, all_v = k_before[layer, SLOTS, head], v_before[layer, SLOTS, head]
             for position in range(end, end + window - 1):
@@ -137,18 +137,16 @@ def test_a_squeeze_shortens_windows_from_their_beginning() -> None:
     """Each to its share; the others give up what comes last in order, and nobody gives up more."""
     compressor = make(0.3, min_budget=0.1)
     segment, _ = compressed(compressor)
-    span = Span(segment, START, START + NUM_TOKENS, is_owner=True)
-    before = {layer: positions(segment, layer) for layer in (0, 3)}
-    freed = squeeze(compressor.packer, [span], 15)
-    new = span.segment
-    assert new.num_slots == 15 and freed.numel() == segment.num_slots - 15
+    before, held = {layer: positions(segment, layer) for layer in (0, 3)}, segment.num_slots
+    freed = squeeze(compressor.packer, segment, 15)
+    assert segment.num_slots == 15 and freed.numel() == held - 15
     for layer, window in enumerate(WINDOWS):
         if window:
-            assert positions(new, layer) == [last(min(window - 1, 15))] * 3
+            assert positions(segment, layer) == [last(min(window - 1, 15))] * 3
     rest = 15 * len(WINDOWS) - (15 + 15 + 15 + 0)
-    assert sum(len(run) for layer in (0, 3) for run in positions(new, layer)) == rest * 3
+    assert sum(len(run) for layer in (0, 3) for run in positions(segment, layer)) == rest * 3
     for layer, runs in before.items():
-        for run, smaller in zip(runs, positions(new, layer), strict=True):
+        for run, smaller in zip(runs, positions(segment, layer), strict=True):
             assert set(smaller) <= set(run)
 
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.packing import repack, squeeze
+from helpers.packing import compress, repack, squeeze, write_block
 from helpers.specialisations import recorded
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.compression import Compressor, GeneratedCompressor, warm_up
-from sgl_kvevict.compression.warm_up import _observe
+from sgl_kvevict.compression.warm_up import _observe, _read
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.prefix import SegmentPacker, Span
+from sgl_kvevict.prefix import Segment, SegmentPacker
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
 
@@ -63,31 +63,25 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
         for first, num_tokens in ((1, 97), (5, 176)):
             slots = torch.arange(1003)[first : first + num_tokens]
             queries = torch.randn(num_tokens, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
-            observation = _observe(compressor, queries, slots)
-            segment = compressor.compress(slots, 0, observation).segment
+            observation = _observe(compressor, Segment(GEOMETRY, 0, num_tokens), queries, slots)
+            segment, _ = compress(compressor, slots, 0, observation)
             if policy.splittable:
-                upper, lower = Span(segment, 0, num_tokens, is_owner=True).split(num_tokens // 3)
-                upper.runs()
-                lower.drop()
-                repack(compressor.packer, [upper])
-                read_and_squeeze(compressor, upper, queries)
+                end = num_tokens // 3
+                segment.runs_of(0, end)
+                repack(compressor.packer, segment, end)
+                read_and_squeeze(compressor, segment, queries)
     assert_nothing_new(warm, served)
 
 
-def read_and_squeeze(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
+def read_and_squeeze(compressor: Compressor, segment: Segment, queries: torch.Tensor) -> None:
     """Passes read what was compressed before they came, if the policy has passes; then it shrinks."""
-    store, segment = compressor.packer, span.segment
+    store = compressor.packer
     if compressor.policy.needs_passes:
-        read(compressor, span, queries)
+        _read(compressor, segment, queries)
+        segment.attention = torch.zeros(segment.num_entries)
         compressor.rank_by_attention(segment)
-    squeeze(store, [span], segment.num_slots // 2)
-
-
-def read(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
-    store, segment = compressor.packer, span.segment
-    readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
-    chunk = readers.begin_chunk(readers, span.end, span.end + len(queries), torch.arange(0), [segment])
-    chunk.record(0, queries, torch.full(queries.shape[:2], 6.0), store.k_arena[0], 0.25)
+        segment.attention = None
+    squeeze(store, segment, segment.num_slots // 2)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +146,7 @@ def test_generated_tokens_of_other_lengths(policy_name: str, stored: torch.dtype
             if generation.is_full(generated):
                 generation.count(generated, row[generated.compressed_end : position + 1])
             if position - generated.compressed_end >= 37:
-                done.append(generation.compress(generated, row[generated.compressed_end : position + 1], 32, None))
+                slots = row[generated.compressed_end : position + 1]
+                done.append(write_block(compressor, generation, generated, slots, 32))
     assert len(done) == 5
     assert_nothing_new(warm, served)

@@ -283,8 +283,8 @@ class Harness:
     def turn(self) -> None:
         """Between two steps: compress what requests have generated."""
         manager = self.tree.manager
-        if manager.ranges is not None:
-            manager.ranges.between_steps()
+        if manager.resizer is not None:
+            manager.resizer.between_steps()
         if manager.generations is not None:
             manager.generations.between_steps()
         self.check()
@@ -421,13 +421,12 @@ class Harness:
                 segments.setdefault(span.segment, []).append(span)
         assert len(self.tree.spans) == sum(len(spans) for spans in segments.values())
         for segment, spans in segments.items():
-            held.update(segment.token_slots.tolist())
+            held.update(segment.storage.token_slots.tolist())
             assert segment.num_spans == len(spans)
-            if segment.entry_attention is not None and segment.entry_attention.is_open:
-                assert len(segment.entry_attention.squares) == segment.num_entries
-                assert segment.entry_attention.squares.isfinite().all()
+            self._check_known(segment)
             owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
             assert owners == [True] + [False] * (len(spans) - 1)
+        self._check_in_place()
         for req in self.live:
             if req.kv.holds_kv:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
@@ -440,3 +439,42 @@ class Harness:
         if self.host is not None:
             check_host(self.host)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers
+
+    def _check_known(self, segment: Segment) -> None:
+        """What is known of a segment's entries is known of each."""
+        assert (segment.attention is None) == (segment.readers is None)
+        if segment.attention is not None:
+            assert segment.attention.numel() == segment.num_entries and segment.attention.isfinite().all()
+        if segment.order is not None and segment.order.turn is None:
+            assert segment.order.keys.numel() == segment.num_entries
+
+    def _check_in_place(self) -> None:
+        """Segments in place have all tokens of consecutive nodes, below packed ones and above those without one."""
+        table = self.tree.manager.table
+        found: dict[Segment, list[Span]] = {}
+        packed: dict[Segment, Any] = {}
+        for node in self.tree.nodes():
+            span, above = table.spans.of(node), table.spans.of(node.parent)
+            if span is None:
+                continue
+            assert node.parent is self.tree.root_node or above is not None, "no segment begins below a node without one"
+            assert span.num_tokens == len(node.key) and span.end == length_of(path_to(node))
+            if span.is_packed:
+                if span.is_owner:
+                    packed[span.segment] = node
+                continue
+            found.setdefault(span.segment, []).append(span)
+            if above is not None and not span.is_owner:
+                assert above.segment is span.segment
+        assert packed == table.packed
+        assert found.keys() == table.in_place.keys() and table.wanted.keys() <= found.keys()
+        for segment, spans in found.items():
+            spans.sort(key=lambda span: span.start)
+            assert (segment.start, segment.end) == (spans[0].start, spans[-1].end)
+            assert segment.num_spans == len(spans) and spans[0].is_owner
+            assert table.spans.of(table.in_place[segment]) is spans[-1]
+            self._check_known(segment)
+        nodes = {*table.in_place.values(), *table.packed.values()}
+        assert table.shrinking <= nodes
+        assert set(table.prompts._sizes) == {each.prompt for each in found if each.prompt is not None}
+        assert sum(table.prompts._sizes.values()) == table.prompts.num_bytes

@@ -51,9 +51,9 @@ def exported(
 def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
     tree, manager = harness.tree, harness.tree.manager
-    assert manager.ranges is not None and tree.compressor is not None
+    assert manager.resizer is not None and tree.compressor is not None
     shared = Shared(tree.port, manager.table, manager.readers, tree.packer, tree.compressor, tree.guard)
-    return Adoption(shared, manager.ranges)
+    return Adoption(shared, manager.resizer)
 
 
 class Heard(CacheListener):

@@ -386,11 +386,13 @@ class BesideMachine(CacheMachine):
     def shrink_beginning(self, at):
         """The first tokens of a range whose entries are being chosen are compressed for another reason."""
         manager = self.harness.tree.manager
-        assert manager.compressor is not None and manager.ranges is not None
-        for node, pending in manager.table.pending:
-            end = manager.spans.waterline(path := path_to(node)) + at
-            if pending.choice is not None and end < pending.end and manager.compressor.splittable:
-                manager.ranges.keep_whole(path, end)
+        assert manager.compressor is not None and manager.resizer is not None
+        for segment in list(manager.table.wanted):
+            if segment not in manager.table.wanted or segment.order is None or not manager.compressor.splittable:
+                continue
+            end = manager.spans.waterline(path := path_to(manager.table.in_place[segment])) + at
+            if end < segment.end:
+                manager.resizer.shrink_now(manager.resizer.range_to(path, end), 1.0)
         self.harness.check()
 
     @rule()

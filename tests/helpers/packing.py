@@ -1,13 +1,17 @@
-"""Short forms of :meth:`SegmentPacker.rewrite` for tests that have spans, and no table of them."""
+"""Short forms of :meth:`SegmentPacker.rewrite` for tests that have segments, and no table of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, Span, TokenRange, live_view
+from sgl_kvevict.compression import Compressor, Generated, GeneratedCompressor
+from sgl_kvevict.prefix import Observation, Order, Segment, SegmentPacker, Sources, TokenRange, View
 from sgl_kvevict.ragged import MergePlan, Selection
+
+
+def ordered(segment: Segment, keys: Tensor) -> None:
+    """Give a segment an order."""
+    segment.order = Order(lambda: keys, is_measured=False, start=segment.start, end=segment.end)
 
 
 def pack(
@@ -21,24 +25,63 @@ def pack(
 ) -> tuple[Segment, Tensor]:
     """Write the selected entries of uncompressed tokens into as few of their slots as they take."""
     sources = Sources(packer.geometry, [TokenRange(token_slots, start)], selection)
-    segment, freed = packer.rewrite(sources, sources.fewest_slots, bits=16, merge=merge)
-    segment.order = order
-    return segment, freed
+    written = packer.rewrite(sources, sources.fewest_slots, bits=16, merge=merge)
+    segment = Segment(packer.geometry, sources.start, sources.end, written.packed)
+    if order is not None:
+        ordered(segment, order)
+    return segment, written.freed
 
 
-def squeeze(packer: SegmentPacker, spans: Sequence[Span], num_slots: int) -> Tensor:
-    """Keep the best entries of live spans in so many slots; return the others."""
-    return _move(packer, spans, Sources(packer.geometry, [live_view(spans)]).best(num_slots), num_slots)
+def compress(
+    compressor: Compressor, token_slots: Tensor, start: int, observation: Observation, share: float | None = None
+) -> tuple[Segment, Tensor]:
+    """Rank uncompressed tokens, and pack what a share (None: the budget) keeps; also the slots that are free."""
+    packer, config, num_tokens = compressor.packer, compressor.config, token_slots.numel()
+    num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens, start)
+    segment, merge, keys = Segment(packer.geometry, start, start + num_tokens), None, None
+    if num_slots < num_tokens:
+        segment.order = compressor.rank(token_slots, start, observation, turn=0)
+        keys = segment.order.keys
+    sources = Sources(packer.geometry, [TokenRange(token_slots, start, keys)])
+    if num_slots < num_tokens:
+        sources = sources.best(num_slots)
+        merge, segment.policy_state = compressor.merge(token_slots, start, observation, sources.selection, None)
+    written = packer.rewrite(sources, sources.fewest_slots, 16, merge)
+    segment.pack(written.packed, sources.end, written.kept)
+    is_cut = packer.geometry.has_windows and num_slots < num_tokens
+    segment.splittable = compressor.policy.splittable and not is_cut
+    return segment, written.freed
 
 
-def repack(packer: SegmentPacker, spans: Sequence[Span]) -> Tensor:
-    """Write what is alive into as few slots as it takes; return the others."""
-    sources = Sources(packer.geometry, [live_view(spans)])
-    return _move(packer, spans, sources, sources.fewest_slots)
+def write_block(
+    compressor: Compressor, generation: GeneratedCompressor, generated: Generated, token_slots: Tensor, num_new: int
+) -> Tensor:
+    """Write a block of generated tokens and those before it anew; return the slots that are free."""
+    block = generation.choose(generated, token_slots, num_new, None)
+    packer, old = compressor.packer, generated.segment
+    parts = [] if old is None else [old.live_view]
+    tokens = TokenRange(token_slots[:num_new], generated.compressed_end)
+    sources = Sources(packer.geometry, [*parts, tokens], block.selection)
+    written = packer.rewrite(sources, sources.fewest_slots, 16, block.merge)
+    segment = Segment(packer.geometry, sources.start, sources.end) if old is None else old
+    segment.pack(written.packed, sources.end, written.kept)
+    segment.policy_state, segment.is_generated = block.state, True
+    generation.written(generated, block, segment)
+    return written.freed
 
 
-def _move(packer: SegmentPacker, spans: Sequence[Span], sources: Sources, num_slots: int) -> Tensor:
-    segment, freed = packer.rewrite(sources, num_slots, bits=16)
-    for span in spans:
-        span.move_to(segment)
-    return freed
+def squeeze(packer: SegmentPacker, segment: Segment, num_slots: int) -> Tensor:
+    """Keep the best live entries of a segment in so many slots; return the others."""
+    return _rewrite(packer, segment, Sources(packer.geometry, [segment.live_view]).best(num_slots), num_slots)
+
+
+def repack(packer: SegmentPacker, segment: Segment, end: int) -> Tensor:
+    """Write the entries of tokens before ``end`` into as few slots as they take; return the others."""
+    sources = Sources(packer.geometry, [View(segment, segment.start, end)])
+    return _rewrite(packer, segment, sources, sources.fewest_slots)
+
+
+def _rewrite(packer: SegmentPacker, segment: Segment, sources: Sources, num_slots: int) -> Tensor:
+    written = packer.rewrite(sources, num_slots, bits=16)
+    segment.pack(written.packed, sources.end, written.kept)
+    return written.freed

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from helpers.fake_tree import CONFIG, FakePasses, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from sgl_kvevict.compression import Compressor
+from sgl_kvevict.compression import CacheObservation, Compressor
 from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to
-from sgl_kvevict.lifecycle.ranges import Verdict
+from sgl_kvevict.lifecycle.resize import Resizer
 from sgl_kvevict.request import ticket_digest
 
 TICKET = "a-random-text-of-the-asker"
+
+
+class LargePrompt(CacheObservation):
+    """Takes more memory than there is."""
+
+    num_bytes = 1
 
 
 class Recorder(CacheListener):
@@ -139,25 +144,25 @@ def test_what_somebody_reads_exactly_waits_until_that_one_lets_go():
     exact, other = tree.reader(node), tree.reader(node)
     tree.manager.readers[exact].is_exact = True
     reader = tree.prompt(node)
-    assert spans(tree) == [] and recorder.told == [("refused", "in-use", 18)] and len(tree.manager.table.pending) == 1
+    assert spans(tree) == [] and recorder.told == [("refused", "in-use", 18)] and len(tree.manager.table.wanted) == 1
     tree.release(reader)
     assert spans(tree) == []
     tree.release(exact, Released.RETRACTED)
-    assert spans(tree) == [(0, 18)] and len(tree.manager.table.pending) == 0
+    assert spans(tree) == [(0, 18)] and len(tree.manager.table.wanted) == 0
     assert other.row[:18].eq(0).all()
 
 
-def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens():
+def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens(monkeypatch):
     tree, recorder = cache(observation_bytes=0)
     node = tree.add(20)
     tree.release(tree.prompt(node))
     last = tree.add(10, node)
     exact = tree.reader(last)
     tree.manager.readers[exact].is_exact = True
-    done = tree.manager.ranges.compress(path_to(last), 28, SimpleNamespace(num_bytes=1))
-    assert done.verdict is Verdict.IN_USE
-    assert recorder.told[1:] == [("refused", "no-memory", 10), ("refused", "in-use", 10)]
-    assert len(tree.manager.table.pending) == 0
+    monkeypatch.setattr(Resizer, "can_rank", lambda _, segment: segment.prompt is not None)
+    assert tree.manager.resizer.shrink(path_to(last), 28, LargePrompt())
+    assert recorder.told[1:] == [("refused", "in-use", 10), ("refused", "no-memory", 10)]
+    assert len(tree.manager.table.wanted) == 0
 
 
 def test_a_lock_that_no_reader_explains_is_waited_for():
@@ -165,7 +170,7 @@ def test_a_lock_that_no_reader_explains_is_waited_for():
     node = tree.add(20)
     node.locks += 1
     reader = tree.prompt(node)
-    assert spans(tree) == [] and len(tree.manager.table.pending) == 1
+    assert spans(tree) == [] and len(tree.manager.table.wanted) == 1
     for each in (node, node.parent):
         each.locks -= 1
     tree.release(reader)
@@ -178,11 +183,12 @@ def test_a_range_goes_with_its_node():
     exact = tree.reader(node)
     tree.manager.readers[exact].is_exact = True
     tree.release(tree.prompt(node))
-    ((pending, _),) = tree.manager.table.pending
+    (segment,) = tree.manager.table.wanted
+    end = tree.manager.table.in_place[segment]
     tree.unlock(exact)
     tree.drop(node)
-    tree.drop(pending)
-    assert len(tree.manager.table.pending) == 0
+    tree.drop(end)
+    assert len(tree.manager.table.wanted) == 0
 
 
 def test_dropping_the_lower_part_of_a_segment_repacks_it():
@@ -200,10 +206,10 @@ def test_dropping_the_lower_part_of_a_segment_repacks_it():
 
 def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch):
     tree, _ = cache()
-    monkeypatch.setattr(Compressor, "choose", lambda *_: 1 / 0)
+    monkeypatch.setattr(Compressor, "rank", lambda *_: 1 / 0)
     reader = tree.prompt(tree.add(20))
     assert spans(tree) == [] and tree.guard.errors[Place.COMPRESSION] == 1
-    assert reader.row[:20].ne(0).all() and not tree.free_slots and len(tree.manager.table.pending) == 0
+    assert reader.row[:20].ne(0).all() and not tree.free_slots and len(tree.manager.table.wanted) == 0
 
 
 def test_a_prefix_that_was_found_is_scored_in_passes_and_compressed():

@@ -50,7 +50,7 @@ def test_it_shrinks_in_steps_before_it_would_be_dropped():
 
 
 def test_the_first_step_is_a_light_one():
-    tree = cache(num_slots=64, budget=0.25, light_budget=0.5, min_budget=0.1)
+    tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
     node = cached(tree, 22)
     reader = tree.reader(node)
     assert tree.manager.pressure.reserve() == 18
@@ -59,7 +59,7 @@ def test_the_first_step_is_a_light_one():
 
 
 def test_a_light_prefix_is_compressed_before_one_is_squeezed_below_the_budget():
-    tree = cache(num_slots=64, budget=0.25, light_budget=0.5, min_budget=0.1)
+    tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
     first, second = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
     slots = []
     for _ in range(6):
@@ -69,7 +69,7 @@ def test_a_light_prefix_is_compressed_before_one_is_squeezed_below_the_budget():
 
 
 def test_an_old_span_gives_up_nothing_more_while_a_new_prefix_is_uncompressed():
-    tree = cache(num_slots=64, budget=0.25, light_budget=0.5, min_budget=0.1)
+    tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
     old = cached(tree, 22, at=1.0)
     assert [relieve(tree) for _ in range(2)] == [10, 5]
     tree.now = 3.0
@@ -84,11 +84,12 @@ def test_a_squeeze_keeps_the_first_in_order():
     tree = cache()
     node = cached(tree, 22)
     relieve(tree)
-    before = tree.manager.spans[node].segment
-    kept = before.order.sort(descending=True).values[: 5 * tree.geometry.num_runs]
+    segment = tree.manager.spans[node].segment
+    before, kept = segment.storage, segment.order.keys.sort(descending=True).values[: 5 * tree.geometry.num_runs]
     relieve(tree)
-    after = tree.manager.spans[node].segment
-    assert after.order.sort(descending=True).values.equal(kept)
+    assert segment is tree.manager.spans[node].segment
+    after = segment.storage
+    assert segment.order.keys.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.num_runs
     for run in range(tree.geometry.num_runs):
         old = before.positions[before.indptr[run] : before.indptr[run + 1]].tolist()
@@ -128,7 +129,7 @@ def test_a_leaf_that_costs_less_is_dropped_instead():
 
 
 def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
-    tree = cache(num_slots=64, budget=0.25, light_budget=0.5, min_budget=0.1)
+    tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
     old, new = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
     assert [relieve(tree) for _ in range(2)] == [10, 10]
     cheap = ((-1.0, 0.0), old)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from helpers.packing import pack, repack, squeeze
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix import DraftRows, SegmentPacker, Span, View
+from sgl_kvevict.prefix import CopiedEntries, DraftRows, SegmentPacker, Sources, Span, TokenRange, View
 from sgl_kvevict.ragged import Selection
 
 TARGET = KVGeometry(num_layers=2, num_qo_heads=2, num_kv_heads=2, head_dim=4, num_token_slots=64)
@@ -82,7 +84,7 @@ def test_rows_stay_within_the_segments_slots(world):
     before = world.k.clone()
     world.pack(KEPT)
     others = torch.ones(64, dtype=torch.bool)
-    others[world.segment.token_slots] = False
+    others[world.segment.storage.token_slots] = False
     assert torch.equal(world.k[:, others], before[:, others])
 
 
@@ -95,8 +97,7 @@ def test_both_halves_of_a_split_read_their_own_tokens(world, cut):
 
 def test_a_squeeze_keeps_what_was_paid_most(world):
     span = world.pack(KEPT, order=range(10))
-    before = world.segment
-    assert squeeze(world.packer, [span], 1).numel() == 2 and span.segment is not before
+    assert squeeze(world.packer, world.segment, 1).numel() == 2
     assert world.read(span) == [[0, 1], [4], [], [8]]
 
 
@@ -104,38 +105,51 @@ def test_a_repack_forgets_dropped_tokens(world):
     """Twice: what is left of a shadow may have rows of dropped tokens, which nobody reads."""
     upper, lower = world.pack([[0, 5, 8], [0, 5, 9], [4, 9, 10], [5, 11]]).split(START + 7)
     assert lower.drop() is None
-    repack(world.packer, [upper])
+    repack(world.packer, upper.segment, upper.end)
     assert upper.segment.num_slots == 2 and world.read(upper) == [[0, 1, 2, 3, 4, 5, 6], [4], [], []]
     upper, lower = upper.split(START + 2)
     assert lower.drop() is None
-    repack(world.packer, [upper])
+    repack(world.packer, upper.segment, upper.end)
     assert upper.segment.num_slots == 1 and world.read(upper) == [[0, 1], [], [], []]
 
 
+def elsewhere(num_tokens, order=None):
+    """Entries of the first tokens, in every run, from outside the pool."""
+    lens = torch.full((2, 2), num_tokens, dtype=torch.int32)
+    positions = torch.arange(START, START + num_tokens, dtype=torch.int32).repeat(4)
+    rows = torch.zeros(4 * num_tokens, TARGET.head_dim)
+    return CopiedEntries(lens, positions, rows, rows, order)
+
+
 def test_segments_from_elsewhere_have_no_rows(world):
-    lens = torch.full((2, 2), 2, dtype=torch.int32)
-    positions = torch.tensor([100, 101] * 4, dtype=torch.int32)
-    segment = world.packer.new_segment(
-        torch.tensor([5, 9]), lens, positions, START, START + TOKENS, order=torch.arange(8, dtype=torch.int16)
-    )
+    copied = elsewhere(2, torch.arange(8, dtype=torch.int16))
+    segment = world.packer.new_segment(torch.tensor([5, 9]), copied, START, START + TOKENS)
     span = Span(segment, START, START + TOKENS, is_owner=True)
     assert world.read(span) == [[]] * 4
-    squeeze(world.packer, [span], 1)
+    squeeze(world.packer, segment, 1)
     assert world.read(span) == [[]] * 4
 
 
 def moved(world, views, slots):
     """A span of the views' tokens in other slots, as if it came from outside the pool."""
-    copied = world.packer.copy_shadow(views)
+    copied = world.packer.copy_shadow(Sources(TARGET, views))
     world.k[:, :32], world.v[:, :32] = torch.nan, torch.nan  # the tokens' old slots
-    lens = torch.full((2, 2), len(slots), dtype=torch.int32)
-    positions = torch.arange(START, START + len(slots), dtype=torch.int32).repeat(4)
     start, end = views[0].start, views[-1].end
-    segment = world.packer.new_segment(torch.tensor(slots), lens, positions, start, end)
-    segment.shadow = world.drafts.place(copied, segment.token_slots)
+    segment = world.packer.new_segment(torch.tensor(slots), elsewhere(len(slots)), start, end, shadow=copied)
     used = world.k.isnan().any(0).any(-1).any(-1).nonzero().flatten().tolist()
     assert used == list(range(32))  # and nothing else was touched
     return Span(segment, start, end, is_owner=True)
+
+
+def test_of_tokens_in_place_the_rows_come_back_that_were_paid_most(world):
+    """As many as the slots of the kept entries hold: the same as if they had been packed before."""
+    lens = torch.tensor([len(tokens) for tokens in KEPT], dtype=torch.int32).view(2, 2)
+    indices = torch.tensor([token for tokens in KEPT for token in tokens], dtype=torch.int32)
+    sources = Sources(TARGET, [TokenRange(SLOTS, START)], Selection(lens, indices, len(indices)))
+    copied = world.packer.copy_shadow(sources)
+    world.pack(KEPT)
+    packed = world.packer.copy_shadow(Sources(TARGET, [world.segment.live_view]))
+    assert all(getattr(copied, name).equal(part) for name, part in vars(packed).items())
 
 
 def test_rows_come_back_in_other_slots(world):
@@ -172,7 +186,7 @@ def test_where_there_is_less_room_the_rows_that_were_paid_most_come_back(world):
 
 def test_a_segment_without_rows_moves_without_rows(world):
     world.pack(KEPT)
-    world.segment.shadow = world.drafts.absent()
+    world.segment.packed = replace(world.segment.storage, shadow=world.drafts.absent())
     assert world.read(moved(world, [View(world.segment, START, START + TOKENS)], [50])) == [[]] * 4
 
 
@@ -181,7 +195,7 @@ def test_without_a_draft_model_there_is_no_shadow():
     world = World()
     world.packer = SegmentPacker(TARGET, arena, arena.clone())
     span = world.pack(KEPT)
-    assert world.packer.copy_shadow([View(world.segment, START, START + TOKENS)]) is None
+    assert world.packer.copy_shadow(Sources(TARGET, [world.segment.live_view])) is None
     with pytest.raises(InvariantError, match="without one"):
         span.draft_runs()
 
@@ -209,4 +223,4 @@ def test_attention_of_a_prefill_is_recorded_by_slot():
 def test_a_repack_that_keeps_no_slot_keeps_no_row(world):
     upper, lower = world.pack([[9], [], [], []]).split(START + 7)
     assert world.read(upper) != [[]] * 4 and lower.drop() is None
-    assert repack(world.packer, [upper]).numel() == 1 and world.read(upper) == [[]] * 4
+    assert repack(world.packer, upper.segment, upper.end).numel() == 1 and world.read(upper) == [[]] * 4

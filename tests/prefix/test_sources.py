@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.packing import pack
+from helpers.packing import ordered, pack
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix import EntryAttention, Segment, SegmentPacker, Sources, Span, TokenRange, View, live_view
+from sgl_kvevict.prefix import Packed, Segment, SegmentPacker, Sources, Span, TokenRange, View
 from sgl_kvevict.ragged import MergePlan, Selection
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=4, num_token_slots=64)
@@ -42,11 +42,11 @@ def whole(segment: Segment) -> View:
     return View(segment, segment.start, segment.end)
 
 
-def read(packer: SegmentPacker, segment: Segment) -> LOOKED_UP:
+def read(packer: SegmentPacker, packed: Packed) -> LOOKED_UP:
     found = []
-    for begin, end in zip(segment.indptr[:-1].tolist(), segment.indptr[1:].tolist(), strict=True):
-        keys = packer.keys(segment.head_slots[begin:end])[:, 0].tolist()
-        found.append(list(zip(segment.positions[begin:end].tolist(), keys, strict=True)))
+    for begin, end in zip(packed.indptr[:-1].tolist(), packed.indptr[1:].tolist(), strict=True):
+        keys = packer.keys(packed.head_slots[begin:end])[:, 0].tolist()
+        found.append(list(zip(packed.positions[begin:end].tolist(), keys, strict=True)))
     return found
 
 
@@ -61,28 +61,27 @@ SECOND = ([1], [], [0, 1, 2], [2])
 
 def test_segments_of_a_path_become_one_in_their_own_slots(packer: SegmentPacker) -> None:
     parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
-    slots = torch.cat([part.segment.token_slots for part in parts])
-    joined, freed = packer.rewrite(Sources(GEOMETRY, parts), 4, bits=16)
-    assert freed.numel() == 0 and joined.token_slots.equal(slots) and (joined.start, joined.end) == (100, 109)
-    assert read(packer, joined) == named([0, 3, 5], [1], [4, 5, 6], [2, 3, 6])
-    assert joined.order is not None and joined.order.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
+    slots = torch.cat([part.segment.storage.token_slots for part in parts])
+    joined = packer.rewrite(Sources(GEOMETRY, parts), 4, bits=16)
+    assert joined.freed.numel() == 0 and joined.packed.token_slots.equal(slots)
+    assert read(packer, joined.packed) == named([0, 3, 5], [1], [4, 5, 6], [2, 3, 6])
+    assert joined.kept.keys is not None and joined.kept.keys.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
 
 
 def test_the_best_entries_of_all_ranges_are_kept(packer: SegmentPacker) -> None:
     """Of ten entries four: keys 4, 4, 3, 3."""
     parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
     sources = Sources(GEOMETRY, parts).best(1)
-    small, freed = packer.rewrite(sources, sources.fewest_slots, bits=16)
-    assert read(packer, small) == named([], [], [6], [2, 3, 6]) and freed.numel() == 3
-    assert small.order is not None and small.order.tolist() == [3, 3, 4, 4]
+    small = packer.rewrite(sources, sources.fewest_slots, bits=16)
+    assert read(packer, small.packed) == named([], [], [6], [2, 3, 6]) and small.freed.numel() == 3
+    assert small.kept.keys is not None and small.kept.keys.tolist() == [3, 3, 4, 4]
 
 
 def test_of_equal_entries_the_lower_run_and_position_is_kept(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
-    assert segment.order is not None
-    segment.order.zero_()
-    small, _ = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
-    assert read(packer, small) == named([0, 3], [1], [], [2])
+    ordered(segment, torch.zeros(segment.num_entries, dtype=torch.int16))
+    small = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
+    assert read(packer, small.packed) == named([0, 3], [1], [], [2])
 
 
 def test_a_segment_and_tokens_after_it_become_one(packer: SegmentPacker) -> None:
@@ -90,9 +89,9 @@ def test_a_segment_and_tokens_after_it_become_one(packer: SegmentPacker) -> None
     old = packed(packer, 0, 4, *FIRST)
     parts = [whole(old), TokenRange(torch.arange(5, 8), old.end)]
     chosen = selection([1, 2], [0, 1, 3], [0], [])
-    grown, freed = packer.rewrite(Sources(GEOMETRY, parts, chosen), 2, bits=16)
-    assert read(packer, grown) == named([3, 4], [1, 4, 6], [4], []) and freed.tolist() == [5, 6, 7]
-    assert grown.order is None and grown.splittable and grown.end == START + 7
+    grown = packer.rewrite(Sources(GEOMETRY, parts, chosen), 2, bits=16)
+    assert read(packer, grown.packed) == named([3, 4], [1, 4, 6], [4], []) and grown.freed.tolist() == [5, 6, 7]
+    assert grown.kept.keys is None
 
 
 def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
@@ -106,39 +105,60 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
         weights=torch.tensor([1.0, 0.5, 0.25, 0.25]),
     )
     sources = Sources(GEOMETRY, parts, selection([1], [], [], [4]))
-    merged, _ = packer.rewrite(sources, 1, bits=16, merge=plan)
+    merged = packer.rewrite(sources, 1, bits=16, merge=plan).packed
     keys = packer.keys(merged.head_slots)[:, 0].tolist()
     assert keys == pytest.approx([103.0, 0.5 * 106.3 + 0.25 * 102.3 + 0.25 * 104.3])
     assert merged.positions.tolist() == [103, 106]
 
 
 def test_sums_of_readers_and_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
-    old = packed(packer, 0, 4, *FIRST)
-    sums = old.entry_attention = EntryAttention(torch.arange(5.0))
-    old.policy_state, old.splittable, old.is_generated, old.is_joined, old.is_measured = (
-        object(),
-        False,
-        True,
-        True,
-        True,
-    )
-    new, _ = packer.rewrite(Sources(GEOMETRY, [whole(old)]).best(1), 1, bits=16)
-    assert new.entry_attention is sums and sums.squares.tolist() == [1.0, 2.0, 3.0, 4.0]
-    names = ("policy_state", "splittable", "is_generated", "is_joined", "is_measured")
-    assert [getattr(new, name) for name in names] == [getattr(old, name) for name in names]
+    segment = packed(packer, 0, 4, *FIRST)
+    segment.attention, segment.readers = torch.arange(5.0), packer
+    segment.policy_state, segment.splittable, segment.is_generated = object(), False, True
+    state, order = segment.policy_state, segment.order
+    written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
+    segment.pack(written.packed, segment.end, written.kept)
+    assert segment.attention is not None and segment.attention.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert segment.order is not None and order is not None and segment.order.ranking is order.ranking
+    assert segment.order.keys.tolist() == [1, 2, 3, 4] and segment.num_live_entries == 4
+    assert segment.policy_state is state and segment.is_generated and not segment.splittable
+
+
+def test_tokens_in_place_have_an_order_and_sums_by_run_and_token(packer: SegmentPacker) -> None:
+    numbers = torch.arange(16).view(2, 2, 4)
+    tokens = TokenRange(torch.arange(1, 5), START, numbers.to(torch.int16), numbers.float())
+    best = packer.rewrite(Sources(GEOMETRY, [tokens]).best(1), 1, bits=16)
+    assert read(packer, best.packed) == named([], [], [], [0, 1, 2, 3])
+    assert best.kept.keys is not None and best.kept.keys.tolist() == [12, 13, 14, 15]
+    assert best.kept.attention is not None and best.kept.attention.tolist() == [12.0, 13.0, 14.0, 15.0]
+
+
+def test_a_segment_in_place_is_cut_and_its_end_dropped_without_copies() -> None:
+    segment = Segment(GEOMETRY, START, START + 6)
+    keys = torch.arange(24, dtype=torch.int16).view(2, 2, 6)
+    ordered(segment, keys)
+    segment.attention = keys.float()
+    above = segment.cut_off(START + 2)
+    assert (above.start, above.end, segment.start, segment.end) == (START, START + 2, START + 2, START + 6)
+    segment.end_at(START + 5)
+    for each, part in ((above, keys[..., :2]), (segment, keys[..., 2:5])):
+        assert each.order is not None and each.order.keys.equal(part) and each.num_entries == part.numel()
+        assert each.order.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+        assert each.attention is not None and each.attention.equal(part.float())
+        assert each.num_live_entries == part.numel() and each.num_slots == each.num_tokens == part.shape[-1]
 
 
 def test_what_is_dead_is_not_kept(packer: SegmentPacker) -> None:
     """The slots of dead entries hold them, and go with the others; the number of live ones is read once."""
     segment = packed(packer, 0, 4, [0, 1, 2, 3], *FIRST[1:])
-    upper, lower = Span(segment, 100, 104, is_owner=True).split(103)
+    _, lower = Span(segment, 100, 104, is_owner=True).split(103)
     lower.drop()
-    view = live_view([upper])
+    view = View(segment, 100, 103)
     assert view.num_entries is None
     segment.num_live_entries, segment.live_end = 5, 103
     assert view.num_entries == 5
-    small, freed = packer.rewrite(Sources(GEOMETRY, [view]).best(1), 1, bits=16)
-    assert read(packer, small) == named([1, 2], [1], [], [2]) and freed.numel() == 1 and small.end == 103
+    small = packer.rewrite(Sources(GEOMETRY, [view]).best(1), 1, bits=16)
+    assert read(packer, small.packed) == named([1, 2], [1], [], [2]) and small.freed.numel() == 1
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0, 32])
@@ -161,7 +181,7 @@ def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker
 
 def test_entries_without_an_order_cannot_shrink(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
-    with pytest.raises(InvariantError, match="with an order in 2 slots cannot shrink to 3 slots"):
+    with pytest.raises(InvariantError, match="entries with an order in 2 slots cannot shrink to 3 slots"):
         Sources(GEOMETRY, [whole(segment)]).best(3)
     segment.order = None
     with pytest.raises(InvariantError, match="without an order"):

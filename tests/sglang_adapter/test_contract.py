@@ -258,6 +258,7 @@ OURS = {
         "is_stale",
         "lesson",
         "readers",
+        "text",
         "weights",
         "listener",
         "observation",

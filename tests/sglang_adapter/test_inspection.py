@@ -182,7 +182,7 @@ def test_kept_map_is_the_kept_set(watched):
     report = ask(watched, Kept(node.id), KeptReport)
     share = np.frombuffer(report.share, np.uint8).reshape(report.num_rows, report.num_bins)
     assert (report.start, report.end, report.num_bins, report.num_rows) == (0, 56, 56, 4)
-    indptr, positions = span.segment.indptr.tolist(), span.segment.positions.tolist()
+    indptr, positions = span.segment.storage.indptr.tolist(), span.segment.storage.positions.tolist()
     for row in range(4):
         assert np.flatnonzero(share[row]).tolist() == positions[indptr[row] : indptr[row + 1]]
     assert set(np.unique(share)) == {0, 255}
@@ -200,7 +200,7 @@ def test_kept_map_of_a_view_in_the_middle_of_a_segment():
     assert (span.end, span.segment.num_spans) == (30, 3)
     runs, exact = span.runs(), kept_share(span, 17)
     for row, (begin, length) in enumerate(zip(runs.starts.flatten(), runs.lens.flatten(), strict=True)):
-        positions = span.segment.positions[begin : begin + length]
+        positions = span.segment.storage.positions[begin : begin + length]
         assert torch.equal(exact[row].nonzero().flatten() + 13, positions.long())
     assert torch.allclose(kept_share(span, 1).flatten(), exact.mean(1))
     with pytest.raises(ValueError, match="between 1 and the span's 17 tokens, got 18"):

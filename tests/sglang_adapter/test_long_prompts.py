@@ -117,12 +117,11 @@ def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk
     assert joined.num_spans == len(tree.spans) > 10 and joined.is_joined
     assert tree.read_paths([req]) == ((joined.runs(),),)
     assert scheduler.harness.allocator.available_size() < CHUNK
-    before, nodes = joined.order, list(tree.spans)
+    before, held = joined.order.keys, joined.num_slots
     scheduler.harness.finish(req)
-    freed = tree.manager.table.squeeze(tree.spans.owner_of(nodes[-1]), joined.num_slots // 2)
-    (left,) = {span.segment for span in tree.spans.values()}
-    most = before.sort(descending=True).values[: left.num_entries]
-    assert left.order.sort(descending=True).values.equal(most) and freed.numel() == joined.num_slots - left.num_slots
+    assert tree.manager.resizer.resize([joined], held // 2) == held - held // 2
+    most = before.sort(descending=True).values[: joined.num_entries]
+    assert joined.order.keys.sort(descending=True).values.equal(most) and joined.num_slots == held // 2
 
 
 def test_with_prefill_budget_chunks_shrink_where_slots_are_ample():
@@ -195,7 +194,7 @@ def test_its_room_is_not_given_to_others():
 
 def test_one_that_is_stuck_is_aborted_with_an_error(monkeypatch):
     scheduler = serve()
-    monkeypatch.setattr(type(scheduler.tree_cache.compressor), "choose", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(scheduler.tree_cache.compressor), "rank", lambda *_: 1 / 0)
     req = submit(scheduler, text(4 * POOL))
     for _ in range(20):
         scheduler.round()

@@ -112,7 +112,7 @@ def test_answers_take_the_same_slots_though_other_entries_are_kept():
         harness.tree.port.ranks = Recorded(group)
         looks = traffic(harness, None, seed=3, steps=300)
         segments = {span.segment for span in harness.tree.spans.values() if span.segment.is_generated}
-        kept = sorted((segment.start, segment.positions.tolist()) for segment in segments)
+        kept = sorted((segment.start, segment.storage.positions.tolist()) for segment in segments)
         return looks, harness.tree.manager.listener.totals.released_slots, kept
 
     (looks, released, kept), (others_looks, others_released, others_kept) = on_two_ranks(run)

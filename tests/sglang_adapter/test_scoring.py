@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import TURN_S, Letters, MiniScheduler
-from sgl_kvevict.compression import Compressor
+from sgl_kvevict.compression import MeasuredRange
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.pacing import ASSUMED_PASS_S, BUSY_TOKENS, QUIET_S
 from sgl_kvevict.lifecycle.probes import REPEAT
@@ -281,12 +281,14 @@ def test_questions_given_with_a_prefix_replace_its_repetition():
 @pytest.mark.parametrize(("options", "reach"), [(WARM, 0), ({"warm": True, "questions": ["who"]}, ANSWER_REACH)])
 def test_what_questions_attend_to_reaches_around(monkeypatch, options, reach):
     harness, scheduler = cache()
-    build, built = Compressor.new_reader_observation, []
-    monkeypatch.setattr(Compressor, "new_reader_observation", lambda *args: built.append(build(*args)) or built[-1])
+    build, built = MeasuredRange.show, set()
+    monkeypatch.setattr(
+        MeasuredRange, "show", lambda one, *args: built.add((one.readers.reach, one.is_asked)) or build(one, *args)
+    )
     harness.finish(harness.run(DOCUMENT, options=options))
     scheduler.run_all()
     ask(harness, 1, 2, 3)
-    assert [observation.reach for observation in built] == [reach] and spans(harness) == [(0, 56)]
+    assert built == {(reach, reach > 0)} and spans(harness) == [(0, 56)]
 
 
 def test_namespaces_are_scored_apart():

@@ -7,7 +7,7 @@ import pytest
 from helpers.harness import Harness, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
 
-CONFIG = KVEvictConfig(budget=0.3, light_budget=0.5, min_budget=0.1, tail_tokens=4, sink_tokens=4, min_prefix_tokens=6)
+CONFIG = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=4, min_prefix_tokens=6)
 DOCUMENT = [(3 * i + 3) % 11 for i in range(60)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,6 @@ from helpers.harness import NO_ROTARY, TINY_LLAMA, publish_server_args
 from helpers.harness_store import DRAFT, Server
 from helpers.stored import keys_in
 from helpers.verify_machines import VerifyingHarness
-from sgl_kvevict.compression import CacheObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
@@ -25,7 +25,6 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
 from sgl_kvevict.lifecycle.nodes import path_to
-from sgl_kvevict.lifecycle.pending import Pending
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scheduler_store import (
@@ -150,20 +149,18 @@ def test_namespaces_find_their_own(tmp_path):
 
 
 def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
-    config = KVEvictConfig(
-        budget=0.3, light_budget=0.6, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=50
-    )
+    config = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=50)
     server = Server(tmp_path, config=config, num_slots=120)
     manager = server.harness.tree.manager
     server.harness.finish(server.harness.run(DOCUMENT[:50]))
     (last,) = [node for node in server.harness.tree.nodes() if len(node.key) >= 50]
-    observation = CacheObservation()
-    done = {}
+    resizer, done = manager.resizer, {}
+    (segment,) = resizer.range_to(path_to(last), 50)
     for share in (0.6, 0.3, 0.1):
         if share == 0.6:
-            assert manager.ranges.compress_now(path_to(last), Pending(50, observation, share)).num_slots == 20
+            assert resizer.shrink_now([segment], share) == 20
         else:
-            manager.pressure._squeeze_to(last, config.slots_at(share, 50, 0))
+            resizer.resize([segment], config.slots_at(share, 50, 0))
         server.harness.check()
         assert server.writer.drain(300)
         server.saving.between_steps()
@@ -247,14 +244,15 @@ def test_a_document_behind_a_shared_header_needs_no_other_document(tmp_path):
 
 
 def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
-    config = KVEvictConfig(budget=0.3, light_budget=None, min_budget=0.1, tail_tokens=4, min_prefix_tokens=6)
+    config = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, min_prefix_tokens=6)
     server = Server(tmp_path, config=config, num_slots=200)
     server.serve(DOCUMENT)
     (key,) = keys_in(server.segments)
     assert not server.segments.get(key).is_read
     (owner,) = server.harness.tree.spans
-    server.harness.tree.spans[owner].segment.is_measured = True
-    server.harness.tree.manager.ranges.at_budget(owner)
+    segment = server.harness.tree.spans[owner].segment
+    segment.order = replace(segment.order, is_measured=True)
+    server.harness.tree.manager.resizer.at_budget(owner)
     assert server.writer.drain(300) and server.segments.get(key).is_read
 
 

@@ -12,7 +12,7 @@ from kvevict_quality.sample import Prompts, Question, Sample
 from kvevict_tools.launcher import RunningServer
 from kvevict_tools.measure import flush, plugin_state, wait_until_scored
 from sgl_kvevict.client import warm
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import LIGHT_SHARE, KVEvictConfig
 
 CONCURRENCY = 8
 _TIMEOUT_S = 3600.0
@@ -73,14 +73,13 @@ def prepare_in_two_stages(
     Raises:
         RuntimeError: the context did not shrink to the light share first, and to the budget then.
     """
-    assert config.light_budget is not None
     flush(server)
     begin = time.perf_counter()
     generate(server, context_ids, 1)
     other = [*reversed(context_ids)] * (pool_slots // len(context_ids) + 1)
     generate(server, other[: pool_slots - len(context_ids) + config.tail_tokens], 1)
     num_tokens = len(context_ids) - config.tail_tokens
-    light, small = config.slots_at(config.light_budget, num_tokens, 0), config.num_slots(num_tokens, 0)
+    light, small = config.slots_at(LIGHT_SHARE, num_tokens, 0), config.num_slots(num_tokens, 0)
     state = plugin_state(server)
     if state is None or (state["span_tokens"], state["span_slots"]) != (num_tokens, light):
         raise RuntimeError(f"{num_tokens} tokens were to shrink to {light} slots, got {state}")
@@ -88,7 +87,7 @@ def prepare_in_two_stages(
     wait_until_scored(server)
     state = plugin_state(server)
     others = 0 if state is None else int(state["span_tokens"]) - num_tokens
-    others_slots = config.slots_at(config.light_budget, others, 0) if others else 0
+    others_slots = config.slots_at(LIGHT_SHARE, others, 0) if others else 0
     if state is None or state["span_slots"] != small + others_slots:
         raise RuntimeError(f"{num_tokens} tokens were to shrink to {small} slots beside {others_slots}, got {state}")
     return Prepared(len(context_ids), small + config.tail_tokens, time.perf_counter() - begin)

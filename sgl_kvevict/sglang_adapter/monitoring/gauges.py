@@ -18,7 +18,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
     admission = admission_of(tree.token_to_kv_pool_allocator)
     long = None if admission is None else admission.prefilling
     free, held = allocator.available_size(), tree.held_slots()
-    owned = [span.segment for span in tree.spans.values() if span.is_owner]
+    owned = list(manager.table.packed)
     readers = [tree.port.num_locks(node) for node in tree.spans]
     span_slots = sum(segment.num_slots for segment in owned)
     span_tokens = sum(span.num_tokens for span in tree.spans.values())
@@ -33,7 +33,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         spans=len(readers),
         segments=len(owned),
         dead_entries=sum(segment.num_entries - segment.num_live_entries for segment in owned),
-        pending_ranges=len(manager.table.pending),
+        pending_ranges=len(manager.table.wanted),
         shared_spans=sum(count > 1 for count in readers),
         readers=sum(readers),
         readers_per_span=sum(readers) / max(len(readers), 1),

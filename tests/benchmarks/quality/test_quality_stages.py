@@ -10,7 +10,7 @@ import pytest
 from sgl_kvevict.config import KVEvictConfig
 
 CONTEXT = list(range(100, 200))
-CONFIG = KVEvictConfig(tail_tokens=20, budget=0.2, light_budget=0.5)
+CONFIG = KVEvictConfig(tail_tokens=20, budget=0.2)
 
 
 class FakeServer:

@@ -1,4 +1,4 @@
-"""Entries of a range are chosen beside the next step; its nodes, rows and slots are exchanged after it."""
+"""Entries of a range are ranked beside the next step; its nodes, rows and slots change hands after it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from helpers.late_stream import LateStream
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.lifecycle.pending import RangeStage
-from sgl_kvevict.lifecycle.ranges import TURNS_OF_CHOICE
+from sgl_kvevict.lifecycle.resize import TURNS_OF_RANKING
 
 
 class Cache:
@@ -21,7 +20,7 @@ class Cache:
         self.stream = LateStream()
         policy = PseudoRandomPolicy(splittable=splittable)
         self.tree = FakeTree(policy, CONFIG.model_copy(update=fields), stream=self.stream)
-        self.ranges = self.tree.manager.ranges
+        self.resizer = self.tree.manager.resizer
         self._live: list[FakeReader] = []
 
     def prompt(self, node: FakeNode) -> FakeReader:
@@ -34,20 +33,22 @@ class Cache:
         return sorted((span.start, span.end) for span in self.tree.manager.spans.values())
 
     @property
-    def stages(self) -> list[RangeStage]:
-        return [pending.stage for _, pending in self.tree.manager.table.pending]
+    def stages(self) -> list[str]:
+        """Of the ranges that are to shrink, oldest first."""
+        orders = [segment.order for segment in self.tree.manager.table.wanted]
+        return ["waits" if order is None or order.turn is None else "is ranked" for order in orders]
 
-    def turns(self, count: int = TURNS_OF_CHOICE) -> None:
+    def turns(self, count: int = TURNS_OF_RANKING) -> None:
         for _ in range(count):
-            self.ranges.between_steps()
+            self.resizer.between_steps()
 
 
 def test_a_prompt_is_exchanged_two_turns_after_its_choice_was_launched():
     cache = Cache()
     node = cache.tree.add(20)
     reader, other = cache.prompt(node), cache.tree.reader(node)
-    for _ in range(TURNS_OF_CHOICE):
-        assert cache.spans == [] and cache.stages == [RangeStage.CHOOSING] and len(cache.stream.waiting) == 1
+    for _ in range(TURNS_OF_RANKING):
+        assert cache.spans == [] and cache.stages == ["is ranked"] and len(cache.stream.waiting) == 1
         assert reader.row[:20].ne(0).all() and not cache.tree.free_slots
         cache.turns(1)
     assert cache.spans == [(0, 18)] and not cache.stages and not cache.stream.waiting
@@ -60,7 +61,7 @@ def test_the_same_entries_are_kept_as_where_nothing_runs_beside():
     cache.prompt(node := cache.tree.add(20))
     cache.turns()
     reader = other.prompt(same := other.add(20))
-    one, two = (tree.manager.spans[end.parent].segment for tree, end in ((cache.tree, node), (other, same)))
+    one, two = (tree.manager.spans[end.parent].segment.storage for tree, end in ((cache.tree, node), (other, same)))
     assert torch.equal(one.positions, two.positions) and torch.equal(one.head_slots, two.head_slots)
     assert cache.tree.free_slots == other.free_slots and reader.row[:18].eq(0).all()
 
@@ -129,13 +130,11 @@ def test_an_exact_reader_that_comes_meanwhile_is_waited_for():
     exact = cache.tree.reader(node)
     cache.tree.manager.readers[exact].is_exact = True
     cache.turns()
-    assert not cache.spans and cache.stages == [RangeStage.WAITING] and exact.row[:20].ne(0).all()
+    assert not cache.spans and len(cache.stages) == 1 and exact.row[:20].ne(0).all()
     cache.turns(3)
-    assert cache.stages == [RangeStage.WAITING]
+    assert not cache.spans and len(cache.stages) == 1
     cache.tree.release(exact)
-    assert cache.stages == [RangeStage.CHOOSING] and cache.stream.num_launched == 2
-    cache.turns()
-    assert cache.spans == [(0, 18)]
+    assert cache.spans == [(0, 18)] and not cache.stages and cache.stream.num_launched == 1
 
 
 def test_the_same_prompt_is_not_chosen_twice():
@@ -157,9 +156,9 @@ def test_prompts_that_begin_alike_are_compressed_one_after_the_other():
     shared = cache.tree.add(10)
     for _ in range(2):
         cache.prompt(cache.tree.add(10, shared))
-    assert cache.stages == [RangeStage.CHOOSING, RangeStage.WAITING]
+    assert cache.stages == ["is ranked", "waits"]
     cache.turns()
-    assert cache.spans == [(0, 10), (10, 18)] and cache.stages == [RangeStage.CHOOSING]
+    assert cache.spans == [(0, 10), (10, 18)] and cache.stages == ["is ranked"]
     cache.turns()
     assert cache.spans == [(0, 10), (10, 18), (10, 18)] and not cache.stages
 
@@ -168,9 +167,9 @@ def test_a_range_whose_beginning_was_compressed_elsewhere_is_chosen_anew():
     cache = Cache()
     upper = cache.tree.add(8)
     cache.prompt(cache.tree.add(12, upper))
-    cache.ranges.keep_whole([upper], 8)
+    cache.resizer.shrink_now(cache.resizer.range_to([upper], 8), 1.0)
     cache.turns()
-    assert cache.spans == [(0, 8)] and cache.stages == [RangeStage.CHOOSING] and cache.stream.num_launched == 3
+    assert cache.spans == [(0, 8)] and cache.stages == ["is ranked"] and cache.stream.num_launched == 2
     cache.turns()
     assert cache.spans == [(0, 8), (8, 18)]
 
@@ -179,7 +178,7 @@ def test_too_little_left_is_forgotten():
     cache = Cache()
     upper = cache.tree.add(16)
     cache.prompt(cache.tree.add(4, upper))
-    cache.ranges.keep_whole([upper], 16)
+    cache.resizer.shrink_now(cache.resizer.range_to([upper], 16), 1.0)
     cache.turns()
     assert cache.spans == [(0, 16)] and not cache.stages
 
@@ -200,7 +199,7 @@ def test_a_new_branch_inside_what_cannot_be_split_is_chosen_anew():
 def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch, is_late):
     """At its launch, or when its result is asked for."""
     cache = Cache()
-    broken = "_choose" if is_late else "choose"
+    broken = "_order" if is_late else "rank"
     monkeypatch.setattr(type(cache.tree.manager.compressor), broken, lambda *_: 1 / 0)
     cache.prompt(cache.tree.add(20))
     assert cache.tree.guard.errors[Place.COMPRESSION] == (0 if is_late else 1)
@@ -216,6 +215,6 @@ def test_what_passes_have_read_is_exchanged_in_turn():
     tree.release(tree.prompt(tree.add(4, node), found=node))
     while passes.run():
         pass
-    for _ in range(TURNS_OF_CHOICE):
-        tree.manager.ranges.between_steps()
+    for _ in range(TURNS_OF_RANKING):
+        tree.manager.resizer.between_steps()
     assert [(span.start, span.end) for span in tree.manager.spans.values()] == [(0, 22)]
