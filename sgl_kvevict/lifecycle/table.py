@@ -313,9 +313,7 @@ class PrefixTable:
             span = self.spans.of(node)
             if span is not None and not span.is_packed:
                 found[span.segment] = node
-        return [
-            segment if self.in_place[segment] is last else self._cut_below(last) for segment, last in found.items()
-        ]
+        return [segment if self.in_place[segment] is last else self._cut_below(last) for segment, last in found.items()]
 
     def cover(self, nodes: Sequence[Node], start: int) -> Segment:
         """Make a segment in place of consecutive nodes without one; ``start`` is where the first one begins."""
