@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.compression.prompt_observation import ObservationSpec, PromptObservation
+from sgl_kvevict.compression.prompt_observation import Observation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import MeasuredRange
 from sgl_kvevict.compression.sliding_windows import order_beside_windows
 from sgl_kvevict.compression.streams import ChoiceStream
@@ -19,7 +19,7 @@ from sgl_kvevict.policies.order import measured_order, scores_of
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import joint_attention
-from sgl_kvevict.prefix import Observation, Order, Segment, SegmentPacker
+from sgl_kvevict.prefix import Order, Segment, SegmentPacker
 from sgl_kvevict.ragged import MergePlan, Selection
 
 

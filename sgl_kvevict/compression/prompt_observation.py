@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,6 +13,17 @@ from sgl_kvevict.compression.collectors import Chunk, Collector, collected
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import Signal
+
+
+class Observation(Protocol):
+    """Signals of a range by which a policy orders it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that counts towards ``observation_bytes``."""
+
+    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
+        """The view of one layer of the tokens in ``token_slots``, from logical position ``start`` on."""
 
 
 @dataclass(frozen=True)

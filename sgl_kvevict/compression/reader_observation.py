@@ -12,10 +12,11 @@ from torch.nn.functional import avg_pool1d
 
 from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.stored_rows import gather_rows
+from sgl_kvevict.compression.prompt_observation import Observation
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.prefix import Observation, Segment
+from sgl_kvevict.prefix import Segment
 
 
 class ReaderObservation:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from sgl_kvevict.compression.compressor import Compressor
 from sgl_kvevict.compression.generated import GeneratedCompressor
+from sgl_kvevict.compression.prompt_observation import Observation
 from sgl_kvevict.compression.reader_observation import MeasuredRange, ReaderObservation
 from sgl_kvevict.distill import LearnedScores, ScoreWeights
-from sgl_kvevict.prefix import Observation, Part, Segment, SegmentPacker, Sources, TokenRange, View
+from sgl_kvevict.prefix import Part, Segment, SegmentPacker, Sources, TokenRange, View
 
 WARM_UP_TOKENS = 192
 """Minimum length of the synthetic prompt: more than the default windows and SnapKV's widest pool (127)."""

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from sgl_kvevict.compression import CacheObservation, MeasuredRange, ReaderObservation
+from sgl_kvevict.compression import CacheObservation, MeasuredRange, Observation, ReaderObservation
 from sgl_kvevict.compression.generated import GeneratedBlock
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.types import Refused, Squeezed
@@ -19,7 +19,7 @@ from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.saving import Saving
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import Observation, Rewritten, Segment, Sources, TokenRange, View
+from sgl_kvevict.prefix import Rewritten, Segment, Sources, TokenRange, View
 from sgl_kvevict.ragged import MergePlan
 
 TURNS_OF_RANKING = 2

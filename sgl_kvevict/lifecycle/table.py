@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.compression import ReaderObservation
+from sgl_kvevict.compression import Observation, ReaderObservation
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.job import ScoringJob
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, NodeSet
-from sgl_kvevict.prefix import Observation, Order, Segment, SegmentPacker, Span
+from sgl_kvevict.prefix import Order, Segment, SegmentPacker, Span
 
 T = TypeVar("T")
 

@@ -3,14 +3,13 @@
 from sgl_kvevict.prefix.packer import Rewritten, SegmentPacker
 from sgl_kvevict.prefix.shadow import CopiedShadow, DraftRows
 from sgl_kvevict.prefix.sources import Part, Sources, TokenRange
-from sgl_kvevict.prefix.span import CopiedEntries, Entries, Observation, Order, Packed, Segment, Span, View
+from sgl_kvevict.prefix.span import CopiedEntries, Entries, Order, Packed, Segment, Span, View
 
 __all__ = [
     "CopiedEntries",
     "CopiedShadow",
     "DraftRows",
     "Entries",
-    "Observation",
     "Order",
     "Packed",
     "Part",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.prefix.shadow import Shadow
 
 
@@ -98,17 +97,6 @@ class Order:
         return replace(self, launched=lambda: launched()[..., first:last])
 
 
-class Observation(Protocol):
-    """Signals of a range by which a policy orders it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that counts towards ``observation_bytes``."""
-
-    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """The view of one layer of the tokens in ``token_slots``, from logical position ``start`` on."""
-
-
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Storage of a packed segment.
@@ -146,7 +134,7 @@ class Segment:
         attention: squared attention of readers under way, float32, one number per entry: in place [num_layers,
             num_kv_heads, num_tokens], packed [num_entries]. None: nobody observes it.
         readers: the observation that adds to ``attention``.
-        prompt: signals of a prompt by which it can be ranked; None: unknown.
+        prompt: observation of a prompt by which it can be ranked; opaque here; None: unknown.
         splittable: False if an entry may hold information of later tokens (merging in any direction), or if layers with
             sliding windows keep only their last tokens.
         policy_state: of the path, for its next compression; opaque here.
@@ -166,7 +154,7 @@ class Segment:
     order: Order | None = None
     attention: Tensor | None = None
     readers: object | None = None
-    prompt: Observation | None = None
+    prompt: Any = None
     splittable: bool = True
     policy_state: object | None = None
     is_generated: bool = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sgl_kvevict.compression import Compressor, Generated, GeneratedCompressor
-from sgl_kvevict.prefix import Observation, Order, Segment, SegmentPacker, Sources, TokenRange, View
+from sgl_kvevict.compression import Compressor, Generated, GeneratedCompressor, Observation
+from sgl_kvevict.prefix import Order, Segment, SegmentPacker, Sources, TokenRange, View
 from sgl_kvevict.ragged import MergePlan, Selection
 
 

@@ -11,7 +11,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.order import PINNED, measured_order, order_of, scores_of
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.prefix import Segment, Sources, TokenRange, View
+from sgl_kvevict.prefix import Order, Packed, Segment, Sources, TokenRange, View
 
 
 def keys(values, kept, *, comparable=True, num_first=0, num_last=0):
@@ -124,8 +124,10 @@ def test_order_and_choice_read_nothing_from_a_device(
         order = policy.order(lambda layer: LayerView(layer, 0, rows, rows, slots, 0.3, signals), geometry, 160, 2)
         kept = Sources(geometry, [TokenRange(slots, 0, order)]).best(20).entries()
         assert order.shape == (4, 2, 100) and kept.positions.shape == (160,)
-        assert kept.order is not None
-        measured_order(kept.order, scores_of(kept.order))
+        keys = kept.keys
+        assert keys is not None
+        measured_order(keys, scores_of(keys))
         indptr = torch.empty(9, dtype=torch.int32, device="meta")
-        light = Segment(geometry, slots[:20], kept.head_slots, kept.positions, indptr, 0, 100, order=kept.order)
+        packed = Packed(slots[:20], kept.head_slots, kept.positions, indptr)
+        light = Segment(geometry, 0, 100, packed, Order(lambda: keys, is_measured=False, start=0, end=100))
         assert Sources(geometry, [View(light, 0, 100)]).best(10).entries().positions.shape == (80,)

@@ -15,7 +15,7 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.prefix import Packed, SegmentPacker, Sources, TokenRange
+from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, TokenRange
 from sgl_kvevict.ragged import Selection
 
 POLICIES = ("ada-snapkv", "reconstruction")
@@ -73,10 +73,11 @@ class Prefix:
         decision = policy.select(self.show, self.geometry, self.num_kept, 0)
         self.pack(decision.selection)
 
-    def pack(self, selection: Selection) -> Packed:
-        """Move the selected entries into fewer slots."""
+    def pack(self, selection: Selection) -> Segment:
+        """Move the selected entries into a segment."""
         sources = Sources(self.geometry, [TokenRange(self.token_slots, 0)], selection)
-        return self.store.rewrite(sources, sources.fewest_slots, bits=16).packed
+        written = self.store.rewrite(sources, sources.fewest_slots, bits=16)
+        return Segment(self.geometry, sources.start, sources.end, written.packed)
 
 
 def compaction(setting: Setting) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from paper_bench.compressed import Compressible, Kept
 from paper_bench.results import Results
 from paper_bench.texts import question_at_the_end
 from sgl_kvevict.attention import AttentionBatch, build_attention
-from sgl_kvevict.prefix import SegmentPacker, Sources, TokenRange
+from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, TokenRange
 
 PAPER = "ada-kv"
 #: Entries per head, the window's among them, as in the paper.
@@ -50,7 +50,8 @@ class Step:
             decision, tokens = kept.decision, prompt.token_slots[: kept.num_range]
             sources = Sources(prompt.geometry, [TokenRange(tokens, 0)], decision.selection)
             packer = SegmentPacker(prompt.geometry, k, v)
-            segment, freed = packer.rewrite(sources, sources.fewest_slots, bits=16, merge=decision.merge)
+            written = packer.rewrite(sources, sources.fewest_slots, bits=16, merge=decision.merge)
+            segment, freed = Segment(prompt.geometry, sources.start, sources.end, written.packed), written.freed
             path, self.num_slots = (segment.runs(),), prompt.num_tokens - freed.numel()
         self.batch = AttentionBatch(
             paths=(path,),
