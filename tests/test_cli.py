@@ -21,13 +21,14 @@ from sgl_kvevict.cli.server_plan import (
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies.by_name import list_policies
+from sgl_kvevict.sglang_adapter import start_facts
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (ENV_VAR, "SGLANG_PLATFORM", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(server_plan, "port_reasons", lambda _host, _port: [])  # of this machine
+    monkeypatch.setattr(start_facts, "bind_error", lambda _host, _port: None)  # of this machine
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kerne
 
 KERNELS = "kvevict_kernels"
 BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "fields", "request", "long_prompts"}
-MACHINE = "machine"
+MACHINE, SUPPORT = "machine", "support"
 TOP = {"cli", "client"}
 BELOW_TOP = {
     *(KERNELS, "events", "policies", "distill", "attention", "prefix", "store", "compression", "lifecycle"),
-    *("sglang_adapter", MACHINE),
+    *("sglang_adapter", MACHINE, SUPPORT),
     *BASE,
 }
 # Part of the project -> other parts that it may import. A new module or package needs a row here.
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "events": BASE,
     "policies": {KERNELS} | BASE,
     "distill": {KERNELS, "policies"} | BASE,
-    "attention": {KERNELS, MACHINE} | BASE,
+    SUPPORT: {MACHINE} | BASE,
+    "attention": {KERNELS, MACHINE, SUPPORT} | BASE,
     "prefix": {KERNELS} | BASE,
     "store": {"events"} | BASE,
     "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,

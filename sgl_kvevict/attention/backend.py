@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,56 +13,11 @@ from torch import Tensor
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention, CapturableAttention
-from sgl_kvevict.attention.refusals import NO_LATENTS, cpu_reasons, flashinfer_reasons, triton_reasons
-from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.attention.kernel_facts import kernels_for, resolve_attention
 from sgl_kvevict.geometry import KVGeometry
-
-AUTO = {"cpu": "numba", "cuda": "triton"}
-"""The implementation that ``auto`` chooses per device; ``torch`` on a CPU where ``numba`` cannot run."""
-ON_CPU = ("numba", "torch")
-"""Implementations for a CPU; the others are for a GPU."""
-PLANNED_ON_HOST = ("flashinfer",)
-"""Implementations for a GPU that are no :class:`~sgl_kvevict.attention.interface.CapturableAttention`."""
+from sgl_kvevict.support import KERNELS, require
 
 logger = logging.getLogger(__name__)
-
-
-def resolve_attention(name: str, device: str, head_dim: int | None = None) -> str:
-    """Resolve the configured name (``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``) for "cpu" or "cuda".
-
-    ``head_dim`` is the model's; None: not yet known.
-
-    Raises:
-        UnsupportedSetupError: the implementation does not run there, or its package is missing.
-    """
-    if device not in AUTO:
-        raise UnsupportedSetupError([f"the device is {device!r}; attention runs on 'cpu' and 'cuda'"])
-    chosen = AUTO[device] if name == "auto" else name
-    if (chosen in ON_CPU) != (device == "cpu"):
-        where = "the CPU" if chosen in ON_CPU else "a CUDA device"
-        allowed = "'auto', 'numba', 'torch'" if device == "cpu" else "'auto', 'triton', 'flashinfer'"
-        raise UnsupportedSetupError(
-            [f"attention is {name!r}, which runs on {where} only; the device is {device!r} (allowed: {allowed})"]
-        )
-    if chosen == "numba" and (reason := reason_not_to_run(head_dim)) is not None:
-        if name != "auto":
-            raise UnsupportedSetupError([f"attention is {name!r}, but {reason} ('torch' runs everywhere)"])
-        return "torch"
-    if device == "cuda" and importlib.util.find_spec(chosen) is None:
-        raise UnsupportedSetupError([f"attention is {name!r}, but the package {chosen} is not installed"])
-    return chosen
-
-
-def kernel_reasons(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_latent: bool = False
-) -> list[str]:
-    """Return one sentence per property of the model or its KV pool for which implementation ``name`` has no kernels."""
-    chosen = AUTO.get(device.type) if name == "auto" else name
-    if chosen == "triton":
-        return triton_reasons(dtype, head_dim, device, is_latent=is_latent)
-    if chosen == "flashinfer":
-        return [NO_LATENTS] if is_latent else flashinfer_reasons(dtype, head_dim)
-    return cpu_reasons(name, dtype)
 
 
 def build_attention(
@@ -104,7 +58,7 @@ def build_attention(
     if chosen == "triton":
         return triton()
     if geometry.is_latent:
-        raise UnsupportedSetupError([NO_LATENTS])
+        require(KERNELS, kernels_for(chosen, k_arena.device, k_arena.dtype, geometry.head_dim, is_latent=True))
     return _build_flashinfer(geometry, k_arena, v_arena, triton, verifies=verifies)
 
 

@@ -24,7 +24,7 @@ from sgl_kvevict.distill.files import read_recall
 from sgl_kvevict.distill.learner import MIN_RECALL
 from sgl_kvevict.distill.texts import passages_of
 from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.sglang_adapter.start_checks import output_reasons
+from sgl_kvevict.sglang_adapter.start_facts import output_error
 
 TIMEOUT_S = 24 * 3600.0
 """Limit for loading the model and learning."""
@@ -121,8 +121,8 @@ def learn(model: str, out: Path, texts: Path | None, sglang_flags: Sequence[str]
         LearnError: the server did not start, or ended; nothing was learned, or the scores, which are written all the
             same, have too little recall of the entries that scoring passes keep.
     """
-    if reasons := output_reasons("--out", out):
-        raise ConfigError(reasons[0])
+    if (error := output_error(out)) is not None:
+        raise ConfigError(f"--out: {str(out)!r} cannot be written ({error}); allowed: a path in a folder")
     if texts is not None:
         passages_of(str(texts))  # refused before anything is started
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the folder, stops the server

@@ -18,16 +18,8 @@ from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
 from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.machine import has_fast_bfloat16
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
-from sgl_kvevict.sglang_adapter.start_checks import (
-    BACKENDS,
-    flag_reasons,
-    model_file_reasons,
-    pool_size_reasons,
-    port_reasons,
-    resource_reasons,
-    speculation_reasons,
-)
+from sgl_kvevict.sglang_adapter.start_facts import before_load
+from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, reasons
 
 CPU_PLATFORM = "kvevict_cpu"
 CPU_POOL_TOKENS = 32768
@@ -198,8 +190,6 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
         problems.append(reason)
     elif folder.is_dir() and not (folder / "config.json").is_file():
         problems.append(f"model: got {model!r}, a folder without config.json; allowed: the folder of a model")
-    elif folder.is_dir():
-        problems += model_file_reasons(folder)
     if flags and not flags[0].startswith("-"):
         problems.append(f"got {flags[0]!r} after the model; allowed: -- and SGLang's own flags")
     for flag in _BACKEND_FLAGS:
@@ -209,27 +199,26 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
     for flag in ("--model-path", "--model"):
         if flag_value(flags, flag) is not None:
             problems.append(f"{flag}: give the model as the first argument instead")
-    value_of = partial(_argument, flags)
-    problems += flag_reasons(value_of) + speculation_reasons(value_of, config)
-    problems += pool_size_reasons(flag_value(flags, "--max-total-tokens"), config)
-    problems += resource_reasons(config)
-    if listens:
-        port = flag_value(flags, "--port")
-        problems += port_reasons(flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port)
-    return problems
+    port = flag_value(flags, "--port")
+    address = (flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port) if listens else None
+    facts = before_load(partial(_argument, flags), config, folder=folder, address=address)
+    return problems + reasons(BEFORE_LOAD, facts)
 
 
 def _argument(flags: Sequence[str], field: str) -> object:
     """The value of a field of SGLang's ``ServerArgs`` in the flags: True without a value, None if absent.
 
-    ``--enable-dp-attention --dp-size N`` is SGLang's older way to write ``--attn-dp-size N``.
+    ``--enable-dp-attention --dp-size N`` is SGLang's older way to write ``--attn-dp-size N``. The plan adds the flags
+    of our backends.
     """
+    if field in BACKENDS:
+        return BACKEND_NAME
     flag = f"--{field.replace('_', '-')}"
     if field == "attn_dp_size" and flag_value(flags, flag) is None and "--enable-dp-attention" in flags:
         flag = "--dp-size"
     value = flag_value(flags, flag)
-    if value is None:
-        return None
+    if value is None or field == "max_total_tokens":  # any number: shown as it was written
+        return value
     if not value or (flag in flags and value.startswith("--")):
         return True
     return int(value) if value.isdecimal() else value

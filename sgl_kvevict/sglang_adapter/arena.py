@@ -11,8 +11,8 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
 
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.settings import published
+from sgl_kvevict.support import BACKEND_NAME
 
 
 @dataclass(frozen=True)

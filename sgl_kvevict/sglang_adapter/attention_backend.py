@@ -18,27 +18,25 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8, is_latent
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
-from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.interface import CompiledAttention
 from sgl_kvevict.compression import GeneratedStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
-from sgl_kvevict.sglang_adapter.arena import Arena, arena_of, kvevict_is_selected
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.policies.by_name import configured_policy
+from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
-from sgl_kvevict.sglang_adapter.graphs import device_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.latents import use_absorbed_queries
+from sgl_kvevict.sglang_adapter.model_facts import after_load
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.platform import share_rows_on_cpu
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons, verification_reasons
-from sgl_kvevict.sglang_adapter.settings import ServerSettings
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.verification import MASKS, drafts_of
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
+from sgl_kvevict.support import AFTER_LOAD, ATTENTION, FIRST_FORWARD, LayerCall, require
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -76,33 +74,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         super().__init__()
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
-        pool = full_pool_of(self.token_to_kv_pool)
-        arena = arena_of(pool)
-        is_latent = model_runner.model_config.attention_arch == AttentionArch.MLA
-        reasons = []
-        if not kvevict_is_selected():
-            reasons.append(
-                f"--attention-backend {BACKEND_NAME} needs the matching --radix-cache-backend {BACKEND_NAME}"
-            )
-        elif arena is None:
-            reasons.append(f"the KV pool is a {type(pool).__name__} whose buffers are not one arena")
-        windows_pool = window_pool_of(self.token_to_kv_pool)
-        if windows_pool is not None and arena_of(windows_pool) is None:
-            reasons.append(f"the KV pool of layers with a window is a {type(windows_pool).__name__}, not one arena")
-        config = load_config()
-        device = torch.device(model_runner.device)
-        reasons += device_reasons(config.attention, device.type)
-        reasons += machine_reasons(device, model_runner.dtype)
-        reasons += layer_reasons(model_runner.model)
-        head_dim = model_runner.model_config.head_dim if arena is None else arena.k.shape[-1]
-        self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
-        kv_dtype = pool.dtype
-        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, is_latent=is_latent)
-        windows = find_windows(model_runner.model, self.places)
-        reasons += verification_reasons(ServerSettings.read(), windows, has_window_pool=windows_pool is not None)
-        if reasons:
-            raise UnsupportedSetupError(reasons)
+        config, policy = configured_policy(load_config())
+        require(ATTENTION if model_runner.is_draft_worker else AFTER_LOAD, after_load(model_runner, config, policy))
+        arena = arena_of(full_pool_of(self.token_to_kv_pool))
         assert arena is not None
+        device = torch.device(model_runner.device)
+        is_latent = model_runner.model_config.attention_arch == AttentionArch.MLA
+        self.places = full_layers_of(self.token_to_kv_pool)
         verifies = not model_runner.spec_algorithm.is_none()
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
@@ -420,6 +398,4 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
 
 def _require_no_extras(extras: dict[str, Any]) -> None:
     """Refuse other arguments that a layer passes to attention; found in SGLang's warm-up, which runs every layer."""
-    reasons = [f"a layer passes {name!r} to attention" for name, value in extras.items() if value is not None]
-    if reasons:
-        raise UnsupportedSetupError(reasons)
+    require(FIRST_FORWARD, LayerCall(", ".join(repr(name) for name, value in extras.items() if value is not None)))

@@ -18,7 +18,6 @@ from sgl_kvevict.errors import UnsupportedSetupError
 
 logger = logging.getLogger(__name__)
 
-BACKEND_NAME = "kvevict"
 SUPPORTED_SGLANG = ("0.5.23",)
 """Exact versions: SGLang renames cache methods between releases, so an upgrade is a change with its own tests."""
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns, waterline_of
 from sgl_kvevict.prefix import DraftRows
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, Observing
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
+from sgl_kvevict.support import BACKEND_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -6,42 +6,28 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sgl_kvevict.compression import Compressor, SideStream, needs_rotary, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
-from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.prefix import SegmentPacker
-from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
+from sgl_kvevict.sglang_adapter.compat import require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.draft_attention import DraftAttentionBackend, draft_attention_of
 from sgl_kvevict.sglang_adapter.host_memory import open_host
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
-from sgl_kvevict.sglang_adapter.refusals import (
-    data_parallel_reasons,
-    generation_reasons,
-    image_reasons,
-    latent_reasons,
-    model_reasons,
-    place_reasons,
-    policy_reasons,
-    pool_reasons,
-    prefill_reasons,
-    window_reasons,
-)
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
 from sgl_kvevict.sglang_adapter.settings import ServerSettings, published
-from sgl_kvevict.sglang_adapter.start_checks import flag_reasons, speculation_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.support import SETTINGS, BeforeLoad, require
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -52,36 +38,22 @@ logger = logging.getLogger(__name__)
 def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     """Build the compressed tree of one scheduler (SGLang's radix-cache factory ``kvevict``).
 
-    Checks every part, because SGLang only logs a plugin part that fails to load and uses its own instead.
+    Checks the settings again, because SGLang only logs a plugin part that fails to load, among them the one that checks
+    them before the load, and because it may override what was given.
 
     Raises:
-        UnsupportedSetupError: lists every unsupported setting, model property and missing part.
+        UnsupportedSetupError: lists every unsupported setting.
         ConfigError: the configuration is invalid.
     """
     require_supported_sglang()
     config, policy = configured_policy(load_config())
-    pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
-    backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
-    arena = arena_of(pool)
+    require(SETTINGS, BeforeLoad(published, config))
     settings = ServerSettings.read()
-    reasons = flag_reasons(published) + speculation_reasons(published, config)
-    reasons += model_reasons(ctx.model_config)
-    reasons += image_reasons(policy, ctx.tp_worker.model_runner.model, ctx.model_config)
-    reasons += place_reasons(config, policy, ctx, settings)
-    reasons += pool_reasons(pool)
-    reasons += _missing_parts(backend, arena)
-    reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
-    reasons += data_parallel_reasons(settings, torch.device(pool.device).type, is_hybrid_ssm=ctx.is_hybrid_ssm)
-    reasons += generation_reasons(config, policy, settings, torch.device(pool.device).type)
-    if isinstance(backend, KVEvictAttentionBackend):
-        reasons += window_reasons(config, policy, backend.geometry)
-        reasons += prefill_reasons(config, ctx, backend.geometry, settings)
-        reasons += latent_reasons(config, policy, backend.geometry, settings)
-    if reasons:
-        raise UnsupportedSetupError(reasons)
-    assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
-    drafts = draft_attention_of(pool)
-    tree = _assemble(ctx, config, policy, arena, backend, drafts)
+    backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
+    if not isinstance(backend, KVEvictAttentionBackend):  # what was published says that it is ours
+        raise InvariantError(f"SGLang has built {type(backend).__name__} for our attention backend")
+    drafts = draft_attention_of(full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()))
+    tree = _assemble(ctx, config, policy, backend, drafts)
     backend.attach(tree)
     if drafts is not None:
         drafts.attach(tree)
@@ -112,26 +84,14 @@ def _full_attention_of(backend: Any) -> Any:
     return getattr(backend, "full_attn_backend", backend)
 
 
-def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
-    reasons = []
-    if not isinstance(backend, KVEvictAttentionBackend):
-        reasons.append(
-            f"the attention backend is {type(backend).__name__}; start with --attention-backend {BACKEND_NAME}"
-        )
-    if arena is None:
-        reasons.append(f"the KV pool is not ours (the hook on {POOL_HOOK.target} was not applied)")
-    return reasons
-
-
 def _assemble(
     ctx: TreeCacheBuildContext,
     config: KVEvictConfig,
     policy: Policy | None,
-    arena: Arena,
     backend: KVEvictAttentionBackend,
     drafts: DraftAttentionBackend | None,
 ) -> KVEvictTree:
-    geometry = backend.geometry
+    geometry, arena = backend.geometry, backend.arena
     packer = SegmentPacker(geometry, arena.k, arena.v, None if drafts is None else drafts.rows)
     compressor = distilling = access = host = None
     if policy is not None:

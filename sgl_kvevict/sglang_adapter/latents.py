@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.support import BACKEND_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -16,19 +16,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.utils import kill_process_tree
 
 from sgl_kvevict.config import load_config
-from sgl_kvevict.errors import KVEvictError, UnsupportedSetupError
+from sgl_kvevict.errors import KVEvictError
 from sgl_kvevict.policies.by_name import configured_policy
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, LAUNCHER_HOOK
+from sgl_kvevict.sglang_adapter.compat import LAUNCHER_HOOK
 from sgl_kvevict.sglang_adapter.settings import ValueOf, handles_quit, resolving
-from sgl_kvevict.sglang_adapter.start_checks import (
-    BACKENDS,
-    backend_reasons,
-    flag_reasons,
-    pool_size_reasons,
-    port_reasons,
-    resource_reasons,
-    speculation_reasons,
-)
+from sgl_kvevict.sglang_adapter.start_facts import before_load
+from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, require
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -67,13 +60,8 @@ def check_start(value_of: ValueOf, *, is_command: bool) -> None:
         UnsupportedSetupError: lists every reason.
     """
     config, _ = configured_policy(load_config())
-    reasons = backend_reasons(value_of) + flag_reasons(value_of) + speculation_reasons(value_of, config)
-    reasons += pool_size_reasons(value_of("max_total_tokens"), config)
-    reasons += resource_reasons(config)
-    if is_command:
-        reasons += port_reasons(value_of("host"), value_of("port"))
-    if reasons:
-        raise UnsupportedSetupError(reasons)
+    address = (str(value_of("host")), value_of("port")) if is_command else None
+    require(BEFORE_LOAD, before_load(value_of, config, address=address))
 
 
 def after_launch_handlers(_result: None, server_args: ServerArgs) -> None:

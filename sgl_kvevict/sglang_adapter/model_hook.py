@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.settings import architecture, decide, resolving
+from sgl_kvevict.support import BACKEND_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

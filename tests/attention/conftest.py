@@ -17,9 +17,9 @@ from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
-from sgl_kvevict.attention.refusals import MAX_HEAD_DIM
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.support import MAX_HEAD_DIM
 
 CONTEXT = 1500
 

@@ -9,14 +9,21 @@ import pytest
 import torch
 
 from sgl_kvevict.attention import TorchAttention, build_attention, resolve_attention
-from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
+from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.support import KERNELS, reasons
 
 if TYPE_CHECKING:
     from conftest import MakeWorld
+
+
+def kernel_reasons(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_latent: bool = False
+) -> list[str]:
+    return reasons(KERNELS, kernels_for(name, device, dtype, head_dim, is_latent=is_latent))
 
 
 def test_auto_follows_the_device() -> None:

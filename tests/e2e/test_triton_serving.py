@@ -42,6 +42,7 @@ import helpers.quick_interpreter
 import torch
 from sglang.srt.platforms.interface import PlatformCapabilities
 
+from sgl_kvevict import support
 from sgl_kvevict.attention import backend
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.sglang_adapter.platform import KVEvictCpuPlatform
@@ -61,7 +62,7 @@ class Interpreted(TritonAttention):
         print("FOLLOW", sharers(batch), "of", num_requests, flush=True)
 
 backend.TorchAttention = lambda geometry, k, v: Interpreted(geometry, k, v, torch.float32)
-backend.cpu_reasons = lambda name, dtype: []  # float8 is refused on a CPU, where nobody would serve with this
+del support.AFTER_LOAD["dtype on a CPU"]  # float8 is refused there, where nobody would serve with this
 """
 
 

@@ -12,7 +12,6 @@ from helpers.harness import publish_server_args
 from helpers.verify_machines import VerifyingHarness
 from sgl_kvevict.attention import TorchAttention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.draft_attention import (
     DraftAttentionBackend,
     DraftSteps,
@@ -20,6 +19,7 @@ from sgl_kvevict.sglang_adapter.draft_attention import (
     around_create_backend,
 )
 from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders
+from sgl_kvevict.support import BACKEND_NAME
 
 pytestmark = pytest.mark.sglang
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
-from sglang.srt.model_executor import cuda_graph_config
-from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 from helpers.harness import Harness, publish_server_args
 from helpers.own_policies import OWN_POLICIES
-from helpers.settings import settings
+from helpers.settings import refused, settings
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.refusals import generation_reasons
 
 PROMPT = [i * 7 % 11 for i in range(40)]
 POLICIES = ("h2o", "streaming-llm", "snapkv")
@@ -274,19 +270,16 @@ def test_requests_without_a_lane_are_followed_when_one_is_free():
     harness.finish(second)
 
 
-def test_what_cannot_be_done_while_requests_generate_is_refused(monkeypatch):
+def test_what_cannot_be_done_while_requests_generate_is_refused():
     config, policy = KVEvictConfig(policy="h2o", decode_block=8), build_policy("h2o", {})
-    fine, strips = settings(), settings(strips_thinking=True)
-    assert generation_reasons(config, policy, fine, "cpu") == []
-    (reason,) = generation_reasons(config, policy, strips, "cpu")
+    strips = settings(strips_thinking=True)
+    assert refused(config, policy) == refused(KVEvictConfig(policy="h2o"), policy, strips) == []
+    (reason,) = refused(config, policy, strips)
     assert "--strip-thinking-cache" in reason
-    assert generation_reasons(KVEvictConfig(policy="h2o"), policy, strips, "cpu") == []
-    for backend, num_reasons in (("full", 1), ("disabled", 0)):
-        graphs = CudaGraphConfig(decode=PhaseConfig(backend=backend), prefill=PhaseConfig(backend="disabled"))
-        context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
-        monkeypatch.setattr(cuda_graph_config, "get_exec", lambda context=context: context)
-        assert len(generation_reasons(config, policy, fine, "cuda")) == num_reasons
-        assert generation_reasons(config, build_policy("streaming-llm", {}), fine, "cuda") == []
+    (reason,) = refused(config, policy, decode_graphs="full")
+    assert "--cuda-graph-backend-decode disabled" in reason
+    assert refused(config, build_policy("streaming-llm", {}), decode_graphs="full") == []
+    assert refused(config, policy, decode_graphs="full", device="cpu", chosen="numba") == []
 
 
 def test_off_by_default():

@@ -13,52 +13,44 @@ import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
-from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
+from helpers.settings import refused
 from sgl_kvevict.config import ENV_VAR
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
-from sgl_kvevict.sglang_adapter.graphs import around_replay_view, device_reasons
+from sgl_kvevict.sglang_adapter.graphs import around_replay_view
 from sgl_kvevict.sglang_adapter.plugin import register
 
-
-def use_graphs(monkeypatch, *, decode, prefill):
-    graphs = CudaGraphConfig(decode=PhaseConfig(backend=decode), prefill=PhaseConfig(backend=prefill))
-    context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
-    monkeypatch.setattr(cuda_graph_config, "get_exec", lambda: context)
-
-
 OFF = GraphBackend.DISABLED
+FLASHINFER = {"attention": "flashinfer", "chosen": "flashinfer"}
 
 
 @pytest.mark.parametrize("prefill", [GraphBackend.BREAKABLE, GraphBackend.FULL])
-def test_cuda_graphs_of_prefills_are_refused(prefill, monkeypatch):
-    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=prefill)
-    reasons = device_reasons("auto", "cuda")
-    assert len(reasons) == 1
-    assert "--cuda-graph-backend-prefill disabled" in reasons[0]
+def test_cuda_graphs_of_prefills_are_refused(prefill):
+    (reason,) = refused(decode_graphs=GraphBackend.FULL, prefill_graphs=prefill)
+    assert "--cuda-graph-backend-prefill disabled" in reason
 
 
-def test_decode_graphs_need_an_attention_that_can_be_captured(monkeypatch):
-    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=OFF)
-    assert device_reasons("auto", "cuda") == device_reasons("triton", "cuda") == []
-    (reason,) = device_reasons("flashinfer", "cuda")
+def test_decode_graphs_need_an_attention_that_can_be_captured():
+    assert refused(decode_graphs=GraphBackend.FULL) == []
+    (reason,) = refused(decode_graphs=GraphBackend.FULL, **FLASHINFER)
     assert "--cuda-graph-backend-decode disabled, or with another attention" in reason
-    use_graphs(monkeypatch, decode=OFF, prefill=OFF)
-    assert device_reasons("flashinfer", "cuda") == []
+    assert refused(decode_graphs=OFF, **FLASHINFER) == []
 
 
-def test_graphs_in_which_requests_could_not_be_told_apart_are_refused(monkeypatch):
-    use_graphs(monkeypatch, decode=GraphBackend.BREAKABLE, prefill=OFF)
-    (reason,) = device_reasons("auto", "cuda")
+def test_graphs_in_which_requests_could_not_be_told_apart_are_refused():
+    (reason,) = refused(decode_graphs=GraphBackend.BREAKABLE)
     assert "'breakable'" in reason and "'full', 'disabled'" in reason
-    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=OFF)
-    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
-    (reason,) = device_reasons("auto", "cuda")
+    (reason,) = refused(decode_graphs=GraphBackend.FULL, has_glue_graph=True)
     assert "SGLANG_ENABLE_METADATA_GLUE_GRAPH" in reason
+
+
+def test_graphs_do_not_matter_on_a_cpu():
+    on_cpu = {"device": "cpu", "chosen": "numba"}
+    assert refused(decode_graphs=GraphBackend.BREAKABLE, prefill_graphs=GraphBackend.FULL, **on_cpu) == []
 
 
 def test_a_replay_knows_its_requests(monkeypatch):
@@ -83,13 +75,6 @@ def test_dummy_requests_without_a_token_read_one():
     batch = KVEvictAttentionBackend._batch(backend, None, [0, 3], None, zeros, torch.tensor([0, 3]))
     assert batch.seq_lens == batch.device_seq_lens.tolist() == [1, 3]
     assert batch.paths == ((), ())
-
-
-def test_a_gpu_without_cuda_graphs_is_served(monkeypatch):
-    use_graphs(monkeypatch, decode=OFF, prefill=OFF)
-    assert device_reasons("auto", "cuda") == []
-    assert "runs on the CPU only" in device_reasons("torch", "cuda")[0]
-    assert "runs on a CUDA device only" in device_reasons("triton", "cpu")[0]
 
 
 def resolved_graphs(tmp_path, monkeypatch, **flags):

@@ -17,6 +17,7 @@ from torch import nn
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
+from helpers.settings import refused
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.lifecycle.nodes import FIRST_IMAGE_TOKEN
@@ -25,7 +26,6 @@ from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.model_parts import find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.refusals import image_reasons
 from sgl_kvevict.sglang_adapter.request_check import refusal
 
 TEXT = [i * 7 % 11 for i in range(40)]
@@ -185,17 +185,16 @@ def model_of(kind: type[nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("kind", [Gemma3ForConditionalGeneration, Gemma4ForConditionalGeneration])
 def test_attention_to_later_tokens_of_an_image_is_refused(kind):
-    seeing = SimpleNamespace(is_multimodal=True, model_is_mrope=False)
-    (reason,) = image_reasons(None, model_of(kind), seeing)
+    sees_later = hasattr(model_of(kind), "prepare_attn_masks")
+    (reason,) = refused(is_multimodal=True, sees_later=sees_later)
     assert reason.startswith("an image's tokens attend to later ones of the same image")
-    assert image_reasons(None, model_of(kind), SimpleNamespace(is_multimodal=False)) == []
+    assert refused(sees_later=sees_later) == []
 
 
 def test_queries_of_the_future_are_not_guessed_where_images_move_positions():
-    seeing = SimpleNamespace(is_multimodal=True, model_is_mrope=True)
-    qwen = model_of(Qwen2_5_VLForConditionalGeneration)
-    (reason,) = image_reasons(build_policy(OWN_POLICIES["expected-attention"], {}), qwen, seeing)
+    assert not hasattr(model_of(Qwen2_5_VLForConditionalGeneration), "prepare_attn_masks")
+    expected = build_policy(OWN_POLICIES["expected-attention"], {})
+    (reason,) = refused(None, expected, is_multimodal=True, has_axes=True)
     assert reason.startswith("policy 'expected-attention' turns queries to the positions that follow")
-    assert image_reasons(build_policy("distilled", {}), qwen, seeing) == []
-    one_axis = SimpleNamespace(is_multimodal=True, model_is_mrope=False)
-    assert image_reasons(build_policy(OWN_POLICIES["expected-attention"], {}), qwen, one_axis) == []
+    assert refused(None, build_policy("distilled", {}), is_multimodal=True, has_axes=True) == []
+    assert refused(None, expected, is_multimodal=True) == []

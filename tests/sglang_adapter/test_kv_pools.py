@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from helpers.harness import publish_server_args
-from helpers.settings import settings
+from helpers.settings import refused, settings
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, arena_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
-from sgl_kvevict.sglang_adapter.refusals import place_reasons
 
 HEADS = {"page_size": 1, "dtype": torch.float32, "head_num": 2, "head_dim": 4, "device": "cpu"}
 
@@ -53,42 +50,33 @@ def test_layers_of_one_pool_are_in_their_order():
     assert full_layers_of(pool) == {2: 0, 3: 1, 4: 2}
 
 
-def context(*, windows: bool = False, states: bool = False, lazy: bool = False, full_tokens: int = 100):
-    return SimpleNamespace(
-        is_hybrid_swa=windows,
-        is_hybrid_ssm=states,
-        full_tokens_per_layer=full_tokens,
-        params=SimpleNamespace(enable_mamba_extra_buffer_lazy=lazy),
-    )
+WINDOWS, STATES = {"windows_class": ("ArenaKVPool", True)}, {"has_states": True}
 
 
 def test_what_two_pools_rule_out_is_named():
-    plain = KVEvictConfig()
-    assert place_reasons(plain, None, context(windows=True), settings()) == []
-    assert place_reasons(plain, build_policy("snapkv", {}), context(windows=True), settings()) == []
-    (reason,) = place_reasons(plain, None, context(windows=True, full_tokens=0), settings())
+    assert refused(**WINDOWS) == refused(None, build_policy("snapkv", {}), **WINDOWS) == []
+    (reason,) = refused(**WINDOWS, has_full_layers=False)
     assert reason.startswith("every layer of the model has a sliding window")
-    (reason,) = place_reasons(KVEvictConfig(store="file:///tmp/prefixes"), None, context(windows=True), settings())
+    (reason,) = refused(KVEvictConfig(store="file:///tmp/prefixes"), **WINDOWS)
     assert reason.startswith("store: the model has a KV pool for layers with a sliding window")
-    (reason,) = place_reasons(KVEvictConfig(host_bytes=10**9), None, context(windows=True), settings())
+    (reason,) = refused(KVEvictConfig(host_bytes=10**9), **WINDOWS)
     assert reason.startswith("host_bytes: the model has a KV pool for layers with a sliding window")
-    assert place_reasons(KVEvictConfig(host_bytes=0), None, context(windows=True), settings()) == []
+    assert refused(KVEvictConfig(host_bytes=0), **WINDOWS) == []
 
 
 def test_what_recurrent_layers_rule_out_is_named():
-    assert place_reasons(KVEvictConfig(), None, context(states=True), settings()) == []
-    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True, lazy=True), settings())
+    assert refused(**STATES) == []
+    (reason,) = refused(own=settings(state_strategy="extra_buffer_lazy"), **STATES)
     assert reason.startswith("--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and")
-    (reason,) = place_reasons(KVEvictConfig(policy="h2o", decode_block=64), None, context(states=True), settings())
+    (reason,) = refused(KVEvictConfig(policy="h2o", decode_block=64), **STATES)
     assert reason.startswith("decode_block: a recurrent state")
-    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True), settings(speculative_algorithm="NGRAM"))
+    (reason,) = refused(own=settings(speculative_algorithm="NGRAM"), **STATES)
     assert reason.startswith("--speculative-algorithm: the model has recurrent layers")
 
 
 def test_policies_whose_prefixes_cannot_be_cut_need_places_everywhere():
     policy = build_policy("d2o", {"direction": "any"})
-    assert place_reasons(KVEvictConfig(), policy, context(), settings()) == []
-    assert place_reasons(KVEvictConfig(), build_policy("d2o", {}), context(states=True), settings()) == []
-    for layers in (context(windows=True), context(states=True)):
-        (reason,) = place_reasons(KVEvictConfig(), policy, layers, settings())
+    assert refused(None, policy) == refused(None, build_policy("d2o", {}), **STATES) == []
+    for layers in (WINDOWS, STATES):
+        (reason,) = refused(None, policy, **layers)
         assert reason.startswith(f"policy {policy.name!r} merges tokens into earlier ones")

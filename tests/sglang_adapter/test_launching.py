@@ -10,7 +10,7 @@ import pytest
 
 from sgl_kvevict.config import ENV_VAR
 from sgl_kvevict.errors import ConfigError, UnsupportedSetupError
-from sgl_kvevict.sglang_adapter import launching
+from sgl_kvevict.sglang_adapter import launching, start_facts
 
 OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
 
@@ -28,7 +28,7 @@ def start(monkeypatch, program: str, config: dict[str, Any], **arguments: Any) -
     monkeypatch.setattr("sys.argv", [program])
     monkeypatch.setenv(ENV_VAR, json.dumps(config))
     monkeypatch.setattr(launching, "LAUNCHER_HOOK", SimpleNamespace(register=lambda: resolved.append("hook")))
-    monkeypatch.setattr(launching, "port_reasons", lambda host, port: [f"port {port}"] if port else [])
+    monkeypatch.setattr(start_facts, "bind_error", lambda host, port: "taken")
     launching.after_first_step(Arguments(**arguments), resolved.append)
     return resolved
 
@@ -36,11 +36,11 @@ def start(monkeypatch, program: str, config: dict[str, Any], **arguments: Any) -
 @pytest.mark.parametrize("program", ["/x/sglang/launch_server.py", "/bin/sglang"])
 def test_a_program_of_sglang_ends_with_the_reasons(monkeypatch, program):
     with pytest.raises(SystemExit) as ended:
-        start(monkeypatch, program, {}, **OURS, page_size=16, port=30000)
+        start(monkeypatch, program, {}, **OURS, page_size=16, host="127.0.0.1", port=30000)
     assert str(ended.value) == (
         "sgl-kvevict: error: sgl-kvevict cannot serve this setup:\n"
         "  - --page-size is 16, only 1 is supported: spans are packed into single token slots\n"
-        "  - port 30000"
+        "  - --port: 30000 on 127.0.0.1 cannot be bound (taken); allowed: a free port"
     )
 
 

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
 from helpers.own_policies import OWN_POLICIES
-from helpers.settings import settings
+from helpers.settings import refused, settings
 from kvevict_kernels.device_limits import DeviceLimits
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
+from sgl_kvevict.geometry import UNSCALED, KVScales
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.sglang_adapter import refusals
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.sglang_adapter import model_facts
+from sgl_kvevict.sglang_adapter.model_facts import layer_traits, pooling_of
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_rotary, find_sink_dtype, find_windows
-from sgl_kvevict.sglang_adapter.refusals import (
-    data_parallel_reasons,
-    latent_reasons,
-    layer_reasons,
-    policy_reasons,
-    prefill_reasons,
-    verification_reasons,
-    window_reasons,
-)
 
 PLACES = {0: 0, 1: 1, 2: 2}
 
@@ -49,27 +39,35 @@ def test_scales_of_fp8_are_the_layers() -> None:
 
 def test_a_pool_too_wide_for_the_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where rows are pooled one by one on a GPU with little shared memory."""
+
+    def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -> list[str]:
+        return refused(policy=policy, head_dim=head_dim, pooling=pooling_of(policy, head_dim, device))
+
     policy = build_policy("snapkv", {"kernel_size": 127})
     cuda, small, large = torch.device("cuda"), DeviceLimits(89, 142, 102400), DeviceLimits(90, 132, 233472)
-    monkeypatch.setattr(refusals, "limits_of", lambda device: small)
+    monkeypatch.setattr(model_facts, "limits_of", lambda device: small)
     (reason,) = policy_reasons(policy, 256, cuda)
     assert reason.startswith("kernel_size is 127; with a head_dim of 256 this GPU's shared memory allows at most 95")
     assert policy_reasons(policy, 128, cuda) == policy_reasons(policy, 256, torch.device("cpu")) == []
     assert policy_reasons(build_policy("snapkv", {"kernel_size": 95}), 256, cuda) == []
     assert policy_reasons(build_policy("snapkv", {"kernel_size": 127, "pooling": "avg"}), 256, cuda) == []
-    monkeypatch.setattr(refusals, "limits_of", lambda device: large)
+    monkeypatch.setattr(model_facts, "limits_of", lambda device: large)
     assert policy_reasons(policy, 256, cuda) == []
 
 
 def test_speculation_knows_windows() -> None:
     """A draft token may not lie outside of the window of another one; pools of windows plan no drafts."""
     ngram = settings(speculative_algorithm="NGRAM", speculative_num_draft_tokens=12)
-    assert verification_reasons(ngram, (0, 12, 40), has_window_pool=False) == []
-    (reason,) = verification_reasons(ngram, (0, 11, 40), has_window_pool=False)
+    assert refused(own=ngram, windows=(0, 12, 40)) == []
+    (reason,) = refused(own=ngram, windows=(0, 11, 40))
     assert reason == "--speculative-num-draft-tokens is 12; allowed: at most 11, the narrowest window"
-    (reason,) = verification_reasons(ngram, (), has_window_pool=True)
+    (reason,) = refused(own=ngram, windows_class=("ArenaKVPool", True))
     assert "whose steps are planned for one new token a request, not for drafts" in reason
-    assert verification_reasons(settings(), (1,), has_window_pool=True) == []
+    assert refused(windows=(1,), windows_class=("ArenaKVPool", True)) == []
+
+
+def layer_reasons(model: nn.Module) -> list[str]:
+    return refused(traits=layer_traits(model))
 
 
 def test_plain_layers_are_fine() -> None:
@@ -144,30 +142,26 @@ def test_nothing_is_turned_where_only_windows_have_positions(says: dict[str, obj
 
 
 def test_what_windows_rule_out_is_named() -> None:
-    geometry = KVGeometry(3, 4, 2, 16, 100, windows=(8, 8, 0))
-    config = KVEvictConfig()
-    (reason,) = window_reasons(config, build_policy("d2o", {}), geometry)
+    (reason,) = refused(policy=build_policy("d2o", {}), windows=(8, 8, 0))
     assert reason.startswith("policy 'd2o' merges evicted entries into others, which a layer with a sliding window may")
-    assert window_reasons(config, build_policy("d2o", {}), replace(geometry, windows=())) == []
-    assert window_reasons(config, build_policy("snapkv", {}), geometry) == []
+    assert refused(policy=build_policy("d2o", {})) == []
+    assert refused(policy=build_policy("snapkv", {}), windows=(8, 8, 0)) == []
 
 
-def test_what_data_parallel_attention_rules_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "check_cuda_graph_backend", lambda *_: False)
+def test_what_data_parallel_attention_rules_out_is_named() -> None:
     two = settings(attn_dp_size=2)
     parts = ("the model has recurrent layers", "replays the captured step")
-    reasons = data_parallel_reasons(two, "cuda", is_hybrid_ssm=True)
+    reasons = refused(own=two, has_states=True, decode_graphs="full")
     assert [part in reason for reason, part in zip(reasons, parts, strict=True)] == [True] * 2
-    assert data_parallel_reasons(two, "cpu", is_hybrid_ssm=False) == []
-    assert data_parallel_reasons(settings(), "cuda", is_hybrid_ssm=True) == []
+    assert refused(own=two) == refused(has_states=True, decode_graphs="full") == []
+    assert refused(own=two, decode_graphs="full", device="cpu", chosen="numba") == []
 
 
 def test_what_latents_rule_out_is_named() -> None:
-    latents, no_drafts = KVGeometry(3, 4, 1, 48, 100, latent_dim=32), settings()
-    assert latent_reasons(KVEvictConfig(), build_policy("distilled", {}), latents, no_drafts) == []
+    assert refused(policy=build_policy("distilled", {}), is_latent=True) == []
     config = KVEvictConfig(wait_for_passes=False, prefill_budget=0.5)
     drafts, weighs = settings(speculative_algorithm="NGRAM"), build_policy(OWN_POLICIES["defensive"], {})
-    reasons = latent_reasons(config, weighs, latents, drafts)
+    reasons = refused(config, weighs, drafts, is_latent=True)
     begins = (
         "wait_for_passes is false",
         "prefill_budget: ",
@@ -175,7 +169,7 @@ def test_what_latents_rule_out_is_named() -> None:
         "--speculative-algorithm: ",
     )
     assert [reason.startswith(begin) for reason, begin in zip(reasons, begins, strict=True)] == [True] * 4
-    assert latent_reasons(config, weighs, KVGeometry(3, 4, 2, 16, 100), drafts) == []
+    assert refused(config, weighs, drafts) == []
 
 
 @pytest.mark.parametrize(
@@ -190,11 +184,9 @@ def test_what_latents_rule_out_is_named() -> None:
 def test_what_rules_out_prefill_budget_is_named(
     windows: tuple[int, ...], states: bool, chunk: int | None, reason: str | None
 ) -> None:
-    ctx = SimpleNamespace(is_hybrid_swa=False, is_hybrid_ssm=states)
     own = settings(chunked_prefill_size=chunk)
-    geometry = KVGeometry(3, 4, 2, 16, 100, windows=windows)
-    assert prefill_reasons(KVEvictConfig(), ctx, geometry, own) == []
-    found = prefill_reasons(KVEvictConfig(prefill_budget=0.5), ctx, geometry, own)
+    assert refused(own=own, windows=windows, has_states=states) == []
+    found = refused(KVEvictConfig(prefill_budget=0.5), own=own, windows=windows, has_states=states)
     assert found == [] if reason is None else reason in found[0]
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sgl_kvevict.machine import Gpu, Machine
-from sgl_kvevict.sglang_adapter import refusals
+from sgl_kvevict.sglang_adapter import model_facts
+from sgl_kvevict.support import MACHINE, reasons
 
 BARE = Machine(
     packages={"triton": "3.8.0", "flashinfer-python": "0.7.2"},
@@ -17,12 +18,16 @@ BARE = Machine(
 )
 
 
+def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
+    return [reason for check in model_facts.machine_of(device, dtype) for reason in reasons(MACHINE, check)]
+
+
 def test_an_old_gpu_is_refused_and_missing_compilers_are_warnings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[list[int]] = []
-    monkeypatch.setattr(refusals, "read_machine", lambda devices: asked.append(devices) or BARE)
-    (reason,) = refusals.machine_reasons(torch.device("cuda", 0), torch.bfloat16)
+    monkeypatch.setattr(model_facts, "read_machine", lambda devices: asked.append(devices) or BARE)
+    (reason,) = machine_reasons(torch.device("cuda", 0), torch.bfloat16)
     assert "compute capability 7.5" in reason and "8.0 (Ampere) or newer" in reason
     assert asked == [[0]]
     warned = [record.getMessage() for record in caplog.records]
@@ -31,9 +36,9 @@ def test_an_old_gpu_is_refused_and_missing_compilers_are_warnings(
 
 def test_a_cpu_is_never_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(cpu_flags=frozenset({"avx2"}), numba_reason="numba cannot be imported")
-    monkeypatch.setattr(refusals, "read_machine", lambda devices: machine)
-    assert refusals.machine_reasons(torch.device("cpu"), torch.float32) == []
+    monkeypatch.setattr(model_facts, "read_machine", lambda devices: machine)
+    assert machine_reasons(torch.device("cpu"), torch.float32) == []
     assert "numba cannot be imported (attention 'torch' takes over" in caplog.text
     assert "processor" not in caplog.text and "memory" not in caplog.text
-    assert refusals.machine_reasons(torch.device("cpu"), torch.bfloat16) == []
+    assert machine_reasons(torch.device("cpu"), torch.bfloat16) == []
     assert "--dtype float32" in caplog.text

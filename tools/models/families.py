@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.images import SIGHTS
 
-from sgl_kvevict.sglang_adapter.start_checks import MODEL_KEYS
+from sgl_kvevict.support import AFTER_LOAD, ATTENTION, LAYERS, MODELS, WHAT_WORKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WINDOW = 64
@@ -105,7 +106,8 @@ SGLang puts hashes where the tokens of an image are, so keys tell images apart, 
 others. Scoring passes do not read them: if a part of the prefix were dropped meanwhile, the image would have to be
 computed again. So a prefix with an image is scored by learned scores (`distilled`, the default) or by the prompt itself
 (`snapkv` and others); passes read the text before its first image.
-Before scores are learned it stays uncompressed until slots are short, and `warm` answers `has-images`. A `warm` request
+With a policy that knows nothing but passes (`reconstruction`) it stays uncompressed, and `warm` answers `has-images`.
+A `warm` request
 with `questions` beside an image is refused. With positions of three axes (M-RoPE) learned scores take keys
 back to where they were before RoPE; the positions are kept per slot (12 bytes).
 
@@ -169,14 +171,14 @@ FAMILIES = (
         note=LATENT,
     ),
     Family("DeepSeek V3, R1; Kimi K2", "deepseek_v3", _LATENT | _NOAUX, in_stock=False, note=LATENT),
-    Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=MODEL_KEYS["attn_logit_softcapping"]),
+    Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=MODELS["attn_logit_softcapping"]),
     Family(
         "Llama 4",
         "llama4_text",
         {"num_local_experts": 2, "intermediate_size_mlp": 128},
-        reason=MODEL_KEYS["attention_chunk_size"],
+        reason=MODELS["attention_chunk_size"],
     ),
-    Family("DeepSeek V3.2", "deepseek_v32", _LATENT, reason=MODEL_KEYS["index_topk"]),
+    Family("DeepSeek V3.2", "deepseek_v32", _LATENT, reason=MODELS["index_topk"]),
     Family(
         "Qwen3-Next",
         "qwen3_next",
@@ -239,11 +241,19 @@ def row_of(family: Family, *cells: str) -> str:
     return f"| {' | '.join([family.name, f'`{config_of(family).architectures[0]}`', *cells])} |"
 
 
+def in_general(sentence: str) -> str:
+    """A sentence of the table of what is not served, without facts."""
+    return re.sub(r"\{f[^}]*\}", "…", sentence)
+
+
 def page() -> str:
     """``docs/models.md``."""
     served = [row_of(f, f.note) for f in FAMILIES if f.reason is None and not f.recurrent]
     recurrent = [row_of(f, f.note) for f in FAMILIES if f.recurrent]
     refused = [row_of(f, f.reason) for f in FAMILIES if f.reason is not None]
+    rows = {name: AFTER_LOAD[name][1] for name in AFTER_LOAD if name in LAYERS or name not in ATTENTION}
+    listed = {f.reason for f in FAMILIES} | {WHAT_WORKS}
+    others = [f"| {name} | {in_general(sentence)} |" for name, sentence in rows.items() if sentence not in listed]
     return f"""# Models
 
 Written by `python tools/models/families.py` from the list that `make test-models` walks through: a tiny random model of
@@ -289,15 +299,12 @@ Nemotron-H and other hybrids of full attention and recurrent layers are taken in
 |---|---|---|
 {chr(10).join(refused)}
 
-Also refused: images of Gemma 3 and 4 (`--enable-multimodal`; their tokens attend to later ones of the same image, which
-our attention, a causal one, would leave out), policies that read query moments
-(`examples/policies/expected_attention.py`) with images and M-RoPE, encoder-decoders, keys and values of different
-widths, and models all of whose layers have a sliding window and share one pool.
+Also refused, of these and of the families above; … stands for what the server knows (`sgl_kvevict/support.py`, from
+which this table is written; settings that are refused whatever the model is are there, too):
 
-With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`,
-`host_bytes` (off there by default), and policies that merge tokens into earlier ones (`d2o` with `direction: any`);
-with recurrent layers also `decode_block`.
-With windows on one pool (Gemma 3, Olmo 3, Exaone 4): policies that merge, and `decode_block`.
+| what | sentence |
+|---|---|
+{chr(10).join(others)}
 """
 
 

@@ -12,11 +12,12 @@ from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention.batch import AttentionBatch, BatchKey
 from sgl_kvevict.attention.flashinfer.lists import SpanLists, build_span_lists, merge_spans
 from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill, compiles_kernels, new_workspace
+from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.attention.recent_batches import MAX_BATCHES, RecentBatches
-from sgl_kvevict.attention.refusals import DTYPES_16, flashinfer_reasons
 from sgl_kvevict.attention.sink_logits import with_sink_logits
-from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
+from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.support import KERNELS, require
 
 SUFFIX_PREFILLS = 3
 """Used in turn, so that a forward's plan does not wait until the device has copied the previous one."""
@@ -42,11 +43,10 @@ class FlashInferAttention:
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
-        if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim):
-            raise UnsupportedSetupError(reasons)
+        require(KERNELS, kernels_for("flashinfer", k_arena.device, k_arena.dtype, geometry.head_dim))
         if geometry.has_windows:
             raise ValueError(f"windows: spans are read whole here, got {geometry.windows}")
-        check_arenas(k_arena, v_arena, geometry.arena_shape, DTYPES_16)
+        check_arenas(k_arena, v_arena, geometry.arena_shape, (torch.bfloat16, torch.float16))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.transfer import to_device
+from sgl_kvevict import support
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill, compiles_kernels, new_workspace
-from sgl_kvevict.attention.refusals import flashinfer_reasons
+from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
@@ -133,7 +134,8 @@ def find_plain_prefill(
         UnsupportedSetupError: see :func:`chosen_kernels`.
     """
     kernels = chosen_kernels()
-    if geometry.is_latent or flashinfer_reasons(k_arena.dtype, geometry.head_dim):
+    pool = k_arena.device, k_arena.dtype, geometry.head_dim
+    if support.reasons(support.KERNELS, kernels_for("flashinfer", *pool, is_latent=geometry.is_latent)):
         return None
     found: PlainPrefill | None = None
     try:

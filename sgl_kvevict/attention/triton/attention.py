@@ -17,10 +17,11 @@ from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
+from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.attention.recent_batches import RecentBatches
-from sgl_kvevict.attention.refusals import triton_reasons
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.support import KERNELS, require
 
 WARM_UP_KEYS = 1024
 """Enough for the keys of a short prefill to be split."""
@@ -62,9 +63,8 @@ class TritonAttention:
         *,
         verifies: bool = False,
     ) -> None:
-        reasons = triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device, is_latent=geometry.is_latent)
-        if reasons:
-            raise UnsupportedSetupError(reasons)
+        is_latent = geometry.is_latent
+        require(KERNELS, kernels_for("triton", k_arena.device, k_arena.dtype, geometry.head_dim, is_latent=is_latent))
         check_arenas(k_arena, v_arena, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
         self.k_arena = k_arena

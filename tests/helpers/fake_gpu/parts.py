@@ -9,10 +9,11 @@ import pytest
 import sglang.srt.model_executor.runner.decode_cuda_graph_runner as graph_runner
 import torch.distributed as dist
 
-import sgl_kvevict.attention.backend as attention
 from helpers.tape_runner import around_resolve_decode_backend
 from helpers.torch_flashinfer import use_torch_kernels
 from kvevict_kernels import dispatch
+from sgl_kvevict import support
+from sgl_kvevict.attention import kernel_facts
 
 
 def over_gloo(call: Any) -> Any:
@@ -33,8 +34,9 @@ dist.new_group = over_gloo(dist.new_group)
 
 # Tensors say that they are on the CPU: have our kernels and our choice of attention take it for the device.
 dispatch.TRITON_DEVICES = ("cuda", "cpu")
-resolve = attention.resolve_attention
-attention.resolve_attention = lambda name, device, head_dim=None: resolve(name, "cuda", head_dim)
+kernel_facts.AUTO["cpu"] = "triton"
+for table in (support.IMPLEMENTATION, support.ATTENTION, support.AFTER_LOAD):
+    del table["attention on another device"]  # type: ignore[attr-defined]
 
 resolve_backend = graph_runner.resolve_decode_backend
 graph_runner.resolve_decode_backend = lambda runner: around_resolve_decode_backend(resolve_backend, runner)

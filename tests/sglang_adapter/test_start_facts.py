@@ -12,18 +12,16 @@ from safetensors.torch import save_file
 
 from sgl_kvevict.attention.batch import MAX_TREE_TOKENS
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.sglang_adapter.start_checks import (
-    MAX_DRAFTS,
-    backend_reasons,
-    pool_size_reasons,
-    port_reasons,
-    resource_reasons,
-    speculation_reasons,
-)
+from sgl_kvevict.sglang_adapter import start_facts
+from sgl_kvevict.sglang_adapter.start_facts import before_load
+from sgl_kvevict.support import MAX_DRAFTS, RESOURCES, SETTINGS, BeforeLoad
+from sgl_kvevict.support import reasons as reasons_of
+
+OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
 
 
-def reasons(**fields: Any) -> list[str]:
-    return resource_reasons(KVEvictConfig(**fields))
+def reasons(address=None, flags=None, **fields: Any) -> list[str]:
+    return reasons_of(RESOURCES, before_load((flags or {}).get, KVEvictConfig(**fields), address=address))
 
 
 @pytest.fixture
@@ -73,11 +71,11 @@ def test_texts_to_learn_from(tmp_path):
 
 
 def test_ports_that_are_taken(taken_port, tmp_path):
-    (reason,) = port_reasons("127.0.0.1", taken_port)
+    (reason,) = reasons(("127.0.0.1", taken_port))
     assert reason == f"--port: {taken_port} on 127.0.0.1 cannot be bound (Address already in use); allowed: a free port"
-    assert port_reasons("", taken_port) and port_reasons("0.0.0.0", taken_port)
-    assert port_reasons("127.0.0.1", "x") == ["--port: got 'x'; allowed: 1 to 65535"]
-    assert port_reasons("127.0.0.1", 70000) == ["--port: got 70000; allowed: 1 to 65535"]
+    assert reasons(("", taken_port)) and reasons(("0.0.0.0", taken_port))
+    assert reasons(("127.0.0.1", "x")) == ["--port: got 'x'; allowed: 1 to 65535"]
+    assert reasons(("127.0.0.1", 70000)) == ["--port: got 70000; allowed: 1 to 65535"]
     (reason,) = reasons(events={"endpoint": f"tcp://*:{taken_port}"})
     assert reason.startswith(f"events.endpoint: 'tcp://*:{taken_port}' cannot be bound (Address already in use)")
     (reason,) = reasons(events={"endpoint": "ipc:///etc/hostname/x"})
@@ -86,10 +84,10 @@ def test_ports_that_are_taken(taken_port, tmp_path):
 
 
 def test_a_pool_holds_at_least_one_prompt_that_is_compressed():
-    config = KVEvictConfig(min_prefix_tokens=100, tail_tokens=10)
-    assert pool_size_reasons(None, config) == pool_size_reasons("110", config) == []
+    config = {"min_prefix_tokens": 100, "tail_tokens": 10}
+    assert reasons(**config) == reasons(flags={"max_total_tokens": "110"}, **config) == []
     for wrong in (109, "109", "x", ""):
-        (reason,) = pool_size_reasons(wrong, config)
+        (reason,) = reasons(flags={"max_total_tokens": wrong}, **config)
         assert reason.startswith(f"--max-total-tokens: got {wrong!r}; allowed: an integer >= 110")
 
 
@@ -106,17 +104,17 @@ def test_a_pool_holds_at_least_one_prompt_that_is_compressed():
     ],
 )
 def test_both_backends_are_ours(given, parts):
-    found = backend_reasons(given.get)
+    found = reasons_of(SETTINGS, BeforeLoad(given.get, KVEvictConfig()))
     assert len(found) == len(parts) and all(part in reason for part, reason in zip(parts, found, strict=True))
 
 
 def test_the_checks_import_neither_sglang_nor_torch():
-    source = Path(resource_reasons.__code__.co_filename).read_text()
+    source = Path(start_facts.__file__).read_text()
     assert "import torch" not in source and "import sglang" not in source and "from sglang" not in source
 
 
 def speculation(config=None, **flags):
-    return speculation_reasons(flags.get, config or KVEvictConfig())
+    return reasons_of(SETTINGS, BeforeLoad((OURS | flags).get, config or KVEvictConfig()))
 
 
 def test_algorithms_that_speculate():

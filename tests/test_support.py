@@ -1,0 +1,183 @@
+"""The table of what is not served: facts that trigger each row, alone, and its sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.own_policies import OWN_POLICIES
+from helpers.settings import loaded, settings
+from sgl_kvevict import support
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.machine import Check
+from sgl_kvevict.policies.by_name import build_policy
+from sgl_kvevict.support import (
+    AFTER_LOAD,
+    ATTENTION,
+    BEFORE_LOAD,
+    FIRST_FORWARD,
+    FIRST_START,
+    FLAGS,
+    IMPLEMENTATION,
+    KERNELS,
+    LAYERS,
+    MODEL,
+    MODELS,
+    RESOURCES,
+    SETTINGS,
+    BeforeLoad,
+    LayerCall,
+    Table,
+    reasons,
+)
+
+EMPTY = re.compile(r"\b(untested|not (yet )?(tested|supported|implemented)|unsupported|yet)\b", re.IGNORECASE)
+OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
+NGRAM = {"speculative_algorithm": "NGRAM"}
+BLOCKS = KVEvictConfig(policy="h2o", decode_block=64)
+EARLY = KVEvictConfig(prefill_budget=0.5)
+WINDOWS = ("ArenaKVPool", True)
+DRAFTS = settings(speculative_algorithm="NGRAM", speculative_num_draft_tokens=12)
+ON_CPU = {"attention": "numba", "chosen": "numba", "device": "cpu"}
+FLASHINFER = {"attention": "flashinfer", "chosen": "flashinfer"}
+
+
+def before(config: KVEvictConfig | None = None, address: Any = None, errors: Any = (), **flags: Any) -> BeforeLoad:
+    return BeforeLoad((OURS | flags).get, config or KVEvictConfig(), address, dict(errors))
+
+
+BEFORE: dict[str, BeforeLoad] = {
+    **{name: BeforeLoad(OURS.get, KVEvictConfig(), traits=frozenset({name})) for name in MODELS},
+    **{name: before(**{name: "other"}) for name in FLAGS},
+    "radix_cache_backend": before(radix_cache_backend="lru"),
+    "attention_backend": before(decode_attention_backend="triton"),
+    "speculative_algorithm": before(speculative_algorithm="DFLASH"),
+    "speculative_draft_attention_backend": before(**NGRAM, speculative_draft_attention_backend="triton"),
+    "speculative_num_draft_tokens": before(**NGRAM, speculative_num_draft_tokens=65),
+    "attn_dp_size with drafts": before(**NGRAM, attn_dp_size=2),
+    "decode_block with drafts": before(BLOCKS, **NGRAM),
+    "max_total_tokens": before(max_total_tokens=3),
+    "store": before(errors={"store": "denied"}),
+    "store URL": before(errors={"store URL": "store: got 'ftpx://x'"}),
+    "score_weights": before(errors={"score_weights": "denied"}),
+    "score_weights file": before(errors={"score_weights file": "the file is cut short"}),
+    "score_texts folder": before(errors={"score_texts folder": "it is not there"}),
+    "score_texts": before(errors={"score_texts": "score_texts: got 0 passages"}),
+    "events.endpoint": before(KVEvictConfig(events={"endpoint": "tcp://*:5557"}), errors={"events.endpoint": "in use"}),
+    "port number": before(address=("127.0.0.1", 70000)),
+    "port": before(address=("127.0.0.1", 30000), errors={"port": "in use"}),
+}
+AFTER = {
+    **{name: loaded(traits=frozenset({name})) for name in (*MODELS, *LAYERS)},
+    "radix cache beside our attention": loaded(is_selected=False),
+    "arena": loaded(pool_class=("OtherPool", False)),
+    "arena of windows": loaded(windows_class=("OtherPool", False)),
+    "device": loaded(device="xpu", chosen="auto"),
+    "attention on another device": loaded(device="cpu"),
+    "numba": loaded(**ON_CPU, numba_error="the head dimension is 24"),
+    "package of attention": loaded(is_installed=False),
+    "cuda_graph_backend_prefill": loaded(prefill_graphs="full"),
+    "cuda_graph_backend_decode breakable": loaded(decode_graphs="breakable"),
+    "cuda_graph_backend_decode full": loaded(decode_graphs="full", **FLASHINFER),
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH": loaded(has_glue_graph=True),
+    "machine": loaded(
+        machine=(Check("GPU", "missing", "none", "add one"), Check("ninja", "missing", "none", "add it"))
+    ),
+    "latents of triton": loaded(is_latent=True, head_dim=577),
+    "head_dim of triton": loaded(head_dim=257),
+    "float8 latents of triton": loaded(is_latent=True, dtype="float8_e4m3fn", capability=(9, 0)),
+    "dtype of triton": loaded(dtype="float8_e5m2"),
+    "float8 on an older GPU": loaded(dtype="float8_e4m3fn", capability=(8, 0)),
+    "latents of flashinfer": loaded(is_latent=True, **FLASHINFER),
+    "head_dim of flashinfer": loaded(head_dim=80, **FLASHINFER),
+    "dtype of flashinfer": loaded(dtype="float32", **FLASHINFER),
+    "dtype on a CPU": loaded(dtype="float8_e4m3fn", **ON_CPU),
+    "speculative_algorithm with a pool of windows": loaded(own=DRAFTS, windows_class=WINDOWS),
+    "speculative_num_draft_tokens with windows": loaded(own=DRAFTS, windows=(0, 11)),
+    "images that see later tokens": loaded(is_multimodal=True, sees_later=True),
+    "images with query moments": loaded(
+        policy=build_policy(OWN_POLICIES["expected-attention"], {}), is_multimodal=True, has_axes=True
+    ),
+    "windows only": loaded(windows_class=WINDOWS, has_full_layers=False),
+    "mamba_radix_cache_strategy": loaded(own=settings(state_strategy="extra_buffer_lazy"), has_states=True),
+    "speculative_algorithm with states": loaded(own=DRAFTS, has_states=True),
+    "decode_block with states": loaded(BLOCKS, has_states=True),
+    "store of places": loaded(KVEvictConfig(store="memory://x"), windows_class=WINDOWS),
+    "host_bytes of places": loaded(KVEvictConfig(host_bytes=10**9), has_states=True),
+    "policy with places": loaded(policy=build_policy("d2o", {"direction": "any"}), has_states=True),
+    "page_size of the pool": loaded(page_size=16),
+    "layout of the pool": loaded(layout="hnd"),
+    "kernel_size": loaded(pooling=(127, 95)),
+    "strip_thinking_cache with decode_block": loaded(BLOCKS, own=settings(strips_thinking=True)),
+    "decode_block with captured steps": loaded(BLOCKS, build_policy("h2o", {}), decode_graphs="full"),
+    "policy with windows": loaded(policy=build_policy("d2o", {}), windows=(8, 0)),
+    "decode_block with windows": loaded(BLOCKS, build_policy("h2o", {}), windows=(8, 0)),
+    "prefill_budget with places": loaded(EARLY, has_states=True),
+    "prefill_budget without chunks": loaded(EARLY, own=settings(chunked_prefill_size=None)),
+    "attn_dp_size with states": loaded(own=settings(attn_dp_size=2), has_states=True),
+    "attn_dp_size with captured steps": loaded(own=settings(attn_dp_size=2), decode_graphs="full"),
+    "wait_for_passes with latents": loaded(KVEvictConfig(wait_for_passes=False), is_latent=True),
+    "prefill_budget with latents": loaded(EARLY, is_latent=True),
+    "policy with latents": loaded(policy=build_policy(OWN_POLICIES["defensive"], {}), is_latent=True),
+    "speculative_algorithm with latents": loaded(own=DRAFTS, is_latent=True),
+}
+MACHINES = {
+    "part": Check("GPU", "missing", "torch sees none", "see driver"),
+    "build tool": Check("ninja", "missing", "not on PATH", "pip install ninja"),
+}
+MOMENTS: list[tuple[str, Table[Any], dict[str, Any]]] = [
+    ("before", BEFORE_LOAD, BEFORE),
+    ("after", AFTER_LOAD, AFTER),
+    ("machine", FIRST_START, MACHINES),
+    ("first forward", FIRST_FORWARD, {"extras": LayerCall("'sinks'")}),
+]
+ROWS = [
+    pytest.param(name, table, facts[name], id=f"{moment}: {name}") for moment, table, facts in MOMENTS for name in facts
+]
+
+
+@pytest.mark.parametrize(("name", "table", "facts"), ROWS)
+def test_each_row_has_facts_to_which_it_alone_applies(name: str, table: Table[Any], facts: Any) -> None:
+    applying = {row for row, (applies, _) in table.items() if applies(facts)} - {"what works"}
+    assert applying == {name}
+    found = reasons(table, facts)
+    assert found[0] and (found[1:] == [support.WHAT_WORKS]) == (name in MODELS)
+    assert not [sentence for sentence in found if EMPTY.search(sentence)]  # it says what would break
+    assert len(found[0].split()) >= 4 or name in ("store URL", "extras")
+
+
+@pytest.mark.parametrize(("table", "facts"), [(table, facts) for _, table, facts in MOMENTS])
+def test_no_row_is_left_out(table: Table[Any], facts: dict[str, Any]) -> None:
+    assert table.keys() - {"what works"} == facts.keys()
+
+
+def test_no_name_stands_for_two_rows() -> None:
+    parts = ([MODEL, SETTINGS, RESOURCES], [IMPLEMENTATION, KERNELS, MODEL])
+    for whole, tables in zip((BEFORE_LOAD, AFTER_LOAD), parts, strict=True):
+        for table in tables:
+            assert all(whole[name] is row for name, row in table.items())
+    assert len(BEFORE_LOAD) == sum(map(len, parts[0]))
+    assert all(AFTER_LOAD[name] is row for name, row in ATTENTION.items())
+
+
+def test_nothing_is_refused_of_a_plain_model() -> None:
+    assert reasons(AFTER_LOAD, loaded()) == reasons(BEFORE_LOAD, before()) == []
+    assert reasons(AFTER_LOAD, loaded(**ON_CPU, dtype="float32")) == reasons(FIRST_FORWARD, LayerCall("")) == []
+
+
+def test_sentences_of_several_things_are_apart() -> None:
+    checks = (Check("GPU", "missing", "none", "add one"), Check("torch", "missing", "1.0", "update"))
+    assert reasons(AFTER_LOAD, loaded(machine=checks)) == ["GPU: none (add one)", "torch: 1.0 (update)"]
+
+
+def test_values_with_braces_are_shown_as_they_are() -> None:
+    (reason,) = reasons(BEFORE_LOAD, before(KVEvictConfig(store="/a/{b}"), errors={"store": "denied {0}"}))
+    assert reason == "store: '/a/{b}' cannot be made or written (denied {0}); allowed: a folder, or a URL"
+
+
+def test_the_table_imports_neither_sglang_nor_torch() -> None:
+    source = Path(support.__file__).read_text()
+    assert not re.search(r"^(import|from) (torch|sglang)", source, re.MULTILINE)
