@@ -368,8 +368,10 @@ class Resizer(Part):
             Token slots released.
 
         Raises:
-            InvariantError: more slots than the segments have: what was evicted cannot come back.
+            InvariantError: more slots than the segments have: what was evicted cannot come back; or other ``bits``.
         """
+        if bits != 16:
+            raise InvariantError(f"segments have rows of 16 bits, not of {bits}")
         held = sum(segment.num_slots for segment in segments)
         if num_slots > held:
             raise InvariantError(f"segments of {held} token slots cannot grow to {num_slots}: what was evicted is gone")

@@ -83,6 +83,7 @@ def test_compressed_prefixes_are_found_and_outlive_their_server(start, target, t
     """Passes read the text as it is, its last token included; what is stored has the rows of the draft model, too."""
     model = save_mimo(tmp_path / "mimo", target)
     flags = ("--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", str(model), *TREES)
+    flags += ("--constrained-json-disable-any-whitespace",)  # random weights would fill an answer with blanks
     found = []
     for patch in (None, overlapped_drafts.__name__):
         server = start(model, *FLAGS, *flags, config={"store": str(tmp_path / "store")}, patch=patch)
