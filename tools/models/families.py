@@ -106,7 +106,8 @@ others. Scoring passes do not read them: if a part of the prefix were dropped me
 computed again. So a prefix with an image is scored by learned scores (`distilled`, the default) or by the prompt itself
 (`snapkv` and others); passes read the text before its first image.
 With a policy that knows nothing but passes (`reconstruction`) it stays uncompressed, and `warm` answers
-`has-images`. A `warm` request with `questions` beside an image is refused. With positions of three axes (M-RoPE) learned scores take keys
+`has-images`. A `warm` request with `questions` beside an image is refused.
+With positions of three axes (M-RoPE) learned scores take keys
 back to where they were before RoPE; the positions are kept per slot (12 bytes).
 
 Videos and sound go the same way through SGLang, but no test has sent any.
