@@ -58,10 +58,15 @@ PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
 
 
 class UnifiedTreePort:
-    """Implements :class:`sgl_kvevict.lifecycle.ports.TreePort`, which describes the methods."""
+    """Implements :class:`sgl_kvevict.lifecycle.ports.TreePort`, which describes the methods.
+
+    Attributes:
+        checked: a request that SGLang checks for admission, whose path it has locked for the check; None: none.
+    """
 
     def __init__(self, cache: KVEvictTree, ranks: TensorRanks) -> None:
         self.ranks = ranks
+        self.checked: Req | None = None
         self._cache = cache
         self.adapters = AdapterNamespaces(self._namespaces_in_use)
 
@@ -88,6 +93,8 @@ class UnifiedTreePort:
 
     def locked_by(self, reader: Req) -> UnifiedTreeNode | None:
         """Last node of the path that a request locks."""
+        if reader is self.checked:
+            return self._cache.tree_core.node_by_id(reader.last_node)
         return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
 
     def cut(self, path: Sequence[UnifiedTreeNode], end: int) -> UnifiedTreeNode:
