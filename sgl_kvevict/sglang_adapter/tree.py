@@ -93,7 +93,7 @@ class UnifiedTreePort:
 
     def locked_by(self, reader: Req) -> UnifiedTreeNode | None:
         """Last node of the path that a request locks."""
-        if reader is self.checked:
+        if self.checked is not None and reader is self.checked:
             return self._cache.tree_core.node_by_id(reader.last_node)
         return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
 

@@ -250,6 +250,7 @@ WRITTEN = {
 OURS = {
     *Totals.__struct_fields__,
     *(
+        "checked",
         "is_exact",
         "is_long",
         "is_parked",

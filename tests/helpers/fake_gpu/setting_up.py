@@ -22,6 +22,7 @@ SITE = "from helpers.fake_gpu import setting_up\n\nsetting_up.install()\n"
 """Text of a ``sitecustomize.py``; ``tests`` has to be on PYTHONPATH too."""
 ENV = {
     "TRITON_INTERPRET": "1",
+    "SGLANG_PLATFORM": "",  # tests beside it choose the CPU
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     "HF_HUB_OFFLINE": "1",
     "GOMP_SPINCOUNT": "10000",
