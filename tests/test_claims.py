@@ -10,9 +10,9 @@ from statistics import fmean
 
 import pytest
 
+from sgl_kvevict.cache import eviction, pressure
 from sgl_kvevict.config import LIGHT_SHARE, KVEvictConfig
 from sgl_kvevict.distill import learner, texts
-from sgl_kvevict.lifecycle import eviction, pressure
 from sgl_kvevict.policies import scorers
 from sgl_kvevict.policies.budgets import AllLayersBudget
 

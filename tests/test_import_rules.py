@@ -16,7 +16,7 @@ BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "field
 MACHINE, SUPPORT = "machine", "support"
 TOP = {"cli", "client"}
 BELOW_TOP = {
-    *(KERNELS, "events", "policies", "distill", "attention", "prefix", "store", "compression", "lifecycle"),
+    *(KERNELS, "events", "policies", "distill", "attention", "segments", "store", "cache"),
     *("sglang_adapter", MACHINE, SUPPORT),
     *BASE,
 }
@@ -30,10 +30,9 @@ MAY_IMPORT = {
     "distill": {KERNELS, "policies"} | BASE,
     SUPPORT: {MACHINE} | BASE,
     "attention": {KERNELS, MACHINE, SUPPORT} | BASE,
-    "prefix": {KERNELS} | BASE,
     "store": {"events"} | BASE,
-    "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,
-    "lifecycle": {KERNELS, "events", "policies", "distill", "prefix", "store", "compression"} | BASE,
+    "segments": {KERNELS, "policies", "distill", "attention"} | BASE,
+    "cache": {KERNELS, "events", "policies", "distill", "segments", "store"} | BASE,
     "sglang_adapter": BELOW_TOP - {"sglang_adapter"},
     **dict.fromkeys(TOP, BELOW_TOP | TOP),
 }
@@ -86,7 +85,7 @@ def part_of(module: str) -> str | None:
 
 
 def violations(relative: str, source: str) -> list[str]:
-    """What breaks the rules in a file at ``relative`` ("sgl_kvevict/prefix/span.py")."""
+    """What breaks the rules in a file at ``relative`` ("sgl_kvevict/segments/segment.py")."""
     path = Path(relative)
     names = [*path.parts[:-1], *([path.stem] if path.stem != "__init__" else [])]
     package = ".".join(path.parts[:-1])
@@ -125,17 +124,17 @@ def test_every_file_keeps_the_rules() -> None:
 @pytest.mark.parametrize(
     ("relative", "source"),
     [
-        ("sgl_kvevict/prefix/span.py", "from sgl_kvevict.policies.by_name import build_policy"),
-        ("sgl_kvevict/prefix/span.py", "from sgl_kvevict import attention"),
-        ("sgl_kvevict/prefix/span.py", "from ..policies import by_name"),
+        ("sgl_kvevict/segments/segment.py", "from sgl_kvevict.policies.by_name import build_policy"),
+        ("sgl_kvevict/segments/segment.py", "from sgl_kvevict import attention"),
+        ("sgl_kvevict/segments/segment.py", "from ..policies import by_name"),
         ("sgl_kvevict/policies/by_name.py", "from sgl_kvevict.attention.cpu.torch_attention import TorchAttention"),
         ("sgl_kvevict/attention/batch.py", "import sgl_kvevict.policies.by_name"),
         ("sgl_kvevict/attention/batch.py", "def f():\n    import flashinfer"),
-        ("sgl_kvevict/compression/compressor.py", "import sglang.srt.mem_cache"),
-        ("sgl_kvevict/compression/compressor.py", "from sgl_kvevict.sglang_adapter import tree"),
-        ("sgl_kvevict/lifecycle/resize.py", "from sgl_kvevict.sglang_adapter import tree"),
-        ("sgl_kvevict/lifecycle/resize.py", "from sglang.srt.managers.schedule_batch import Req"),
-        ("sgl_kvevict/compression/compressor.py", "from sgl_kvevict.lifecycle import PrefixManager"),
+        ("sgl_kvevict/segments/ranker.py", "import sglang.srt.mem_cache"),
+        ("sgl_kvevict/segments/ranker.py", "from sgl_kvevict.sglang_adapter import tree"),
+        ("sgl_kvevict/cache/resize.py", "from sgl_kvevict.sglang_adapter import tree"),
+        ("sgl_kvevict/cache/resize.py", "from sglang.srt.managers.schedule_batch import Req"),
+        ("sgl_kvevict/segments/ranker.py", "from sgl_kvevict.cache import PrefixManager"),
         ("sgl_kvevict/cli/__init__.py", "from sglang.srt import server_args"),
         ("sgl_kvevict/geometry.py", "from kvevict_kernels.compact_kv import compact_kv"),
         ("sgl_kvevict/ragged.py", "import triton"),
@@ -157,7 +156,7 @@ def test_a_breach_is_found(relative: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("relative", "source"),
     [
-        ("sgl_kvevict/prefix/span.py", "from sgl_kvevict.ragged import Selection\nfrom .store import x"),
+        ("sgl_kvevict/segments/segment.py", "from sgl_kvevict.ragged import Selection\nfrom .store import x"),
         ("sgl_kvevict/attention/flashinfer/lists.py", "def f():\n    import flashinfer"),
         ("sgl_kvevict/config.py", "from sgl_kvevict.errors import ConfigError\nimport pydantic"),
         ("sgl_kvevict/policies/parts.py", "if TYPE_CHECKING:\n    from sgl_kvevict.attention import x"),
@@ -165,7 +164,7 @@ def test_a_breach_is_found(relative: str, source: str) -> None:
         ("kvevict_kernels/ragged_decode/triton_merge.py", "import triton"),
         ("kvevict_kernels/span_attention/numba_impl.py", "from numba import njit\nfrom llvmlite import ir"),
         ("sgl_kvevict/sglang_adapter/tree.py", "from sglang.srt.mem_cache.radix_cache import RadixKey"),
-        ("sgl_kvevict/lifecycle/resize.py", "from sgl_kvevict.compression import Compressor"),
+        ("sgl_kvevict/cache/resize.py", "from sgl_kvevict.segments import Compressor"),
         ("sgl_kvevict/cli/__init__.py", "from sgl_kvevict.policies.by_name import list_policies"),
     ],
 )

@@ -28,12 +28,12 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from helpers.event_sockets import ipc_config
 from helpers.harness import Harness, publish_server_args
 from helpers.watched import WatchedHarness
+from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, Tree
 from sgl_kvevict.events.types import Dropped
-from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.prefix import Segment
+from sgl_kvevict.segments import Segment
 from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
 from sgl_kvevict.sglang_adapter.passes import after_ingest
 from sgl_kvevict.sglang_adapter.span_component import FULL

@@ -27,11 +27,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from helpers.learned import random_scores
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.prefix import SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments import Compressor, SegmentPacker, Sources, TokenRange
 
 SYSTEMS = {
     "stock UnifiedRadixCache": StockDriver,

@@ -1,6 +1,6 @@
 """Signals: the data that scorers read, and their shapes.
 
-Signals of a prefill are collected in ``sgl_kvevict/compression/collectors.py``, one class each.
+Signals of a prefill are collected in ``sgl_kvevict/segments/collectors.py``, one class each.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from sgl_kvevict.lifecycle.nodes import NamespaceKey
+from sgl_kvevict.cache.nodes import NamespaceKey
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

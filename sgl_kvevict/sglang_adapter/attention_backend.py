@@ -19,12 +19,12 @@ from kvevict_kernels.checks import FP8, is_latent
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
 from sgl_kvevict.attention.interface import CompiledAttention
-from sgl_kvevict.compression import GeneratedStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.by_name import configured_policy
+from sgl_kvevict.segments import GeneratedStep
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of

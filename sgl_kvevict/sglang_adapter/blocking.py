@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    from sgl_kvevict.lifecycle.table import PrefixTable
+    from sgl_kvevict.cache.records import PrefixTable
 
 
 class BlockingNodes:

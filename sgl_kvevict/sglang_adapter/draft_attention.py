@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns, waterline_of
-from sgl_kvevict.prefix import DraftRows
+from sgl_kvevict.segments import DraftRows
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, Observing
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
@@ -56,7 +56,7 @@ class SeenQueries:
 
 
 class DraftAttentionBackend(KVEvictAttentionBackend):
-    """Attention of the draft's prefills, which reads the shadows of spans; see :mod:`sgl_kvevict.prefix.shadow`.
+    """Attention of the draft's prefills, which reads the shadows of spans; see :mod:`sgl_kvevict.segments.shadow`.
 
     The target's pool remembers it for the tree's factory. Raises as :class:`KVEvictAttentionBackend`. ``runner`` is the
     draft's.

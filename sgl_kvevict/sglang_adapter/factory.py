@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-from sgl_kvevict.compression import Compressor, SideStream, needs_rotary, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.segments import Compressor, SegmentPacker, SideStream, needs_rotary, warm_up
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sgl_kvevict.cache.host import MIN_TOKENS
 from sgl_kvevict.config import HOST_PER_POOL, KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.lifecycle.host import MIN_TOKENS
 from sgl_kvevict.machine import GIB, free_host_gib
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.segments import SegmentPacker
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.settings import ServerSettings
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree

@@ -11,16 +11,15 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.utils import DynamicGradMode
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sgl_kvevict.compression import ObservationSpec, PromptObservation, ReaderObservation
+from sgl_kvevict.cache.lesson import Lesson
+from sgl_kvevict.cache.nodes import length_of, path_to, tokens_of
+from sgl_kvevict.cache.probes import repetition_probes
 from sgl_kvevict.distill import ScoredText
 from sgl_kvevict.distill.texts import passages_of
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.lifecycle.lesson import Lesson
-from sgl_kvevict.lifecycle.nodes import length_of, path_to, tokens_of
-from sgl_kvevict.lifecycle.probes import repetition_probes
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.prefix import Segment
+from sgl_kvevict.segments import ObservationSpec, PromptObservation, ReaderObservation, Segment
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree

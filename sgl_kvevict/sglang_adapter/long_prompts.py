@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-from sgl_kvevict.lifecycle.nodes import path_to
+from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.long_prompts import LongPrompts
 from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED, KVEvictTree

@@ -12,8 +12,8 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_kvevict.lifecycle.nodes import key_of, namespace_of, path_to
-from sgl_kvevict.lifecycle.ports import PassState
+from sgl_kvevict.cache.nodes import key_of, namespace_of, path_to
+from sgl_kvevict.cache.ports import PassState
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _NUMBERS = itertools.count(1)
 
 
 class SchedulerPasses:
-    """Implements :class:`sgl_kvevict.lifecycle.ports.PassPort`.
+    """Implements :class:`sgl_kvevict.cache.ports.PassPort`.
 
     A pass is an ordinary request, so admission, chunked prefill, aborts and overlap work as usual. It gets no answer
     and inserts nothing, so exactly its own slots are released.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sgl_kvevict.cache.probes import question_probes
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.probes import question_probes
 from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.adapters import namespace_of_request
 from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error, why_uncached

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.settings import ServerSettings, has_weights

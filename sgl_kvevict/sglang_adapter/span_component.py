@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, FullComponent
 
+from sgl_kvevict.cache import PrefixManager
+from sgl_kvevict.cache.eviction import CostAwareRecency, NodeHeap
+from sgl_kvevict.cache.nodes import NodeSet
+from sgl_kvevict.cache.records import Spans
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.lifecycle import PrefixManager
-from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap
-from sgl_kvevict.lifecycle.nodes import NodeSet
-from sgl_kvevict.lifecycle.table import Spans
 
 if TYPE_CHECKING:
     import torch

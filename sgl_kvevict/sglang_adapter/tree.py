@@ -24,17 +24,16 @@ from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceS
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
+from sgl_kvevict.cache import PrefixManager
+from sgl_kvevict.cache.adoption import Prompt
+from sgl_kvevict.cache.manager import Released
+from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_of
+from sgl_kvevict.cache.readers import ReaderRecord
+from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.events.types import PrefilledCompressed, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
-from sgl_kvevict.lifecycle import PrefixManager
-from sgl_kvevict.lifecycle.adoption import Prompt
-from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.lifecycle.nodes import NamespaceKey, namespace_of, path_to, tokens_of
-from sgl_kvevict.lifecycle.readers import ReaderRecord
-from sgl_kvevict.lifecycle.saving import StoreAccess
-from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions, parse_request_options
+from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk, SegmentPacker
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.adapters import AdapterNamespaces, namespace_of_request
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
@@ -58,7 +57,7 @@ PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
 
 
 class UnifiedTreePort:
-    """Implements :class:`sgl_kvevict.lifecycle.ports.TreePort`, which describes the methods.
+    """Implements :class:`sgl_kvevict.cache.ports.TreePort`, which describes the methods.
 
     Attributes:
         checked: a request that SGLang checks for admission, whose path it has locked for the check; None: none.

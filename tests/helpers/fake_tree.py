@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from helpers.learned import LearnedCompressor
-from sgl_kvevict.compression import Compressor
-from sgl_kvevict.compression.streams import ChoiceStream
+from sgl_kvevict.cache import PrefixManager
+from sgl_kvevict.cache.manager import Released
+from sgl_kvevict.cache.nodes import NamespaceKey, path_to
+from sgl_kvevict.cache.ports import PassPort, PassState, TreePort
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import Guard
-from sgl_kvevict.lifecycle import PrefixManager
-from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.lifecycle.nodes import NamespaceKey, path_to
-from sgl_kvevict.lifecycle.ports import PassPort, PassState, TreePort
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.segments import Compressor, SegmentPacker
+from sgl_kvevict.segments.streams import ChoiceStream
 
 CONFIG = KVEvictConfig(
     budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, scoring_pass_tokens=16, score_after_matches=1

@@ -13,20 +13,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sgl_kvevict.cache.resize import Occasion
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.resize import Occasion
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.policy import Policy
 
 FAULT_FILE = "KVEVICT_TEST_FAULT_FILE"
 ADAPTER = "sgl_kvevict.sglang_adapter"
-LIFECYCLE = "sgl_kvevict.lifecycle"
+LIFECYCLE = "sgl_kvevict.cache"
 FAULTS: Mapping[Place, str] = {
     Place.OPTIONS: f"{ADAPTER}.request_check.parse_request_options",
     Place.PROMPT: f"{LIFECYCLE}.manager.PrefixManager.prompt_complete",
     Place.PASS: f"{LIFECYCLE}.scoring.repetition_probes",
-    Place.OBSERVATION: "sgl_kvevict.compression.ReaderChunk.record",
-    Place.COMPRESSION: "sgl_kvevict.compression.Compressor.rank",
+    Place.OBSERVATION: "sgl_kvevict.segments.ReaderChunk.record",
+    Place.COMPRESSION: "sgl_kvevict.segments.Compressor.rank",
     Place.HOST: f"{LIFECYCLE}.host.HostTier._bounds",
     Place.RELEASE: f"{LIFECYCLE}.resize.Resizer.try_wanted",
     Place.LISTENER: "sgl_kvevict.events.totals.Totals.count",

@@ -32,14 +32,13 @@ from torch.distributed import ProcessGroup
 from helpers.host import check_host
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from sgl_kvevict.compression import Compressor
-from sgl_kvevict.compression.streams import ChoiceStream
+from sgl_kvevict.cache.nodes import length_of, path_to
+from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.lifecycle.nodes import length_of, path_to
-from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.policies import Policy, Rotary
-from sgl_kvevict.prefix import DraftRows, Segment, SegmentPacker, Span
+from sgl_kvevict.segments import Compressor, DraftRows, Segment, SegmentPacker, Span
+from sgl_kvevict.segments.streams import ChoiceStream
 from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks

@@ -8,11 +8,11 @@ from unittest import mock
 
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
+from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.listener import CacheListener
+from sgl_kvevict.cache.part import Shared
+from sgl_kvevict.cache.saving import StoreAccess, export_segment
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
-from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
-from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.part import Shared
-from sgl_kvevict.lifecycle.saving import StoreAccess, export_segment
 from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
 from sgl_kvevict.store import (
     ReadAhead,

@@ -8,7 +8,7 @@ from hypothesis.stateful import invariant
 
 from helpers.harness import Harness
 from helpers.machines import BASES, HostMachine, PressureMachine, UnsplittableMachine
-from sgl_kvevict.lifecycle.nodes import FIRST_IMAGE_TOKEN
+from sgl_kvevict.cache.nodes import FIRST_IMAGE_TOKEN
 
 IMAGE = slice(12, 30)
 """Where the image of a prompt lies."""

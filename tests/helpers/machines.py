@@ -18,10 +18,10 @@ from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.late_stream import TwiceStream
 from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
-from sgl_kvevict.compression import Compressor
+from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Policy, build_policy
+from sgl_kvevict.segments import Compressor
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sgl_kvevict.compression import Compressor, Generated, GeneratedCompressor, Observation
-from sgl_kvevict.prefix import Order, Segment, SegmentPacker, Sources, TokenRange, View
 from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.segments import (
+    Compressor,
+    Generated,
+    GeneratedCompressor,
+    Observation,
+    Order,
+    Segment,
+    SegmentPacker,
+    Sources,
+    TokenRange,
+    View,
+)
 
 
 def ordered(segment: Segment, keys: Tensor) -> None:

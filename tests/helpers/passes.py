@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness
-from sgl_kvevict.lifecycle.manager import Released
+from sgl_kvevict.cache.manager import Released
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
 

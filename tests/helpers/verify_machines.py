@@ -15,9 +15,9 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.harness_store import DRAFT, adoption, exported
 from helpers.machines import BASES, CacheMachine, ExactMachine, HostMachine, PressureMachine
+from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.lifecycle.adoption import Prompt
-from sgl_kvevict.prefix import DraftRows
+from sgl_kvevict.segments import DraftRows
 
 SPECULATIVE = mock.patch("sglang.srt.mem_cache.common.get_spec", lambda: SimpleNamespace(speculative_algorithm="NGRAM"))
 """SGLang allows a request to hold more slots than tokens only then."""

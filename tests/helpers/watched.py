@@ -7,11 +7,11 @@ import threading
 
 from helpers.event_sockets import description_of
 from helpers.harness import Harness
+from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.events.types import AnyEvent
-from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]

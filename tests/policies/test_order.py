@@ -11,7 +11,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.order import PINNED, measured_order, order_of, scores_of
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.prefix import Order, Packed, Segment, Sources, TokenRange, View
+from sgl_kvevict.segments import Order, Packed, Segment, Sources, TokenRange, View
 
 
 def keys(values, kept, *, comparable=True, num_first=0, num_last=0):

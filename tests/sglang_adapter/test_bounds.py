@@ -10,8 +10,8 @@ import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
+from sgl_kvevict.cache.jobs import MAX_BEGUN_JOBS, MAX_REMEMBERED
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.lifecycle.jobs import MAX_BEGUN_JOBS, MAX_REMEMBERED
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges

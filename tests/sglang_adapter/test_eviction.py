@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.mem_cache.evict_policy import LRUStrategy
 
 from helpers.harness import Harness, publish_server_args
-from sgl_kvevict.lifecycle import eviction
-from sgl_kvevict.lifecycle.eviction import CostAwareRecency
+from sgl_kvevict.cache import eviction
+from sgl_kvevict.cache.eviction import CostAwareRecency
 
 
 @pytest.fixture(scope="module", autouse=True)

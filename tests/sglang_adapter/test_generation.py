@@ -248,7 +248,7 @@ def test_a_policy_that_fails_leaves_the_request_alone(monkeypatch):
     def fail(*_args, **_kwargs):
         raise RuntimeError("no")
 
-    monkeypatch.setattr("sgl_kvevict.compression.generated.choose_generated", fail)
+    monkeypatch.setattr("sgl_kvevict.segments.generated.choose_generated", fail)
     generate(harness, req, 30)
     assert sum(harness.tree.guard.errors.values()) == 1
     harness.finish(req)

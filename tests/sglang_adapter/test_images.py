@@ -18,9 +18,9 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
 from helpers.settings import refused
+from sgl_kvevict.cache.nodes import FIRST_IMAGE_TOKEN
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.lifecycle.nodes import FIRST_IMAGE_TOKEN
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend

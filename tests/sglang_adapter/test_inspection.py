@@ -25,7 +25,7 @@ from sgl_kvevict.events.questions import (
     TreeReport,
 )
 from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, Split, Squeezed
-from sgl_kvevict.prefix.kept import kept_share
+from sgl_kvevict.segments.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitoring.start import events_of_rank
 
 

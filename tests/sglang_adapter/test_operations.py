@@ -11,8 +11,8 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
+from sgl_kvevict.cache import jobs
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.lifecycle import jobs
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import operations
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from helpers.passes import Letters
-from sgl_kvevict.lifecycle.probes import (
+from sgl_kvevict.cache.probes import (
     MAX_SENTENCE_TOKENS,
     MIN_SENTENCE_TOKENS,
     REPEAT,

@@ -15,10 +15,10 @@ from torch import distributed
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import TURN_S, MiniScheduler
 from helpers.threads_as_ranks import on_two_ranks
+from sgl_kvevict.cache.pacing import QUIET_S
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.lifecycle.pacing import QUIET_S
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states

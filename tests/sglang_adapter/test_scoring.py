@@ -14,12 +14,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import TURN_S, Letters, MiniScheduler
-from sgl_kvevict.compression import MeasuredRange
+from sgl_kvevict.cache.pacing import ASSUMED_PASS_S, BUSY_TOKENS, QUIET_S
+from sgl_kvevict.cache.probes import REPEAT
+from sgl_kvevict.cache.scoring import ANSWER_REACH
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.lifecycle.pacing import ASSUMED_PASS_S, BUSY_TOKENS, QUIET_S
-from sgl_kvevict.lifecycle.probes import REPEAT
-from sgl_kvevict.lifecycle.scoring import ANSWER_REACH
 from sgl_kvevict.request import ticket_digest
+from sgl_kvevict.segments import MeasuredRange
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]

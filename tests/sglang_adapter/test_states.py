@@ -6,8 +6,8 @@ import pytest
 
 from helpers.harness import publish_server_args
 from helpers.states import StatesHarness
+from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.sglang_adapter.kv_pools import MAMBA
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 

@@ -18,13 +18,13 @@ from helpers.harness import NO_ROTARY, TINY_LLAMA, publish_server_args
 from helpers.harness_store import DRAFT, Server
 from helpers.stored import keys_in
 from helpers.verify_machines import VerifyingHarness
+from sgl_kvevict.cache.listener import CacheListener
+from sgl_kvevict.cache.loading import READ_AHEAD
+from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.loading import READ_AHEAD
-from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scheduler_store import (

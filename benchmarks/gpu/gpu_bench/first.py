@@ -12,10 +12,9 @@ from gpu_bench.clock import synchronize
 from gpu_bench.insertion import POLICIES, Prefix
 from gpu_bench.setting import Setting
 from sgl_kvevict.attention.triton.attention import TritonAttention
-from sgl_kvevict.compression import Compressor, warm_up
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.prefix import Span
+from sgl_kvevict.segments import Compressor, Span, warm_up
 
 
 def first_times(setting: Setting) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, TokenRange
 from sgl_kvevict.ragged import Selection
+from sgl_kvevict.segments import Segment, SegmentPacker, Sources, TokenRange
 
 POLICIES = ("ada-snapkv", "reconstruction")
 WINDOW = 32

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sgl_kvevict.compression import PromptObservation
-from sgl_kvevict.compression.prompt_observation import ObservationSpec
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import Decision, LayerView, configured_policy
+from sgl_kvevict.segments import PromptObservation
+from sgl_kvevict.segments.prompt_observation import ObservationSpec
 
 ATTENTION = "kvevict_compressed"
 

@@ -15,7 +15,7 @@ from paper_bench.compressed import Compressible, Kept
 from paper_bench.results import Results
 from paper_bench.texts import question_at_the_end
 from sgl_kvevict.attention import AttentionBatch, build_attention
-from sgl_kvevict.prefix import Segment, SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments import Segment, SegmentPacker, Sources, TokenRange
 
 PAPER = "ada-kv"
 #: Entries per head, the window's among them, as in the paper.

@@ -11,12 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from policy_bench.prompt import CLOCK, PrefilledPrompt
-from sgl_kvevict.compression import PromptObservation
-from sgl_kvevict.compression.prompt_observation import ObservationSpec
 from sgl_kvevict.distill import CachedRange, with_learned_scores
 from sgl_kvevict.policies import Decision, LayerView, Signal, build_policy
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.prefix import SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments import PromptObservation, SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments.prompt_observation import ObservationSpec
 
 TAIL_TOKENS = 32
 SINK_TOKENS = 4

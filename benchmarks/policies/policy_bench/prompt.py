@@ -14,11 +14,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
-from sgl_kvevict.compression.prompt_observation import ObservationSpec, PromptObservation
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, find_weights, load_weights, weights_folders
 from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.signals import output_gram
+from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "examples" / "data" / "station_handbook.txt"
 CHUNK_TOKENS = 4096

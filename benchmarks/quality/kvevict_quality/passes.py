@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
-from sgl_kvevict.lifecycle.probes import repetition_probes
+from sgl_kvevict.cache.probes import repetition_probes
 
 ATTENTION = "kvevict_passes"
 KEPT_ATTENTION = "kvevict_kept"

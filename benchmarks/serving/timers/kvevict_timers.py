@@ -34,8 +34,8 @@ TARGETS = {
     f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": LINEAR,
     f"{_LAYERS}.logits_processor.LogitsProcessor.forward": LINEAR,
     f"{_LAYERS}.radix_attention.RadixAttention.forward": ATTENTION,
-    "sgl_kvevict.compression.compressor.Compressor.choose": COMPRESSION,
-    "sgl_kvevict.compression.compressor.Compressor.write": COMPRESSION,
+    "sgl_kvevict.segments.ranker.Compressor.choose": COMPRESSION,
+    "sgl_kvevict.segments.ranker.Compressor.write": COMPRESSION,
 }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sgl_kvevict.cache.nodes import tokens_of
 from sgl_kvevict.events.questions import (
     AnyReply,
     AnyRequest,
@@ -30,9 +31,8 @@ from sgl_kvevict.events.questions import (
 )
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.nodes import tokens_of
-from sgl_kvevict.prefix import Segment, Span
-from sgl_kvevict.prefix.kept import kept_share
+from sgl_kvevict.segments import Segment, Span
+from sgl_kvevict.segments.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 if TYPE_CHECKING:

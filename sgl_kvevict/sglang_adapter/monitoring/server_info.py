@@ -7,8 +7,8 @@ from zlib import crc32
 
 from sgl_kvevict.events.totals import by_name
 from sgl_kvevict.guard import Place
-from sgl_kvevict.prefix import Span
-from sgl_kvevict.prefix.kept import kept_share
+from sgl_kvevict.segments import Span
+from sgl_kvevict.segments.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from sglang.srt.disaggregation.kv_events import (
 )
 from sglang.srt.runtime_context import get_parallel
 
+from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.questions import Description
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.events.totals import Totals
-from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
 from sgl_kvevict.sglang_adapter.settings import ServerSettings
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree

@@ -1,0 +1,5 @@
+"""The life of a prefix: what is compressed, when, and from which observations. Imports no SGLang."""
+
+from sgl_kvevict.cache.manager import PrefixManager
+
+__all__ = ["PrefixManager"]

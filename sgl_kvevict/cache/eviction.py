@@ -1,0 +1,160 @@
+"""The order in which prefixes shrink or are dropped when token slots are short."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+
+from sgl_kvevict.cache.nodes import Node, NodeSet
+from sgl_kvevict.segments import Segment, Span
+
+MAX_LEVELS = 1024
+"""Remembered levels; a node that was last used before the oldest one counts as used then."""
+SPARE_ENTRIES = 64
+"""A heap with more than two entries per leaf and this number is rebuilt: most of its entries are out of date."""
+
+LOSS_OF_MOVING = 0.03
+"""Loss of dropping a prefix that comes back from the host's memory, relative to computing it again."""
+
+Priority = tuple[float, ...]
+"""(credit, number of the last access), preceded by a flag in :class:`Pressure`'s heap; the smallest goes first."""
+
+
+class CostAwareRecency:
+    """Recency, weighed by the tokens of prefill (or their worth in answers) lost per token slot released.
+
+    A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
+    recency would drop the prefix to keep questions that are not asked again. Here a node's credit is the level at its
+    last access plus the loss per slot released; the level rises to the credit of each node that shrinks or is dropped.
+    Where all leaves save the same (a budget of 1.0) this is plain recency.
+
+    Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
+    Differs: a prefix is compressed, squeezed and dropped in steps, each with its own loss.
+
+    ``clock`` gives the number of the last access, as nodes note it.
+
+    Attributes:
+        moves: whether a segment, once dropped, is in the host's memory; it then goes before one is squeezed below the
+            budget, which would lose entries for good.
+    """
+
+    def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
+        self.moves: Callable[[Segment], bool] = lambda segment: False
+        self._spans = spans
+        self._clock = clock
+        self._times: list[float] = []
+        self._levels: list[float] = [0.0]
+
+    def get_priority(self, node: Node) -> Priority:
+        """Priority of dropping a leaf; grows when the leaf is used."""
+        saved = self.saved(node)
+        moves = node in self._spans and self.moves(self._spans[node].segment)
+        return self.priority(node, saved * LOSS_OF_MOVING if moves else saved)
+
+    def gave_way(self, priority: Priority) -> None:
+        """Raise the level to the credit of a node that shrank or was dropped."""
+        if priority[0] <= self._levels[-1]:
+            return
+        self._times.append(self._clock())
+        self._levels.append(priority[0])
+        if len(self._times) > MAX_LEVELS:
+            del self._times[0], self._levels[0]
+
+    def saved(self, node: Node) -> float:
+        """Tokens of prefill that each slot of a node saves."""
+        return self._spans[node].segment.tokens_per_slot if node in self._spans else 1.0
+
+    def priority(self, node: Node, loss: float) -> Priority:
+        """Priority of a step that loses ``loss`` tokens of prefill, or their worth in answers, per slot released."""
+        accessed = node.last_access_time
+        return self._levels[bisect_right(self._times, accessed)] + loss, accessed
+
+
+class StatefulRecency(CostAwareRecency):
+    """The order for models with recurrent layers, where a prompt is found only at a node that holds their state.
+
+    Dropping a leaf without a state loses nothing: no prompt matches it. Dropping a state loses the tokens since the
+    state above it; it releases the state's memory and the slots of nodes that only this leaf needs. Losses of
+    compressing and squeezing are unchanged: the state stays. A priority falls when a state is inserted above the
+    leaf's; :class:`NodeHeap` notices only when the leaf reaches its top, so such a leaf may be dropped late.
+
+    ``state_slots`` gives the memory of a node's state in token slots; None: the node has no state.
+    """
+
+    def __init__(
+        self, spans: Mapping[Node, Span], clock: Callable[[], float], state_slots: Callable[[Node], float | None]
+    ) -> None:
+        super().__init__(spans, clock)
+        self._state_slots = state_slots
+
+    def get_priority(self, node: Node) -> Priority:
+        """Priority of dropping a leaf."""
+        memory = self._state_slots(node)
+        return self.priority(node, 0.0 if memory is None else self._saved_by_state(node, memory))
+
+    def _saved_by_state(self, node: Node, memory: float) -> float:
+        """Tokens of prefill that a leaf's state saves, per slot released with it."""
+        tokens, slots, is_alone = 0, memory, True
+        while True:
+            tokens += len(node.key)
+            if is_alone:
+                slots += self._spans[node].charged_slots if node in self._spans else len(node.key)
+            above = node.parent
+            if above is None or above.parent is None or self._state_slots(above) is not None:
+                return tokens / slots
+            is_alone = is_alone and len(above.children) == 1
+            node = above
+
+
+class NodeHeap:
+    """Nodes by priority, kept between evictions, so that an eviction takes a few steps however many nodes wait.
+
+    A used node keeps its place; its priority is looked up again when it reaches the top. ``nodes`` is kept up to date
+    by its owner; the ``priority`` of a node only grows while it is in the set.
+    """
+
+    def __init__(self, nodes: NodeSet, priority: Callable[[Node], Priority]) -> None:
+        self._nodes = nodes
+        self._priority = priority
+        self._heap: list[tuple[Priority, int, Node]] = []
+
+    def top(self) -> tuple[Priority, Node] | None:
+        """Return the smallest priority and its node; None if the heap is empty."""
+        self._add_new()
+        heap, nodes = self._heap, self._nodes
+        while heap:
+            priority, number, node = heap[0]
+            if node not in nodes:
+                heapq.heappop(heap)
+                continue
+            current = self._priority(node)
+            if current == priority:
+                return priority, node
+            heapq.heapreplace(heap, (current, number, node))
+        return None
+
+    def pop(self) -> Node | None:
+        """Remove and return the node of smallest priority; None if the heap is empty."""
+        top = self.top()
+        if top is None:
+            return None
+        heapq.heappop(self._heap)
+        return top[1]
+
+    def push(self, node: Node) -> None:
+        """Add a node, or put it back."""
+        heapq.heappush(self._heap, self._entry(node))
+
+    def _entry(self, node: Node) -> tuple[Priority, int, Node]:
+        return self._priority(node), node.id, node
+
+    def _add_new(self) -> None:
+        new = self._nodes.take_new()
+        if len(self._heap) + len(new) > 2 * len(self._nodes) + SPARE_ENTRIES:
+            self._heap = [self._entry(node) for node in self._nodes]
+            heapq.heapify(self._heap)
+            return
+        for node in new:
+            if node in self._nodes:
+                self.push(node)

@@ -1,0 +1,137 @@
+"""Moves prefixes between the pool and the host's memory: out when they are dropped, in when a prompt is admitted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
+from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.saving import Export, export_path, views_of
+from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
+from sgl_kvevict.guard import Place
+from sgl_kvevict.segments import CacheObservation, Segment, Sources, TokenRange
+from sgl_kvevict.store import segments_of
+from sgl_kvevict.store.host import HostSegments
+
+MIN_TOKENS = 64
+"""Fewer tokens are computed again: looking them up would take as long."""
+
+
+class HostTier(Part):
+    """Holds what left the pool, compressed; a prompt finds it in the scheduling step that admits it.
+
+    Tensor-parallel ranks drop and admit the same, and their segments take equally many blocks, so that each holds its
+    part of the same prefixes.
+    """
+
+    def __init__(self, shared: Shared, adoption: Adoption, segments: HostSegments) -> None:
+        super().__init__(shared)
+        self.segments = segments
+        self._adoption = adoption
+        self._min_tokens = segments.identity.min_prefix_tokens
+        self._slot_bytes = self._packer.slot_bytes
+
+    def clear(self) -> None:
+        """Forget everything: the tree was flushed, or the weights have changed."""
+        self.segments.clear()
+
+    def takes(self, segment: Segment) -> bool:
+        """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
+        is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
+        num_slots = segment.num_slots + 1  # the last one for the lengths of its runs, and the policy's state
+        return is_found and self.segments.has_room(num_slots * self._slot_bytes)
+
+    # ---- out --------------------------------------------------------------------------------------------------
+
+    def leaving(self, node: Node) -> None:
+        """Copy what a leaf holds that is about to be dropped: its segment, or the best of its uncompressed tokens.
+
+        Not copied: what is too short, generated (``decode_block``), or of weights that have changed; the rest of an
+        unsplittable segment; uncompressed tokens below others, or without learned scores.
+        """
+        with self._guard.at(Place.HOST):
+            path = path_to(node)
+            bounds = self._bounds(path)
+            if bounds is None or bounds[1] - bounds[0] < self._min_tokens or path[0] in self._table.stale:
+                return
+            span = self._spans.at(node)
+            namespace = self.segments.identity.namespace(*namespace_of(node))
+            there = self.segments.covering(tokens_of(path), bounds[0], namespace)
+            if there is not None and (there.is_read or span is None or not span.segment.is_measured):
+                self.segments.use(there.key)
+                return
+            if span is None:
+                export = self._best_of(node, *bounds)
+            else:
+                export = Export.of(views_of(path, self._spans), self._packer.geometry)
+            record = export_path(export, path, self._packer, self.segments.identity).copied
+            num_evicted = self.segments.num_evicted
+            num_bytes = self.segments.put(record, namespace)
+            if num_bytes:
+                pushed_out = self.segments.num_evicted - num_evicted
+                self._table.listener.tell(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
+
+    def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
+        """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""
+        span = self._spans.at(path[-1])
+        if span is None:
+            is_alone = len(path) == 1 or path[-2] in self._spans
+            end = length_of(path)
+            return (end - len(path[-1].key), end) if is_alone and self._compressor.scores_any_range else None
+        is_usable = span.segment.splittable or span.end == span.segment.end
+        if span.segment.is_generated or not is_usable:
+            return None
+        return views_of(path, self._spans)[0].start, span.end
+
+    def _best_of(self, node: Node, start: int, end: int) -> Export:
+        """Of a node's uncompressed tokens what the budget keeps; they stay in their slots, which are released next."""
+        slots, span = self._tree.token_slots([node]), self._spans.of(node)
+        order = None if span is None else span.segment.order
+        if order is None or not (order.is_measured or (order.start, order.end) == (start, end)):
+            prompt = None if span is None else span.segment.prompt
+            order = self._compressor.rank(slots, start, prompt or CacheObservation(), turn=0)
+        elif span is not None and span.segment.start != start:
+            order = order.within(start - span.segment.start, end - span.segment.start)
+        num_slots = self._config.num_slots(end - start, start)
+        sources = Sources(self._packer.geometry, [TokenRange(slots, start, order.keys)])
+        is_cut = self._packer.geometry.has_windows and num_slots < end - start
+        splittable = self._compressor.policy.splittable and not is_cut
+        above = self._spans.at(node.parent)
+        state = None if above is None else above.segment.policy_state
+        return Export(sources.best(num_slots), splittable, order.is_measured, state)
+
+    # ---- in ---------------------------------------------------------------------------------------------------
+
+    def admitting(self, reader: Reader, prompt: Prompt) -> None:
+        """A request is about to match its prompt: load what the pool lacks of it, at the first of these calls."""
+        record = self._readers[reader]
+        if not record.is_loaded and not record.is_exact and not record.is_pass:
+            record.is_loaded = True
+            self.load(reader, prompt)
+
+    def load(self, reader: Reader, prompt: Prompt) -> None:
+        """Put the segments that continue what the tree has of a request's prompt into it."""
+        if not len(self.segments) or prompt.num_tokens < self._min_tokens:
+            return
+        with self._guard.at(Place.HOST):
+            begin = time.perf_counter()
+            identity = self.segments.identity
+            tokens = list(prompt.tokens[: prompt.num_tokens])
+            found = self.segments.find(tokens, identity.namespace(*prompt.namespace))
+            if not found:
+                return
+            wanted = self._adoption.wanted(prompt, identity)
+            for record in segments_of(wanted, found, self.segments.get, self._min_tokens):
+                num_tokens = self._adoption.place(record, prompt)
+                if not num_tokens:
+                    return
+                self.segments.use(record.key, in_pool=True)
+                reads = self._readers[reader]
+                if reads.host_start is None:
+                    reads.host_start = record.end - num_tokens
+                num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
+                begin, since = time.perf_counter(), begin
+                start, seconds = record.end - num_tokens, begin - since
+                self._table.listener.tell(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))

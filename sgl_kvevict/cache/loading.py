@@ -1,0 +1,187 @@
+"""Loads prefixes from the store: which queued requests wait, and for how long."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.host import HostTier
+from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.saving import StoreAccess
+from sgl_kvevict.events.types import Loaded, LoadFailed, short_key
+from sgl_kvevict.guard import Place
+from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord
+
+READ_AHEAD = 16
+"""Requests at the head of the queue whose prefixes are fetched: a prefix loaded much too early would be evicted."""
+MAX_LOOKED_AT = 256
+"""Queued requests visited in each turn of the loop."""
+
+
+@dataclass
+class Waiting:
+    """A queued request that may find more in the store than in the tree.
+
+    Attributes:
+        deadline: how long it waits for its turn to have its prefix fetched.
+        is_begun: it had its turn.
+        fetch: the fetch it waits for; None: not begun, or nothing to fetch.
+    """
+
+    prompt: Prompt
+    deadline: float
+    is_begun: bool = False
+    fetch: Fetch | None = None
+
+
+class Answer(IntEnum):
+    """State of a request's prefix on one rank; the largest of all ranks counts."""
+
+    HERE = 0
+    COMING = 1
+    LATE = 2
+    NOTHING = 3
+    """There is nothing to fetch, or the store failed."""
+
+
+class Loading(Part):
+    """Fetches prefixes for requests at the head of the queue, and puts them into the tree.
+
+    Tensor-parallel ranks have the same queue and tree, and each reads its own part of a prefix. They agree on each
+    prefix: all load it, or none. After an error the prefix is computed.
+    """
+
+    def __init__(
+        self, shared: Shared, adoption: Adoption, access: StoreAccess, reader: ReadAhead, host: HostTier | None = None
+    ) -> None:
+        super().__init__(shared)
+        self._host = host
+        self._adoption = adoption
+        self._access = access
+        self._reader = reader
+        self._waiting: WeakKeyDictionary[Any, Waiting] = WeakKeyDictionary()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their prefix, or for their turn to fetch it."""
+        return len(self._waiting)
+
+    def clear(self) -> None:
+        """Let waiting requests go on without the store."""
+        for waiting in tuple(self._waiting.values()):
+            if waiting.fetch is not None:
+                self._reader.abandon(waiting.fetch)
+        self._waiting.clear()
+
+    def queued(self, request: Any, prompt: Prompt) -> None:
+        """Register a queued request, if the store may have its prefix."""
+        identity = self._access.identity
+        if self._access.is_on and prompt.num_tokens >= identity.min_prefix_tokens:
+            self._waiting[request] = Waiting(prompt, self._reader.deadline())
+
+    def settle(self, queue: Sequence[Any]) -> set[Any]:
+        """Put fetched prefixes into the tree, and start fetches for requests at the head of the queue.
+
+        Called between two steps, on all ranks, with the requests that wait for admission, in order.
+
+        Returns:
+            Requests that must not be admitted yet.
+        """
+        if not self._waiting:
+            return set()
+        for request in queue[:READ_AHEAD]:
+            waiting = self._waiting.get(request)
+            if waiting is not None and not waiting.is_begun:
+                self._begin(request, waiting)
+        there = {request: self._waiting[request] for request in queue[:MAX_LOOKED_AT] if request in self._waiting}
+        still = set()
+        for (request, waiting), answer in zip(there.items(), self._agree(list(there.values())), strict=True):
+            if answer is Answer.COMING:
+                still.add(request)
+            elif waiting.is_begun:
+                del self._waiting[request]
+                self._end(request, waiting, answer)
+        return still
+
+    def _begin(self, request: Any, waiting: Waiting) -> None:
+        """Start a fetch if the store may have more of a prompt than the tree and the host."""
+        waiting.is_begun = True
+        prompt = waiting.prompt
+        if self._host is not None:
+            self._host.load(request, prompt)
+        with self._guard.at(Place.STORE):
+            waiting.fetch = self._reader.start(self._adoption.wanted(prompt, self._access.identity))
+
+    def _agree(self, waiting: Sequence[Waiting]) -> list[Answer]:
+        """Combine all ranks' answers, with the same result on each."""
+        answers = [self._answer(each) for each in waiting]
+        parts = [
+            _signature(each) if answer is Answer.HERE else 0 for each, answer in zip(waiting, answers, strict=True)
+        ]
+        ranks = self._tree.gather([*answers, *parts]) if waiting else [[]]
+        agreed = []
+        for i in range(len(waiting)):
+            worst = Answer(max(rank[i] for rank in ranks))
+            differ = len({rank[len(waiting) + i] for rank in ranks}) > 1
+            agreed.append(Answer.NOTHING if worst is Answer.HERE and differ else worst)
+        return agreed
+
+    def _answer(self, waiting: Waiting) -> Answer:
+        if not waiting.is_begun:
+            return Answer.LATE if self._reader.has_passed(waiting.deadline) else Answer.COMING
+        if waiting.fetch is None:
+            return Answer.NOTHING
+        if waiting.fetch.is_done:
+            return Answer.HERE
+        return Answer.LATE if self._reader.is_late(waiting.fetch) else Answer.COMING
+
+    def _end(self, request: Any, waiting: Waiting, answer: Answer) -> None:
+        """Place what was fetched for a request that waits no longer, or report why there is nothing."""
+        if waiting.fetch is None:
+            return
+        if answer is Answer.LATE:
+            self._table.listener.tell(LoadFailed("late"))
+        for error in tuple(waiting.fetch.errors):
+            self._table.listener.tell(LoadFailed("error", error))
+        if answer is Answer.HERE:
+            with self._guard.at(Place.STORE):
+                self._place(request, waiting.fetch.records, waiting.prompt)
+        else:
+            self._reader.abandon(waiting.fetch)
+
+    def _place(self, request: Any, records: Sequence[SegmentRecord], prompt: Prompt) -> None:
+        reads = self._readers[request]
+        for record in records:
+            num_tokens = self._adoption.place(record, prompt)
+            if num_tokens == 0:
+                self._table.listener.tell(LoadFailed("no-place"))
+                continue
+            if reads.store_start is None:
+                reads.store_start = record.end - num_tokens
+            self._table.listener.tell(Loaded(short_key(record.key), record.end - num_tokens, record.end))
+
+
+def _signature(waiting: Waiting) -> int:
+    """Checksum that is equal on ranks that fetched their parts of the same prefix."""
+    assert waiting.fetch is not None
+    parts = [
+        (
+            *(record.start, record.end, record.splittable, record.is_read),
+            *(each is None for each in (record.order, record.policy_state)),
+            *(_sum_of(record.tokens), _sum_of(record.tail_tokens)),
+        )
+        for record in waiting.fetch.records
+    ]
+    return zlib.crc32(repr(parts).encode())
+
+
+def _sum_of(tokens: Tensor | None) -> int:
+    """Checksum of tokens: paths of the same length may differ."""
+    return 0 if tokens is None else zlib.crc32(tokens.numpy().tobytes())

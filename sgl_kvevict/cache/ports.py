@@ -1,0 +1,139 @@
+"""Protocols that the life cycle calls: the tree that holds the nodes, and the scheduler that runs passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from sgl_kvevict.cache.nodes import NamespaceKey, Node, Reader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LargestOfRanks(Protocol):
+    """All-reduce over tensor-parallel ranks."""
+
+    def __call__(self, value: int, *same: int) -> int:
+        """The largest ``value`` of all ranks; ``same`` must be equal on all ranks."""
+
+
+class TreePort(Protocol):
+    """The tree: nodes, locks, slots and rows."""
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens after a path that are looked up to find it: 1 if keys are pairs of tokens, else 0."""
+
+    def adapter_of(self, namespace: NamespaceKey) -> str | None:
+        """Id of the LoRA adapter with which a namespace's prefixes were computed; None: the model alone."""
+
+    def num_locks(self, node: Node) -> int:
+        """Number of a node's locks; a lock on a node is one on all nodes above it."""
+
+    def locked_by(self, reader: Reader) -> Node | None:
+        """Last node of the path that a reader locks; None if there is none."""
+
+    def cut(self, path: Sequence[Node], end: int) -> Node:
+        """Split the last node of a path, inside which the logical position ``end`` lies, and return the upper part."""
+
+    def token_slots(self, nodes: Sequence[Node]) -> Tensor:
+        """[num_tokens], int64, ordinary slots of consecutive uncompressed nodes, in token order."""
+
+    def hold_span(self, node: Node) -> None:
+        """Mark a node as holding a span instead of ordinary slots."""
+
+    def charge(self, node: Node, num_slots: int) -> None:
+        """Add ``num_slots`` (may be negative) to a node's slots in the accounting."""
+
+    def free(self, token_slots: Tensor) -> None:
+        """Give token slots ([n], int64) back to the pool."""
+
+    def alloc(self, num_slots: int) -> Tensor | None:
+        """[num_slots], int64, token slots of the pool, for which prefixes shrink or are dropped; None: too few."""
+
+    def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[Node]:
+        """Nodes of the longest path that matches ``tokens``; a node that diverges inside is cut there.
+
+        The last ``lookahead`` tokens are only looked up.
+        """
+
+    def add(self, tokens: Sequence[int], namespace: NamespaceKey, slots: Tensor | None = None) -> Node | None:
+        """Add the missing nodes of the path of ``tokens``, which end as in :meth:`find`.
+
+        Returns its last node, or None if it may not be cached. ``slots`` ([num_new], int64) are the new tokens'
+        ordinary slots. None: new nodes hold a filler, and get spans.
+        """
+
+    def num_known(self, reader: Reader) -> int:
+        """Tokens of a generating request, prompt included; 0 if its generated tokens are not cached."""
+
+    def keep(self, reader: Reader, end: int) -> Node | None:
+        """Put the tokens ``[0, end)`` of a generating request into the tree, and lock them for it.
+
+        Returns:
+            Last node of their path, which may end before ``end``; None: they may not be cached.
+        """
+
+    def row(self, reader: Reader, start: int, end: int) -> Tensor:
+        """[end - start], int64, ordinary slots of a reader's tokens ``[start, end)``, including uncached ones."""
+
+    def clear_row(self, reader: Reader, end: int) -> None:
+        """From the reader's next forward on, its tokens ``[0, end)`` are read from spans."""
+
+    def largest(self, value: int, *same: int) -> int:
+        """See :class:`LargestOfRanks`."""
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Exchange numbers between tensor-parallel ranks, equally many on each; the result is by rank."""
+
+
+class PassState(Enum):
+    """State of a pass."""
+
+    WAITING = auto()
+    """In the queue."""
+    RUNNING = auto()
+    """It holds slots."""
+    GONE = auto()
+    """Aborted while it waited, which the scheduler does not report."""
+
+
+class PassPort(Protocol):
+    """The scheduler, between two steps."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer; None on a server without one."""
+
+    @property
+    def room(self) -> int:
+        """Limit (exclusive) of a pass's tokens, prefix included."""
+
+    @property
+    def now(self) -> float:
+        """Seconds of a monotonic clock; each rank has its own."""
+
+    @property
+    def has_users(self) -> bool:
+        """Whether requests other than passes wait for admission or run; the same on every rank."""
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether requests other than passes wait for admission; the same on every rank."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no pass may start: the engine is paused, or a flush waits for an idle server."""
+
+    def start(self, node: Node, probe: Sequence[int]) -> Reader:
+        """Queue a pass: the path to a node, then a probe. It is answered to no one and inserted nowhere."""
+
+    def state(self, reader: Reader) -> PassState:
+        """State of a pass that has not ended."""
+
+    def withdraw(self, reader: Reader) -> None:
+        """Take a waiting pass out of the queue."""

@@ -1,0 +1,209 @@
+"""Shrinks prefixes when token slots are short, before anything that could be found again is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgl_kvevict.cache.eviction import CostAwareRecency, NodeHeap, Priority
+from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.resize import Occasion, Resizer
+from sgl_kvevict.segments import PromptObservation, Segment
+
+ROUND_SHARE = 1 / 64
+"""Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
+
+ANSWERS = 2.5
+"""Worth of all answers of a prefix until it is dropped, in prefills of it."""
+LOSS_OF_COMPRESSING = ANSWERS * 0.03 / 0.5
+"""Loss of compressing a prefix, in tokens of prefill per slot released: 3 % of the answers at 50 % (within the error
+of docs/quality.md)."""
+LOSS_OF_LIGHT = ANSWERS * 0.03 / 0.3 / 2
+"""Loss from the light share to the budget per slot released, relative to the loss of dropping the prefix: another 3 %
+from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
+LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
+"""The same from the budget to ``min_budget``: 8 % from 20 % to 10 %, and 5 tokens a slot. Scores of shorter texts lost
+7 and 14 % on two seeds; the shipped ones lose 14 and 19 % (docs/quality.md), for which 8 % was not chosen anew."""
+
+
+class Pressure(Part):
+    """Shrinks segments whose entries are ordered, or can be, above the least share.
+
+    They shrink in steps (``KVEvictConfig.shares``): in place they are ranked and packed at the light share, then they
+    give up entries by the order that they have, to the budget and to ``min_budget``. Those in place shrink from the
+    root down.
+    """
+
+    def __init__(self, shared: Shared, resizer: Resizer, order: CostAwareRecency, num_slots: int) -> None:
+        super().__init__(shared)
+        self.order = order
+        self._shrinking = self._table.shrinking
+        self._resizer = resizer
+        self._round = max(int(num_slots * ROUND_SHARE), 1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Start a new heap: the table was emptied."""
+        self._heap = NodeHeap(self._shrinking, self._priority)
+
+    def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
+        """Let the first ``num_tokens`` tokens of a path, a prompt, shrink when slots are short; its tail does not."""
+        if self._compressor.scores_any_range and not prompt.has_failed:
+            self._resizer.cover(path, num_tokens - self._config.tail_tokens, prompt, prompt.num_bytes)
+
+    def chunk_complete(self, reader: Reader, path: Sequence[Node]) -> None:
+        """Let the first part of a prompt shrink; it does at once if ``prefill_budget`` is set.
+
+        The prompt's observation goes on with the rest, and counts towards ``observation_bytes`` once it is complete.
+        """
+        prompt = self._readers.shrinking_prompt(reader)
+        if prompt is None or not self._compressor.scores_any_range or prompt.has_failed:
+            return
+        self._resizer.cover(path, length_of(path), prompt, 0)
+        share = self._config.prefill_budget
+        if share is not None:
+            for segment in self._table.chain(path):
+                if segment in self._table.in_place and self._table.in_place[segment] in self._shrinking:
+                    self._compress(segment, share)
+
+    def unmeasured(self, path: Sequence[Node]) -> list[Segment]:
+        """Packed segments of a path that may shrink further, and whose order passes would improve.
+
+        Only those whose spans all lie on the path: passes do not see entries elsewhere.
+        """
+        segments = [self._spans[owner].segment for owner in self._spans.owners(path)]
+        return [segment for segment in segments if self._is_unmeasured(segment)]
+
+    def _is_unmeasured(self, segment: Segment) -> bool:
+        if segment.is_measured or segment.order is None or segment.readers is not None or not self._config.shares:
+            return False
+        return segment.num_slots > self._resizer.slots_at(segment, self._config.shares[-1])
+
+    # ---- the reserve ------------------------------------------------------------------------------------------
+
+    def reserve(self) -> int:
+        """Token slots that readers hold and that shrinking would release, so that others can have them at any time.
+
+        Prefixes without readers do not count: they can be dropped. Never more than :meth:`relieve` releases.
+        """
+        if not self._shrinking:
+            return 0
+        won = 0
+        for node in self._readers.movable_nodes():
+            if node in self._shrinking:
+                span = self._spans.of(node)
+                assert span is not None
+                won += self._reserve_of(span.segment)
+        return won
+
+    def _reserve_of(self, segment: Segment) -> int:
+        if segment.packed is not None:
+            least = self._least_slots(segment.start, segment.num_tokens)
+            return 0 if segment.order is None else max(segment.num_slots - least, 0)
+        if not self._resizer.is_long_enough(segment.num_tokens):
+            return 0  # it comes along with what is below it
+        start, won, above = segment.start, 0, None
+        sizes: list[int] = []
+        for node in self._table.nodes_of(segment):
+            if above is None or self._resizer.begins_segment(above, node):
+                sizes.append(0)
+            sizes[-1] += len(node.key)
+            above = node
+        for num_tokens in sizes:
+            won += num_tokens - self._least_slots(start, num_tokens)
+            start += num_tokens
+        return won
+
+    def _least_slots(self, start: int, num_tokens: int) -> int:
+        """Token slots of a segment that begins at ``start``, once it has shrunk as far as it can."""
+        config = self._config
+        return (
+            config.slots_at(config.shares[-1], num_tokens, start)
+            if config.shares
+            else config.num_slots(num_tokens, start)
+        )
+
+    # ---- shrinking --------------------------------------------------------------------------------------------
+
+    def relieve(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
+        """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
+
+        Ranges whose entries are being ranked come first: they lose no more than they would two steps later.
+
+        The segment of a prompt longer than the pool releases only the ``wanted`` token slots: it needs the others.
+
+        ``leaf`` would be dropped instead (None: there is no leaf), so steps of higher priority are not taken. But no
+        span is dropped, or shrinks below the budget, while something may shrink to the budget.
+
+        Returns:
+            Token slots released.
+        """
+        won = self._resizer.try_wanted(Occasion.SHORT)
+        rest: list[Node] = []
+        while won < self._round and (top := self._heap.top()) is not None:
+            (is_below_budget, *rank), node = top
+            priority = tuple(rank)
+            if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
+                break
+            self._heap.pop()
+            slots = self._shrink(node, wanted - won)
+            won += slots
+            if node in self._shrinking:
+                rest.append(node)
+            if slots:
+                self.order.gave_way(priority)
+            if slots or node not in self._shrinking:
+                for waiting in rest:  # a segment above them was packed, or shrinks no more
+                    self._heap.push(waiting)
+                rest.clear()
+        for waiting in rest:
+            self._heap.push(waiting)
+        return won
+
+    def _priority(self, node: Node) -> Priority:
+        """Whether a segment's next step leads below the budget, then its priority on the scale of dropping a leaf."""
+        span = self._spans.of(node)
+        assert span is not None
+        segment = span.segment
+        if segment.packed is None:
+            return False, *self.order.priority(node, LOSS_OF_COMPRESSING)
+        is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
+        loss = LOSS_OF_LIGHT if is_light else LOSS_OF_SQUEEZING
+        return not is_light, *self.order.priority(node, loss * self.order.saved(node))
+
+    def _shrink(self, node: Node, wanted: int) -> int:
+        """Let a segment take its next step. 0: not now, or never again if the node left ``shrinking``."""
+        span = self._spans.of(node)
+        assert span is not None
+        segment = span.segment
+        if segment.packed is None:
+            return self._compress(segment, self._config.shares[0] if self._config.shares else None)
+        shares = () if segment.order is None else self._config.shares
+        steps = (self._resizer.slots_at(segment, share) for share in shares)
+        slots = next((slots for slots in steps if slots < segment.num_slots), None)
+        if slots is None:
+            self._shrinking.discard(node)
+            return 0
+        if segment.is_joined:
+            slots = max(slots, segment.num_slots - max(wanted, self._round))
+        return self._resizer.resize([segment], slots)
+
+    def _compress(self, segment: Segment, share: float | None) -> int:
+        """Pack a segment in place, with those above it that are too short alone.
+
+        0: not now, or never again if its node left ``shrinking``.
+        """
+        path = path_to(self._table.in_place[segment])
+        chain = self._table.chain(path)
+        if any(self._table.in_place[above] in self._shrinking for above in chain[:-1]):
+            return 0
+        if not self._resizer.is_long_enough(segment.end - chain[0].start):
+            self._shrinking.discard(path[-1])
+            return 0
+        readers = self._readers.movable(self._table.nodes_of(chain[0])[0])
+        if readers is None:
+            return 0
+        won = self._resizer.shrink_now(chain, share)
+        if any(map(self._readers.shrinking_prompt, readers)):
+            self._resizer.join(path)
+        return won

@@ -1,0 +1,112 @@
+"""Readers: requests and scoring passes that attend to a prefix, with one record each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from sgl_kvevict.cache.nodes import Node, Reader, path_to
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.segments import Generated, PromptObservation
+
+
+@dataclass(eq=False)
+class ReaderRecord:
+    """State of one reader.
+
+    Attributes:
+        is_live: it has matched its prompt and was not released.
+        is_exact: it must read no compressed entry (``exact``).
+        is_long: its prompt is longer than the pool, and its chunks shrink while it is prefilled.
+        is_loaded: what the host has of its prompt was loaded; since then it was not released.
+        host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
+        store_start: the same of the store, which has what neither pool nor host had.
+        observation: of its prefill; None before, once the complete prompt was dealt with, and if nothing of it will be
+            cached.
+        suffix: its generated tokens and their compression; None: they are not compressed.
+    """
+
+    is_live: bool = False
+    is_exact: bool = False
+    is_long: bool = False
+    is_pass: bool = False
+    is_loaded: bool = False
+    host_start: int | None = None
+    store_start: int | None = None
+    observation: PromptObservation | None = None
+    suffix: Generated | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole prompt was prefilled, and :meth:`PrefixManager.prompt_complete` is due."""
+        return self.observation is not None and self.observation.is_complete
+
+    def sources(self, num_tokens: int) -> tuple[int, int, int]:
+        """How many of the first ``num_tokens`` tokens, which it has found, came from pool, host and store."""
+        store_start = num_tokens if self.store_start is None else min(self.store_start, num_tokens)
+        host_start = store_start if self.host_start is None else min(self.host_start, store_start)
+        return host_start, store_start - host_start, num_tokens - store_start
+
+
+class ReaderTable:
+    """Records of readers, which end with their request objects, and the nodes that readers lock.
+
+    A reader's slots may be replaced between two of its steps, because its next forward plans from the tree.
+    Exceptions: a lock of unknown origin, or a request with ``exact``. ``all_shrink``: chunks of every prompt shrink
+    while it is prefilled (``prefill_budget``), not of long ones only.
+    """
+
+    def __init__(self, tree: TreePort, *, all_shrink: bool) -> None:
+        self._tree = tree
+        self._all_shrink = all_shrink
+        self._records: WeakKeyDictionary[Reader, ReaderRecord] = WeakKeyDictionary()
+
+    def __iter__(self) -> Iterator[Reader]:
+        """Live readers."""
+        return iter([reader for reader, record in self._records.items() if record.is_live])
+
+    def __getitem__(self, reader: Reader) -> ReaderRecord:
+        """The record of a reader, created if missing."""
+        try:
+            return self._records[reader]
+        except KeyError:
+            record = self._records[reader] = ReaderRecord()
+            return record
+
+    def items(self) -> list[tuple[Reader, ReaderRecord]]:
+        """All readers and their records, in order of arrival."""
+        return list(self._records.items())
+
+    def shrinking_prompt(self, reader: Reader) -> PromptObservation | None:
+        """The observation of a prompt under way whose chunks shrink; None for others."""
+        record = self[reader]
+        return record.observation if record.is_long or (self._all_shrink and not record.is_pass) else None
+
+    def has_exact(self, path: Sequence[Node]) -> bool:
+        """Whether an exact request reads a part of a path."""
+        lasts = (self._tree.locked_by(reader) for reader in self if self[reader].is_exact)
+        return any(node in path_to(last) for last in lasts if last is not None for node in path[:1])
+
+    def movable(self, node: Node) -> list[Reader] | None:
+        """Return the readers of a node; None if the slots of one of them must stay (see the class)."""
+        readers = [reader for reader in self if (last := self._tree.locked_by(reader)) and node in path_to(last)]
+        if len(readers) != self._tree.num_locks(node) or any(self[reader].is_exact for reader in readers):
+            return None
+        return readers
+
+    def movable_nodes(self) -> list[Node]:
+        """Locked nodes whose readers, and those of all nodes above, are movable; root side first."""
+        paths = [(reader, path_to(last)) for reader in self if (last := self._tree.locked_by(reader)) is not None]
+        counts = Counter(node for _, path in paths for node in path)
+        fixed = {node for reader, path in paths if self[reader].is_exact for node in path}
+        movable: dict[Node, None] = {}
+        for _, path in paths:
+            for node in path:
+                if node in movable:
+                    continue
+                if node in fixed or counts[node] != self._tree.num_locks(node):
+                    break
+                movable[node] = None
+        return list(movable)

@@ -1,0 +1,531 @@
+"""The table of prefixes: one record per tree node, the segments of nodes, and what changes of the tree do to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.cache.job import ScoringJob
+from sgl_kvevict.cache.listener import CacheListener
+from sgl_kvevict.cache.nodes import Node, NodeSet
+from sgl_kvevict.guard import accounting
+from sgl_kvevict.segments import Observation, Order, ReaderObservation, Segment, SegmentPacker, Span
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class PrefixRecord:
+    """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
+
+    Attributes:
+        span: the node's part of a segment, in place or packed; None: it belongs to none.
+        matches: how many prompts have found the prefix.
+        is_stale: it was compressed with other weights, and must not be matched.
+        job: its scoring passes, waiting or under way.
+    """
+
+    span: Span | None = None
+    matches: int = 0
+    is_stale: bool = False
+    job: ScoringJob | None = None
+
+
+@dataclass(frozen=True)
+class DropResult:
+    """Contents of a node that left the tree.
+
+    Attributes:
+        span: its packed part of a segment; None: it had ordinary slots.
+        slots: [num_slots], int64, token slots to release; None: the node's ordinary ones.
+        owner: node of a packed segment that lives on without the node's tokens.
+    """
+
+    span: Span | None = None
+    slots: Tensor | None = None
+    owner: Node | None = None
+
+
+class Queue(Generic[T]):
+    """Records that have a certain part, oldest first."""
+
+    def __init__(self, records: dict[Node, PrefixRecord], part: str) -> None:
+        self._records = records
+        self._part = part
+        self._nodes: dict[Node, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._nodes
+
+    def __iter__(self) -> Iterator[tuple[Node, T]]:
+        """Nodes and their parts; the queue may change during the iteration."""
+        return iter([(node, getattr(self._records[node], self._part)) for node in self._nodes])
+
+    def values(self) -> list[T]:
+        """The parts, oldest first."""
+        return [value for _, value in self]
+
+    def get(self, node: Node) -> T | None:
+        """The part of a node's record; None if it has none."""
+        return getattr(self._records[node], self._part) if node in self._nodes else None
+
+    def put(self, node: Node, value: T) -> None:
+        """Set the part of a node's record, as the newest."""
+        self.take(node)
+        setattr(self._records.setdefault(node, PrefixRecord()), self._part, value)
+        self._nodes[node] = None
+
+    def take(self, node: Node) -> T | None:
+        """Remove and return the part of a node's record; None if it has none."""
+        if node not in self._nodes:
+            return None
+        del self._nodes[node]
+        record = self._records[node]
+        value: T = getattr(record, self._part)
+        setattr(record, self._part, PrefixRecord.__dataclass_fields__[self._part].default)
+        return value
+
+
+class Prompts:
+    """Observations of prompts by which segments in place can be ranked, oldest first.
+
+    ``num_bytes``: their memory. One that is given up is forgotten by all its segments.
+    """
+
+    def __init__(self) -> None:
+        self._segments: dict[Observation, dict[Segment, None]] = {}
+        self._sizes: dict[Observation, int] = {}
+        self.num_bytes = 0
+
+    def give(self, segment: Segment, prompt: Observation, num_bytes: int) -> None:
+        """Let a segment be ranked by a prompt."""
+        self.take(segment)
+        segment.prompt = prompt
+        self._segments.setdefault(prompt, {})[segment] = None
+        self.num_bytes += num_bytes - self._sizes.get(prompt, 0)
+        self._sizes[prompt] = num_bytes
+
+    def take(self, segment: Segment) -> None:
+        """Let a segment forget its prompt."""
+        prompt, segment.prompt = segment.prompt, None
+        if prompt is None or prompt not in self._segments:
+            return
+        del self._segments[prompt][segment]
+        if not self._segments[prompt]:
+            del self._segments[prompt]
+            self.num_bytes -= self._sizes.pop(prompt)
+
+    def copy(self, segment: Segment, other: Segment) -> None:
+        """Let a segment be ranked as another one."""
+        prompt = other.prompt
+        self.take(segment)
+        if prompt is not None:
+            self.give(segment, prompt, self._sizes[prompt])
+
+    def trim(self, num_bytes: int) -> list[Segment]:
+        """Give up the oldest beyond a limit of memory; return the segments that they were of."""
+        lost: list[Segment] = []
+        for prompt, segments in list(self._segments.items()):
+            if self.num_bytes <= num_bytes:
+                break
+            if self._sizes[prompt]:
+                lost += segments
+                for segment in list(segments):
+                    self.take(segment)
+        return lost
+
+
+class Spans(Mapping[Node, Span]):
+    """A read-only view of the packed spans by node, with functions on paths.
+
+    On every path, nodes of packed segments come first, then those of segments in place, then those of none. All spans
+    of a segment lie on consecutive nodes of one path. The spans of an unsplittable packed segment stand and fall
+    together: no request reads only some of them.
+    """
+
+    def __init__(self, records: Mapping[Node, PrefixRecord]) -> None:
+        self._records = records
+
+    def __getitem__(self, node: Node) -> Span:
+        span = self.at(node)
+        if span is None:
+            raise KeyError(node)
+        return span
+
+    def __contains__(self, node: object) -> bool:
+        return self.at(node) is not None  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Node]:
+        return (node for node in self._records if self.at(node) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def at(self, node: Node | None) -> Span | None:
+        """The packed span of a node; None if its tokens are in ordinary slots."""
+        span = self.of(node)
+        return span if span is not None and span.is_packed else None
+
+    def of(self, node: Node | None) -> Span | None:
+        """A node's part of a segment, in place or packed; None if it belongs to none."""
+        return None if node is None or node not in self._records else self._records[node].span
+
+    def waterline(self, path: Sequence[Node]) -> int:
+        """Number of compressed tokens of a path: where its last span ends."""
+        for node in reversed(path):
+            if (span := self.at(node)) is not None:
+                return span.end
+        return 0
+
+    def uncompressed(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that hold no span."""
+        return [node for node in path if node not in self]
+
+    def owners(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that own a segment whose spans all lie on it, root side first."""
+        views = Counter(self[node].segment for node in path if node in self)
+        owned = [node for node in path if node in self and self[node].is_owner]
+        return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
+
+    def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
+        """The spans that a request which locks a path reads, root side first.
+
+        A segment that grew while a request generated, or was joined, has many spans. A path with all reads it as one,
+        unless its last spans were dropped: their entries stay until a repack saves a slot.
+        """
+        spans = [self[node] for node in path if node in self]
+        runs = []
+        i = 0
+        while i < len(spans):
+            segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
+            is_one = segment.is_generated or segment.is_joined
+            is_whole = is_one and last < len(spans) and spans[last].segment is segment
+            if is_whole and spans[i].is_owner and spans[last].end == segment.end:
+                runs.append(segment.runs())
+                i = last
+            else:
+                runs.append(spans[i].runs())
+            i += 1
+        return tuple(runs)
+
+    def blocks(self, node: Node) -> bool:
+        """Whether no request may stop right after a node: it would read only a part of an unsplittable segment."""
+        span = self.at(node)
+        return span is not None and not span.segment.splittable and span.end < span.segment.end
+
+    def owner_of(self, node: Node) -> Node:
+        """Topmost node of a packed node's segment."""
+        return self.nodes_of(node, self[node].segment)[0]
+
+    def last_of(self, owner: Node) -> Node:
+        """Last node with a span of the segment that a node owns."""
+        return self.views_of(owner)[-1]
+
+    def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
+        """Nodes of a segment, from the owner to ``lowest``."""
+        nodes = []
+        node: Node | None = lowest
+        while node is not None and (span := self.of(node)) is not None and span.segment is segment:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def views_of(self, owner: Node) -> list[Node]:
+        """All nodes with spans of the segment that a node owns, root side first."""
+        span = self.of(owner)
+        assert span is not None
+        segment, views = span.segment, [owner]
+        while len(views) < segment.num_spans:
+            views.append(next(child for child in views[-1].children.values() if self.has_part(child, segment)))
+        return views
+
+    def has_part(self, node: Node, segment: Segment) -> bool:
+        """Whether a node holds a part of a segment."""
+        span = self.of(node)
+        return span is not None and span.segment is segment
+
+
+class PrefixTable:
+    """All that is known of prefixes: the only table keyed by nodes.
+
+    Each change of the tree (split, drop, flush) is one function, which handles the whole record.
+
+    ``shrinks``: packed segments may shrink further.
+
+    Attributes:
+        in_place: last node of each segment in place, oldest first.
+        packed: owner of each packed segment.
+        wanted: segments in place that are to shrink to the budget as soon as they are ranked and all their readers can
+            move, with those above them; oldest first.
+        shrinking: nodes that stand for segments that may shrink when slots are short: the last one of a segment in
+            place, the owner of a packed one.
+        jobs: see :class:`PrefixRecord`, like ``stale``.
+    """
+
+    def __init__(self, packer: SegmentPacker, listener: CacheListener, *, shrinks: bool) -> None:
+        self._packer = packer
+        self._shrinks = shrinks
+        self._records: dict[Node, PrefixRecord] = {}
+        self.listener = listener
+        self.spans = Spans(self._records)
+        self.in_place: dict[Segment, Node] = {}
+        self.packed: dict[Segment, Node] = {}
+        self.wanted: dict[Segment, None] = {}
+        self.shrinking = NodeSet()
+        self.prompts = Prompts()
+        self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
+        self.stale: Queue[bool] = Queue(self._records, "is_stale")
+
+    def count_match(self, node: Node) -> int:
+        """Count one more prompt that found the prefix; return the new count."""
+        record = self._records.setdefault(node, PrefixRecord())
+        record.matches += 1
+        return record.matches
+
+    @property
+    def begun_jobs(self) -> list[ScoringJob]:
+        """Jobs that have begun, and so hold memory; oldest first."""
+        return [job for job in self.jobs.values() if job.observation is not None]
+
+    # ---- segments in place ------------------------------------------------------------------------------------
+
+    def nodes_of(self, segment: Segment) -> list[Node]:
+        """Nodes of a segment, root side first."""
+        if segment in self.in_place:
+            return self.spans.nodes_of(self.in_place[segment], segment)
+        return self.spans.views_of(self.packed[segment])
+
+    def chain(self, path: Sequence[Node]) -> list[Segment]:
+        """Segments in place of a path, root side first; one of which the path has only the beginning is cut."""
+        found: dict[Segment, Node] = {}
+        for node in path:
+            span = self.spans.of(node)
+            if span is not None and not span.is_packed:
+                found[span.segment] = node
+        return [segment if self.in_place[segment] is last else self._cut_below(last) for segment, last in found.items()]
+
+    def cover(self, nodes: Sequence[Node], start: int) -> Segment:
+        """Make a segment in place of consecutive nodes without one; ``start`` is where the first one begins."""
+        end = start + sum(len(node.key) for node in nodes)
+        segment = Segment(self._packer.geometry, start, end)
+        for i, node in enumerate(nodes):
+            record = self._records.setdefault(node, PrefixRecord())
+            record.span = Span(segment, start, start + len(node.key), is_owner=i == 0)
+            start += len(node.key)
+        self.in_place[segment] = nodes[-1]
+        return segment
+
+    def join(self, segments: Sequence[Segment]) -> Segment:
+        """Make one segment in place of consecutive ones. It is not ranked, unless they were ranked together.
+
+        Sums of attention of one observation go with it; its prompt and wish are those of the last one.
+        """
+        if len(segments) == 1:
+            return segments[0]
+        nodes, last = [node for segment in segments for node in self.nodes_of(segment)], segments[-1]
+        joined = Segment(self._packer.geometry, segments[0].start, last.end)
+        joined.order = _joined_order(segments)
+        readers = last.readers
+        if readers is not None and all(segment.readers is readers for segment in segments):
+            parts = [segment.attention for segment in segments if segment.attention is not None]
+            joined.readers, joined.attention = readers, torch.cat(parts, dim=-1)
+            for segment in segments:
+                segment.readers = None
+        self.prompts.copy(joined, last)
+        may_shrink = any(self.in_place[segment] in self.shrinking for segment in segments)
+        for i, node in enumerate(nodes):
+            span = self._records[node].span
+            assert span is not None
+            span.move_to(joined, is_owner=i == 0)
+        is_wanted = last in self.wanted
+        for segment in segments:
+            self._forget(segment)
+        self.in_place[joined] = nodes[-1]
+        if is_wanted:
+            self.wanted[joined] = None
+        if may_shrink:
+            self.shrinking.add(nodes[-1])
+        return joined
+
+    def divide(self, segment: Segment, groups: Sequence[Sequence[Node]]) -> list[Segment]:
+        """Cut a segment in place into one for each group of its consecutive nodes."""
+        return [*(self._cut_below(nodes[-1]) for nodes in groups[:-1]), segment]
+
+    def _cut_below(self, node: Node) -> Segment:
+        """Cut a segment in place below an inner node; return the new segment, which ends there."""
+        span = self.spans.of(node)
+        assert span is not None
+        segment = span.segment
+        above = segment.cut_off(span.end)
+        nodes = self.spans.nodes_of(node, segment)
+        for each in nodes:
+            part = self._records[each].span
+            assert part is not None
+            part.move_to(above, is_owner=part.is_owner)
+        below = next(child for child in node.children.values() if self.spans.has_part(child, segment))
+        part = self._records[below].span
+        assert part is not None
+        part.is_owner = True
+        above.prompt = None
+        self.prompts.copy(above, segment)
+        self.in_place[above] = node
+        if self.in_place[segment] in self.shrinking:
+            self.shrinking.add(node)
+        return above
+
+    def _forget(self, segment: Segment) -> None:
+        """A segment in place is no more one."""
+        self._leave_place(segment)
+        self.lose_attention(segment)
+
+    def _leave_place(self, segment: Segment) -> None:
+        self.shrinking.discard(self.in_place.pop(segment))
+        self.wanted.pop(segment, None)
+        self.prompts.take(segment)
+
+    def lose_attention(self, segment: Segment) -> None:
+        """The sums of the passes over a segment are gone."""
+        if isinstance(segment.readers, ReaderObservation):
+            segment.readers.has_changed = True
+        segment.readers = segment.attention = None
+
+    def unobserve(self, readers: ReaderObservation) -> None:
+        """No more passes come."""
+        for record in self._records.values():
+            if record.span is not None and record.span.segment.readers is readers:
+                record.span.segment.readers = record.span.segment.attention = None
+
+    # ---- changes of spans -------------------------------------------------------------------------------------
+
+    def hold(self, nodes: Sequence[Node], segment: Segment) -> None:
+        """Make consecutive nodes, root side first, the views of one packed segment, which may have been in place.
+
+        They hold all spans of the segments that it replaces.
+        """
+        start = segment.start
+        for i, node in enumerate(nodes):
+            record = self._records.setdefault(node, PrefixRecord())
+            end = start + len(node.key)
+            if record.span is None:
+                record.span = Span(segment, start, end, is_owner=i == 0)
+            elif record.span.segment is not segment:
+                if record.span.segment in self.in_place:
+                    self._forget(record.span.segment)
+                self.packed.pop(record.span.segment, None)
+                record.span.move_to(segment, is_owner=i == 0)
+            self.shrinking.discard(node)
+            start = end
+        if segment in self.in_place:
+            self._leave_place(segment)
+        self.packed[segment] = nodes[0]
+        if self._shrinks and not segment.is_generated:
+            self.shrinking.add(nodes[0])
+
+    # ---- changes of the tree ----------------------------------------------------------------------------------
+
+    @accounting()
+    def split(self, upper: Node, lower: Node) -> Span | None:
+        """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node.
+
+        Prompts that matched the node also matched its upper half. Jobs belong to the lower half, which ends where the
+        node ended; a segment in place is cut, too. Returns the packed span of ``lower``.
+        """
+        below = self._records.get(lower)
+        if below is None:
+            return None
+        above = self._records[upper] = PrefixRecord(matches=below.matches)
+        if below.span is not None:
+            above.span, below.span = below.span.split(below.span.start + len(upper.key))
+            if not below.span.is_packed:
+                self._cut_below(upper)
+            elif above.span.is_owner:
+                self.packed[above.span.segment] = upper
+                if lower in self.shrinking:
+                    self.shrinking.discard(lower)
+                    self.shrinking.add(upper)
+        if lower in self.stale:
+            self.stale.put(upper, value=True)
+        return below.span if below.span is not None and below.span.is_packed else None
+
+    @accounting()
+    def drop(self, node: Node) -> DropResult:
+        """Remove the record of a leaf that left the tree.
+
+        An owner's slots are released. A lower span releases none by itself: the rest of its segment is packed into
+        fewer slots next. The rest of an unsplittable segment saves nothing any more, so it is dropped next. A segment
+        in place ends before the node.
+        """
+        record = self._records.get(node)
+        if record is None:
+            return DropResult()
+        span = record.span
+        for queue in (self.jobs, self.stale):
+            queue.take(node)
+        may_shrink = node in self.shrinking
+        self.shrinking.discard(node)
+        del self._records[node]
+        if span is None:
+            return DropResult()
+        segment, slots = span.segment, span.drop()
+        if not span.is_packed:
+            self._drop_in_place(node, span, may_shrink=may_shrink)
+            return DropResult()
+        if slots is not None:
+            del self.packed[segment]
+            self.lose_attention(segment)
+            return DropResult(span, slots)
+        assert node.parent is not None
+        if not segment.splittable:
+            segment.is_rest, segment.order = True, None  # smaller, it would be a segment of the rest, and found
+            return DropResult(span, segment.storage.token_slots[:0])
+        return DropResult(span, segment.storage.token_slots[:0], self.spans.nodes_of(node.parent, segment)[0])
+
+    def _drop_in_place(self, node: Node, span: Span, *, may_shrink: bool) -> None:
+        segment = span.segment
+        if span.is_owner:
+            self._forget(segment)
+            return
+        assert node.parent is not None
+        segment.end_at(span.start)
+        self.in_place[segment] = node.parent
+        if may_shrink:
+            self.shrinking.add(node.parent)
+
+    def clear(self) -> None:
+        """Remove all records: the tree was flushed."""
+        self.forget()
+        for node, _ in self.stale:
+            self.stale.take(node)
+        self._records.clear()
+        self.packed.clear()
+
+    def forget(self) -> None:
+        """Remove everything but packed spans and stale marks: the weights have changed."""
+        for node, _ in self.jobs:
+            self.jobs.take(node)
+        for segment in list(self.in_place):
+            for node in self.nodes_of(segment):
+                self._records[node].span = None
+            self._forget(segment)
+        for record in self._records.values():
+            record.matches = 0
+        for node in list(self.shrinking):
+            self.shrinking.discard(node)
+
+
+def _joined_order(segments: Sequence[Segment]) -> Order | None:
+    """The order of consecutive segments in place that were ranked together; None if they were not."""
+    orders = [segment.order for segment in segments if segment.order is not None]
+    if len(orders) < len(segments) or any(one.ranking is not orders[0].ranking for one in orders):
+        return None
+    return replace(orders[0], launched=lambda: torch.cat([order.keys for order in orders], dim=-1))

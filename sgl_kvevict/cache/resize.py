@@ -1,0 +1,516 @@
+"""Changes the size of segments between two steps, while requests read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import Enum, auto
+from itertools import pairwise
+from operator import attrgetter
+
+from torch import Tensor
+
+from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.saving import Saving
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.events.types import Refused, Squeezed
+from sgl_kvevict.guard import Place, accounting
+from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.ragged import MergePlan
+from sgl_kvevict.segments import (
+    CacheObservation,
+    MeasuredRange,
+    Observation,
+    ReaderObservation,
+    Rewritten,
+    Segment,
+    Sources,
+    TokenRange,
+    View,
+)
+from sgl_kvevict.segments.generated import GeneratedBlock
+
+TURNS_OF_RANKING = 2
+"""Turns of the scheduler's loop from launching an order beside its stream to its use: a step at least is launched
+between. Counted, because tensor-parallel ranks would not agree on whether a stream is done."""
+
+
+class Occasion(Enum):
+    """Why segments that are to shrink to the budget are tried."""
+
+    RELEASED = auto()
+    """A reader was released, or a prompt is complete."""
+    TURN = auto()
+    """The scheduler is between two steps."""
+    SHORT = auto()
+    """Token slots are short."""
+
+
+class Resizer(Part):
+    """Makes segments of paths, has their entries ranked, and changes their size.
+
+    :meth:`resize` is the one function in which a segment's token slots, their charges, rows and spans change hands (by
+    :meth:`exchange`, which segments from outside the pool share); the others decide which segments, and when.
+
+    A range that is to shrink to the budget is *wanted* until it does: it may wait for an exact reader, or for its
+    order, which on a GPU is computed beside the next step and used :data:`TURNS_OF_RANKING` later, or when slots are
+    short.
+    """
+
+    def __init__(self, shared: Shared, saving: Saving | None) -> None:
+        super().__init__(shared)
+        self._saving = saving
+        self._turn = 0
+
+    # ---- ranges -----------------------------------------------------------------------------------------------
+
+    def is_long_enough(self, num_tokens: int) -> bool:
+        """Whether a range reaches ``min_prefix_tokens``."""
+        return num_tokens >= self._config.min_prefix_tokens
+
+    def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
+        """Logical bounds of a path's uncompressed tokens before its tail; None if they are too few."""
+        start, end = self._spans.waterline(path), self.end_of(path)
+        return (start, end) if self.is_long_enough(end - start) else None
+
+    def end_of(self, path: Sequence[Node]) -> int:
+        """Logical position of a path's tail, which stays uncompressed."""
+        return length_of(path) - self._config.tail_tokens
+
+    def slots_at(self, segment: Segment, share: float | None = None) -> int:
+        """Token slots of a segment at a share of its entries; None: at the budget."""
+        if share is None:
+            return self._config.num_slots(segment.num_tokens, segment.start)
+        return self._config.slots_at(share, segment.num_tokens, segment.start)
+
+    def node_ending_at(self, path: Sequence[Node], end: int) -> Node:
+        """Node of a path that ends at position ``end``; a node that contains ``end`` is split."""
+        position = 0
+        for i, node in enumerate(path):
+            position += len(node.key)
+            if position == end:
+                return node
+            if position > end:
+                return self._tree.cut(path[: i + 1], end)
+        raise InvariantError(f"the path has {position} tokens, expected at least {end}")
+
+    def begins_segment(self, above: Node, node: Node) -> bool:
+        """Whether two nodes of a range become different segments.
+
+        Segments that cannot be split end where prompts branch off, or a running request's path ends.
+        """
+        if self._compressor.splittable:
+            return False
+        return len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node)
+
+    # ---- segments in place ------------------------------------------------------------------------------------
+
+    def cover(self, path: Sequence[Node], end: int, prompt: Observation, num_bytes: int) -> None:
+        """Let the uncompressed tokens of a path up to ``end`` shrink when slots are short, ranked by a prompt.
+
+        They become segments in place of at least ``min_prefix_tokens``, which end where nodes end.
+        """
+        segments = self._table.chain([node for node in path if self._spans.of(node) is not None])
+        position = start = self._covered(path)
+        nodes: list[Node] = []
+        for node in path:
+            if self._spans.of(node) is not None or position >= end:
+                continue
+            last = min(position + len(node.key), end)
+            if self.is_long_enough(last - start):
+                nodes.append(self.node_ending_at(path, last))
+                segments.append(self._table.cover(nodes, start))
+                nodes, start = [], last
+            else:
+                nodes.append(node)
+            position += len(node.key)
+        for segment in segments:
+            if segment.end <= end:
+                if num_bytes or prompt.num_bytes:
+                    self._table.prompts.give(segment, prompt, num_bytes)
+                self._table.shrinking.add(self._table.in_place[segment])
+        self._trim()
+
+    def range_to(self, path: Sequence[Node], end: int) -> list[Segment]:
+        """Segments in place of all uncompressed tokens of a path up to ``end``, root side first."""
+        path = path_to(self.node_ending_at(path, end))
+        self._table.chain(path)
+        nodes = [node for node in path if self._spans.of(node) is None]
+        if nodes:
+            self._table.cover(nodes, self._covered(path))
+        return self._table.chain(path)
+
+    def _covered(self, path: Sequence[Node]) -> int:
+        """Where the last segment of a path ends, in place or packed."""
+        return max((span.end for node in path if (span := self._spans.of(node)) is not None), default=0)
+
+    def _trim(self) -> None:
+        """Give up the oldest prompts beyond ``observation_bytes``, and the wishes that need them."""
+        for segment in self._table.prompts.trim(self._config.observation_bytes):
+            if segment in self._table.wanted and segment.order is None and not self.can_rank(segment):
+                del self._table.wanted[segment]
+                self._table.listener.tell(Refused("no-memory", segment.num_tokens))
+
+    # ---- order ------------------------------------------------------------------------------------------------
+
+    def can_rank(self, segment: Segment) -> bool:
+        """Whether a segment in place can be ranked now: by learned scores, or by what its prompt has left."""
+        compressor = self._compressor
+        if compressor.scores_any_range or compressor.policy.needs_passes:
+            return compressor.scores_any_range
+        return segment.prompt is not None or not compressor.observes.collectors
+
+    def _rank(self, segment: Segment) -> bool:
+        """Launch the order of a segment in place; False if it cannot be ranked, or the policy failed."""
+        readers = segment.readers
+        observation: Observation = segment.prompt or CacheObservation()
+        if isinstance(readers, ReaderObservation) and readers.is_complete and segment.attention is not None:
+            observation = MeasuredRange(readers, segment.attention)
+        elif not self.can_rank(segment):
+            return segment.order is not None
+        with self._guard.at(Place.COMPRESSION) as attempt:
+            slots = self._tree.token_slots(self._table.nodes_of(segment))
+            segment.order = self._compressor.rank(slots, segment.start, observation, self._turn)
+        return not attempt.failed
+
+    def _regroup(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Make of consecutive segments in place those that will be packed, one after the other.
+
+        One if segments can be split. An order of other tokens is forgotten, if there can be another one.
+        """
+        if self._compressor.splittable:
+            pieces = [self._table.join(segments)]
+        else:
+            pieces = self._joined_where_possible(self._cut_where_segments_end(segments))
+        for piece in pieces:
+            order = piece.order
+            if order is not None and not order.is_measured and self.can_rank(piece) and not _is_exact(piece):
+                piece.order = None
+        return pieces
+
+    def _cut_where_segments_end(self, segments: Sequence[Segment]) -> list[Segment]:
+        pieces: list[Segment] = []
+        for segment in segments:
+            groups: list[list[Node]] = [[]]
+            for node in self._table.nodes_of(segment):
+                if groups[-1] and self.begins_segment(groups[-1][-1], node):
+                    groups.append([])
+                groups[-1].append(node)
+            pieces += self._table.divide(segment, groups)
+        return pieces
+
+    def _joined_where_possible(self, pieces: Sequence[Segment]) -> list[Segment]:
+        """Join neighbours that need not be segments of their own, and were not ranked as such."""
+        groups = [[pieces[0]]]
+        for above, piece in pairwise(pieces):
+            must_end = self.begins_segment(self._table.in_place[above], self._table.nodes_of(piece)[0])
+            if must_end or (_is_exact(above) and _is_exact(piece)):
+                groups.append([])
+            groups[-1].append(piece)
+        return [self._table.join(group) for group in groups]
+
+    # ---- ranges that shrink to the budget ---------------------------------------------------------------------
+
+    def shrink(self, path: Sequence[Node], end: int, prompt: Observation) -> bool:
+        """Let the uncompressed tokens of a path up to ``end`` shrink to the budget, now or as soon as possible.
+
+        Returns whether they wait for an exact reader.
+        """
+        if not self.is_long_enough(end - self._spans.waterline(path)):
+            return False
+        segment = self.range_to(path, end)[-1]
+        self._table.prompts.give(segment, prompt, prompt.num_bytes)
+        self._table.wanted[segment] = None
+        is_in_use = self._try(segment, Occasion.RELEASED) is None
+        if is_in_use:
+            self._table.listener.tell(Refused("in-use", end - self._spans.waterline(path)))
+        self._trim()
+        return is_in_use
+
+    def passes_over(self, path: Sequence[Node], readers: ReaderObservation) -> bool:
+        """Rank what passes have read to the end, and let it shrink to the budget.
+
+        Returns whether uncompressed tokens wait for an exact reader.
+        """
+        readers.is_complete = True
+        for owner in self._spans.owners(path):
+            segment = self._spans[owner].segment
+            if segment.readers is readers:
+                with self._guard.on_one_rank():
+                    if segment.order is not None:  # else all is kept
+                        self._compressor.rank_by_attention(segment)
+                segment.readers = segment.attention = None
+                slots = segment.num_slots if segment.order is None else self.slots_at(segment)
+                if slots < segment.num_slots:
+                    self.resize([segment], slots)
+                elif slots == segment.num_slots:
+                    self.at_budget(self._spans.last_of(owner))
+        chain = [segment for segment in self._table.chain(path) if segment.end <= self.end_of(path)]
+        if not chain or not self.is_long_enough(chain[-1].end - chain[0].start):
+            return False
+        pieces = self._regroup(chain)
+        self._table.wanted[pieces[-1]] = None
+        for piece in pieces:
+            if piece.readers is readers and not self._rank(piece):
+                self._table.wanted.pop(pieces[-1], None)
+                return False
+            piece.readers = piece.attention = None
+        return self._try(pieces[-1], Occasion.RELEASED) is None
+
+    def try_wanted(self, occasion: Occasion) -> int:
+        """Let wanted ranges shrink, oldest first; return the token slots released."""
+        won = 0
+        for segment in list(self._table.wanted):
+            if segment in self._table.wanted and (occasion is Occasion.RELEASED or _is_launched(segment)):
+                won += self._try(segment, occasion) or 0
+        return won
+
+    def between_steps(self) -> None:
+        """Use the orders that were computed beside the last step."""
+        self._turn += 1
+        if any(map(_is_launched, self._table.wanted)):
+            self.try_wanted(Occasion.TURN)
+            self.try_wanted(Occasion.RELEASED)  # those that begin at the same tokens
+
+    def is_ranking(self, path: Sequence[Node]) -> bool:
+        """Whether entries of a path's uncompressed tokens are being ranked, to shrink."""
+        spans = (self._spans.of(node) for node in path)
+        return any(self._is_early(span.segment) for span in spans if span is not None and not span.is_packed)
+
+    def _is_early(self, segment: Segment) -> bool:
+        """Whether no step need have been launched since an order was."""
+        order = segment.order
+        return order is not None and order.turn is not None and self._turn < order.turn + TURNS_OF_RANKING
+
+    def _try(self, segment: Segment, occasion: Occasion) -> int | None:
+        """Let a wanted range shrink to the budget if it can; return the token slots released, None: it is in use."""
+        path = path_to(self._table.in_place[segment])
+        chain = self._table.chain(path)
+        if not self.is_long_enough(segment.end - chain[0].start):
+            del self._table.wanted[segment]
+            return 0
+        if self._readers.movable(self._table.nodes_of(chain[0])[0]) is None:
+            return None
+        if self._is_early(segment) and occasion is not Occasion.SHORT:
+            return 0
+        if not _is_launched(segment) and any(map(self._is_early, chain[:-1])):
+            return 0
+        pieces = self._regroup(chain)
+        todo = [piece for piece in pieces if piece.order is None and self.slots_at(piece) < piece.num_slots]
+        ranked = [self._rank(piece) for piece in todo]
+        if not all(ranked):
+            self._table.wanted.pop(pieces[-1], None)
+            self._discard(pieces)
+            return 0
+        if any(self._is_early(piece) for piece in todo):
+            return 0
+        return self._pack(pieces, None)
+
+    def _discard(self, segments: Sequence[Segment]) -> None:
+        """Segments in place that cannot be ranked do not shrink: admission must not count on them."""
+        for segment in segments:
+            self._table.shrinking.discard(self._table.in_place[segment])
+
+    def shrink_now(self, segments: Sequence[Segment], share: float | None = None) -> int:
+        """Pack consecutive segments in place, each at a share of its entries (None: the budget).
+
+        Returns the token slots released. After an error of the policy the rest stays in place, and shrinks no more.
+        """
+        return self._pack(self._regroup(segments), share)
+
+    def _pack(self, pieces: Sequence[Segment], share: float | None) -> int:
+        won = 0
+        for i, piece in enumerate(pieces):
+            num_slots = self.slots_at(piece, share)
+            is_ranked = num_slots == piece.num_slots or piece.order is not None or self._rank(piece)
+            freed = self.resize([piece], num_slots) if is_ranked else 0
+            if piece.packed is None:
+                self._table.wanted.pop(pieces[-1], None)
+                self._discard(pieces[i:])
+                break
+            won += freed
+        return won
+
+    def join(self, path: Sequence[Node]) -> None:
+        """Write the last packed segments of a path as one, so that their entries compete for its slots.
+
+        Not those that passes read or have measured, those with a part elsewhere, and nothing before them;
+        nor while a reader is not movable.
+        """
+        segments: list[Segment] = []
+        start = self._spans.waterline(path)
+        for owner in reversed(self._spans.owners(path)):
+            segment = self._spans[owner].segment
+            if segment.end != start or not _is_joinable(segment):
+                break
+            segments.insert(0, segment)
+            start = segment.start
+        last = next((node for node in reversed(path) if node in self._spans), None)
+        if len(segments) > 1 and not any(last in path_to(job.node) for job in self._table.begun_jobs):
+            self.resize(segments, sum(segment.num_slots for segment in segments))  # all: ranks do not fill them alike
+
+    def at_budget(self, last: Node) -> None:
+        """A segment has reached the budget; ``last`` is the last node with a span of it."""
+        if self._saving is not None:
+            self._saving.at_budget(last)
+
+    # ---- size -------------------------------------------------------------------------------------------------
+
+    def resize(
+        self, segments: Sequence[Segment], num_slots: int, bits: int = 16, block: GeneratedBlock | None = None
+    ) -> int:
+        """Give consecutive segments of one path another size; several become one, the first of them.
+
+        The best entries of their order are written into the first of their slots, the others are released; readers go
+        on from there at their next step. 0 slots are released, and nothing is changed, while a reader must not move
+        (:meth:`ReaderTable.movable`), or if the policy fails.
+
+        Args:
+            segments: root side first, in place or packed; of several in place :meth:`PrefixTable.join` made one before.
+                With fewer slots than they have they need an order, or a ``block``.
+            num_slots: token slots afterwards.
+            bits: of a number of a row. Only 16 is implemented.
+            block: what is kept of generated tokens; None: what comes first in the order.
+
+        Returns:
+            Token slots released.
+
+        Raises:
+            InvariantError: more slots than the segments have: what was evicted cannot come back; or other ``bits``.
+        """
+        if bits != 16:
+            raise InvariantError(f"segments have rows of 16 bits, not of {bits}")
+        held = sum(segment.num_slots for segment in segments)
+        if num_slots > held:
+            raise InvariantError(f"segments of {held} token slots cannot grow to {num_slots}: what was evicted is gone")
+        nodes = [node for segment in segments for node in self._table.nodes_of(segment)]
+        readers = self._readers.movable(nodes[0])
+        if readers is None:
+            return 0
+        packed = [segment for segment in segments if segment.packed is not None]
+        old_tokens, old_entries = (sum(map(attrgetter(name), packed)) for name in ("num_tokens", "num_entries"))
+        selection, begin = None if block is None else block.selection, time.perf_counter()
+        with self._guard.at(Place.COMPRESSION) as attempt:
+            sources = Sources(self._packer.geometry, list(map(self._source, segments)), selection)
+            if block is None and num_slots < held:
+                sources = sources.best(num_slots)
+            merge, state = self._merge(segments, sources, num_slots) if block is None else (block.merge, block.state)
+            all_packed = len(packed) == len(segments)
+            written = self._packer.rewrite(sources, num_slots if all_packed else sources.fewest_slots, bits, merge)
+        if attempt.failed:
+            return 0
+        segment, num_freed = segments[0], written.freed.numel()
+        self.exchange(nodes, segment, readers, written, sources.end)
+        self._tree.free(written.freed)
+        segment.policy_state, segment.is_generated = state, block is not None
+        segment.is_joined = segment.is_joined or (block is None and len(segments) > 1)
+        if not all_packed and block is None:
+            is_cut = self._packer.geometry.has_windows and num_slots < held
+            segment.splittable = self._compressor.policy.splittable and not is_cut
+        if all_packed and len(segments) == 1:
+            self._table.listener.tell(Squeezed(nodes[0].id, segment.num_slots, num_freed))
+        else:
+            merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
+            if all_packed:
+                old_tokens, old_entries = segment.num_tokens, segment.num_entries
+            new = segment.num_tokens - old_tokens, segment.num_entries - old_entries
+            self._table.listener.compressed(nodes, segment, *new, merged, num_freed, time.perf_counter() - begin)
+        is_at_budget = not segment.is_generated and num_slots == self.slots_at(segment)
+        if is_at_budget and not any(map(self._readers.shrinking_prompt, readers)):
+            self.at_budget(nodes[-1])
+        return num_freed
+
+    @accounting()
+    def exchange(
+        self,
+        nodes: Sequence[Node],
+        segment: Segment,
+        readers: Sequence[Reader],
+        written: Rewritten | None = None,
+        end: int = 0,
+    ) -> None:
+        """Make consecutive nodes the views of one packed segment, charge them, and move their readers.
+
+        Args:
+            nodes: root side first; those with spans hold all spans of the segments that this one replaces.
+            segment: its rows are written, or being written on the scheduler's stream.
+            readers: of the first node, see :meth:`ReaderTable.movable`.
+            written: new storage of the segment; None: it is packed already.
+            end: logical position after the last token of the new storage.
+        """
+        before = [len(node.key) if (span := self._spans.at(node)) is None else span.charged_slots for node in nodes]
+        full = self._spans.uncompressed(nodes)
+        if written is not None:
+            segment.pack(written.packed, end, written.kept)
+        self._table.hold(nodes, segment)
+        for node, slots in zip(nodes, before, strict=True):
+            self._tree.charge(node, self._spans[node].charged_slots - slots)
+        for node in full:
+            self._tree.hold_span(node)
+        for reader in readers:  # from their next forward on, they read the packed tokens of their paths from spans
+            last = self._tree.locked_by(reader)
+            assert last is not None
+            self._tree.clear_row(reader, self._spans.waterline(path_to(last)))
+
+    def repack(self, owner: Node, end: int) -> Tensor:
+        """Move what is left before ``end`` of a packed segment, whose last span was dropped, into fewer slots.
+
+        Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
+        at the same time, and all take the largest number. Returns [num_freed], int64, token slots to release.
+        """
+        segment = self._spans[owner].segment
+        # sync: only when a node below another view of its segment is dropped
+        sources = Sources(self._packer.geometry, [View(segment, segment.start, end)])
+        segment.num_live_entries, segment.live_end = sources.selection.num_entries, end
+        num_slots = self._tree.largest(sources.fewest_slots, segment.start, end, segment.num_slots)
+        if num_slots == segment.num_slots:
+            return segment.storage.token_slots[:0]
+        written = self._packer.rewrite(sources, num_slots, bits=16)
+        self.exchange(self._spans.views_of(owner), segment, (), written, end)
+        return written.freed
+
+    def _source(self, segment: Segment) -> TokenRange | View:
+        """What a resize reads of a segment."""
+        if isinstance(segment.readers, ReaderObservation) and segment.readers.reach:  # neighbours would be missing
+            self._table.lose_attention(segment)
+        if segment.packed is not None:
+            return segment.live_view
+        slots = self._tree.token_slots(self._table.nodes_of(segment))
+        keys = None if segment.order is None else segment.order.keys
+        return TokenRange(slots, segment.start, keys, segment.attention)
+
+    def _merge(
+        self, segments: Sequence[Segment], sources: Sources, num_slots: int
+    ) -> tuple[MergePlan | None, PolicyState | None]:
+        """What is merged into the kept entries of a segment that leaves its place, and the policy's state after it."""
+        first, (part, *_) = segments[0], sources.parts
+        above = self._spans.at(self._table.nodes_of(first)[0].parent)
+        state = None if above is None else above.segment.policy_state
+        if isinstance(part, View):
+            state = segments[-1].policy_state
+        assert state is None or isinstance(state, PolicyState)
+        if isinstance(part, View) or num_slots == first.num_slots:
+            return None, state
+        prompt = first.prompt or CacheObservation()
+        return self._compressor.merge(part.token_slots, part.start, prompt, sources.selection, state)
+
+
+def _is_launched(segment: Segment) -> bool:
+    """Whether its order was launched beside the scheduler's stream."""
+    return segment.order is not None and segment.order.turn is not None
+
+
+def _is_exact(segment: Segment) -> bool:
+    """Whether all its tokens were ranked together, and no others with them."""
+    order = segment.order
+    return order is not None and (order.start, order.end) == (segment.start, segment.end)
+
+
+def _is_joinable(segment: Segment) -> bool:
+    return (
+        segment.order is not None
+        and not (segment.is_measured or segment.is_generated)
+        and segment.attention is None
+        and segment.num_live_entries == segment.num_entries
+    )

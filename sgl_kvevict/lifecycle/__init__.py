@@ -1,5 +1,0 @@
-"""The life of a prefix: what is compressed, when, and from which observations. Imports no SGLang."""
-
-from sgl_kvevict.lifecycle.manager import PrefixManager
-
-__all__ = ["PrefixManager"]

@@ -1,0 +1,48 @@
+"""Segments: what forwards record of a range, the order of its entries, and who writes the best of them.
+
+Without SGLang, and without knowledge of a tree: who decides is :mod:`sgl_kvevict.cache`.
+"""
+
+from sgl_kvevict.segments.collectors import needs_rotary
+from sgl_kvevict.segments.generated import Generated, GeneratedCompressor, GeneratedStep
+from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
+from sgl_kvevict.segments.prompt_observation import CacheObservation, Observation, ObservationSpec, PromptObservation
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderChunk, ReaderObservation, bytes_of
+from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Segment, Span, View
+from sgl_kvevict.segments.shadow import CopiedShadow, DraftRows
+from sgl_kvevict.segments.sources import Part, Sources, TokenRange
+from sgl_kvevict.segments.streams import SideStream
+from sgl_kvevict.segments.warm_up import warm_up
+
+__all__ = [
+    "CacheObservation",
+    "Compressor",
+    "CopiedEntries",
+    "CopiedShadow",
+    "DraftRows",
+    "Entries",
+    "Generated",
+    "GeneratedCompressor",
+    "GeneratedStep",
+    "MeasuredRange",
+    "Observation",
+    "ObservationSpec",
+    "Order",
+    "Packed",
+    "Part",
+    "PromptObservation",
+    "ReaderChunk",
+    "ReaderObservation",
+    "Rewritten",
+    "Segment",
+    "SegmentPacker",
+    "SideStream",
+    "Sources",
+    "Span",
+    "TokenRange",
+    "View",
+    "bytes_of",
+    "needs_rotary",
+    "warm_up",
+]

@@ -1,0 +1,149 @@
+"""Ranks the entries of ranges: scores them by one policy, for one budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from kvevict_kernels.rotary import Rotary
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_learned_scores
+from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.policies.order import measured_order, scores_of
+from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.scorers import joint_attention
+from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.prompt_observation import Observation, ObservationSpec, PromptObservation
+from sgl_kvevict.segments.reader_observation import MeasuredRange
+from sgl_kvevict.segments.segment import Order, Segment
+from sgl_kvevict.segments.sliding_windows import order_beside_windows
+from sgl_kvevict.segments.streams import ChoiceStream
+
+
+@dataclass(eq=False)
+class Compressor:
+    """Applies one policy and one budget to ranges of the arena.
+
+    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learned`` is for ``distilled``;
+    ``slot_positions`` as in :class:`CachedRange`; entries are ranked on ``stream`` (None: at once, on the
+    scheduler's).
+    """
+
+    config: KVEvictConfig
+    policy: Policy
+    packer: SegmentPacker
+    rotary: Rotary | None = None
+    output_grams: Tensor | None = None
+    learned: LearnedScores | None = None
+    slot_positions: Tensor | None = None
+    stream: ChoiceStream | None = None
+
+    def __post_init__(self) -> None:
+        policy, geometry = self.policy, self.packer.geometry
+        self.observes = ObservationSpec(geometry, policy.needs, policy.window_size, self.rotary, self.output_grams)
+
+    @property
+    def scores_any_range(self) -> bool:
+        """Whether any range can be scored from the cache alone, by learned scores."""
+        return self.learned is not None
+
+    @property
+    def splittable(self) -> bool:
+        """Whether every segment may be split at any token."""
+        return self.policy.splittable and not self.packer.geometry.has_windows
+
+    @property
+    def compresses_at_once(self) -> bool:
+        """Whether a prompt is compressed when it is complete, without waiting for scoring passes."""
+        return not self.policy.needs_passes or (self.scores_any_range and not self.config.wait_for_passes)
+
+    @property
+    def stored_tail(self) -> int:
+        """Uncompressed tokens that a store keeps behind a prefix; none if positions of their keys would be missing."""
+        return self.config.tail_tokens if self.slot_positions is None else 0
+
+    def new_observation(self) -> PromptObservation:
+        """An empty observation of the signals that the policy needs."""
+        return PromptObservation(self.observes)
+
+    def rank_by_attention(self, segment: Segment) -> None:
+        """Order the entries of a packed segment by reader attention, and its prediction if there are learned scores."""
+        assert segment.order is not None and segment.attention is not None
+        keys, scores = segment.order.keys, segment.attention.sqrt()
+        if self.scores_any_range:
+            scores = joint_attention(scores, scores_of(keys))
+        segment.order = replace(segment.order.with_keys(measured_order(keys, scores)), is_measured=True)
+
+    def scored_text(self, token_slots: Tensor, attention: Tensor, prompt: PromptObservation) -> ScoredText:
+        """What scores are learned from: the first tokens of a text that passes have read to its end.
+
+        ``token_slots``: [num_tokens], int64; ``attention``, [num_layers, num_kv_heads, n >= num_tokens], float32: the
+        passes' sums of the whole text; ``prompt`` has its last queries.
+        """
+        show = self._show(prompt, 0, token_slots)
+        tokens = self._cached(token_slots, 0)
+        return ScoredText(tokens, attention[..., : token_slots.numel()].sqrt(), show)
+
+    def _cached(self, token_slots: Tensor, start: int) -> CachedRange:
+        packer, end = self.packer, start + token_slots.numel()
+        return CachedRange(
+            packer.k_arena,
+            packer.v_arena,
+            token_slots,
+            start,
+            end,
+            packer.geometry.scales,
+            slot_positions=self.slot_positions,
+        )
+
+    def _show(self, observation: Observation, start: int, token_slots: Tensor) -> Show:
+        k_arena, v_arena = self.packer.k_arena, self.packer.v_arena
+        return lambda layer: observation.show(layer, start, k_arena[layer], v_arena[layer], token_slots)
+
+    def rank(self, token_slots: Tensor, start: int, observation: Observation, turn: int) -> Order:
+        """Launch the order of all entries of a range in place, without a host sync.
+
+        The caller owns ``token_slots``, [num_tokens], int64, in token order, until the keys were read or are of no use.
+        With learned scores, ``observation`` may lack other score signals. ``turn``: see :class:`Order`.
+        """
+
+        def work() -> Tensor:
+            return self._order(token_slots, start, observation)
+
+        is_measured, end = isinstance(observation, MeasuredRange), start + token_slots.numel()
+        if self.stream is not None:
+            return Order(self.stream.launch(work), is_measured, start, end, turn)
+        keys = work()
+        return Order(lambda: keys, is_measured, start, end)
+
+    def merge(
+        self, token_slots: Tensor, start: int, observation: Observation, selection: Selection, state: object
+    ) -> tuple[MergePlan | None, PolicyState | None]:
+        """How the other tokens of a range are merged into the selected ones: :meth:`Policy.merge`."""
+        assert state is None or isinstance(state, PolicyState)
+        show = self._show(observation, start, token_slots)
+        return self.policy.merge(show, self.packer.geometry, selection, state)
+
+    def _order(self, token_slots: Tensor, start: int, observation: Observation) -> Tensor:
+        """The order of a range in which those entries come first that the policy keeps at the budget."""
+        config, geometry = self.config, self.packer.geometry
+        show = self._show(observation, start, token_slots)
+        asks = isinstance(observation, MeasuredRange) and observation.is_asked
+        if self.learned is not None and not asks:
+            learned = self.learned
+            show = with_learned_scores(show, learned.weights, self._cached(token_slots, start), learned.rotary)
+        num_slots = config.num_slots(token_slots.numel(), start)
+        protected = min(max(config.sink_tokens - start, 0), num_slots)
+        total = num_slots * geometry.num_runs
+        if geometry.has_windows:
+            return order_beside_windows(self.policy, show, geometry, token_slots, total, protected)
+        return self.policy.order(show, geometry, total, protected)
+
+    def state(self) -> dict[str, Any]:
+        """Policy, budget, and learned scores, as plain values."""
+        state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget}
+        return state if self.learned is None else state | {"learned_scores": self.learned.state()}

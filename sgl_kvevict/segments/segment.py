@@ -1,0 +1,405 @@
+"""Segments (ranges of one path whose entries have an order, or may get one) and spans (the parts that nodes hold).
+
+A segment begins *in place*: every token of every run is an entry, in its ordinary token slot, and nothing but the
+segment's existence is new. A resize *packs* it: the best entries of its order move into the first of its slots, and the
+others are released. Entries are numbered run after run, ascending by position; everything that is known of each entry
+(order, attention) travels by this number.
+
+A span is a view of a segment's tokens ``[start, end)``, held by one tree node. All spans of a segment lie on
+consecutive nodes of one path. The one nearest the root, the *owner*, outlives the others and carries all the token
+slots of a packed segment in the accounting; in place every node carries its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.cut_runs import cut_runs
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.segments.shadow import Shadow
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Everything that is known of some entries: tensors of [num_entries], in one order.
+
+    Attributes:
+        head_slots: int32, where the entries' rows lie.
+        positions: int32, logical positions of their tokens.
+        keys: int16, as in :class:`Order`; None: unknown.
+        attention: float32, as in :class:`Segment`; None: nobody observes these entries.
+    """
+
+    head_slots: Tensor
+    positions: Tensor
+    keys: Tensor | None = None
+    attention: Tensor | None = None
+
+    def at(self, numbers: Tensor) -> Entries:
+        """The entries with these numbers, [n], int64, in this order."""
+        keys = None if self.keys is None else self.keys[numbers]
+        attention = None if self.attention is None else self.attention[numbers]
+        return Entries(self.head_slots[numbers], self.positions[numbers], keys, attention)
+
+    @staticmethod
+    def joined(parts: Sequence[Entries]) -> Entries:
+        """All entries, one part after the other; what is not known of one part is not known of any."""
+        keys = [part.keys for part in parts if part.keys is not None]
+        attention = [part.attention for part in parts if part.attention is not None]
+        return Entries(
+            torch.cat([part.head_slots for part in parts]),
+            torch.cat([part.positions for part in parts]),
+            torch.cat(keys) if len(keys) == len(parts) else None,
+            torch.cat(attention) if len(attention) == len(parts) else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The order in which a segment gives up entries, the smallest key first (:mod:`sgl_kvevict.policies.order`).
+
+    Attributes:
+        launched: returns the keys, int16: in place [num_layers, num_kv_heads, num_tokens], packed [num_entries]. Where
+            they are computed beside the scheduler's stream, a call makes that stream, not the host, wait for them.
+        is_measured: keys come from measured attention of readers, not from predicted scores.
+        start: logical position of the first token of the range whose entries were ordered together.
+        end: logical position after its last one. A part of the range has a part of the keys.
+        turn: turn of the scheduler's loop in which they were launched beside its stream; None: they are here.
+        ranking: the same of all parts of one range.
+    """
+
+    launched: Callable[[], Tensor]
+    is_measured: bool
+    start: int
+    end: int
+    turn: int | None = None
+    ranking: object = field(default_factory=object)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys, for use on the scheduler's stream."""
+        return self.launched()
+
+    def with_keys(self, keys: Tensor) -> Order:
+        """The same order of entries of which these are the keys."""
+        return replace(self, launched=lambda: keys, turn=None)
+
+    def within(self, first: int, last: int) -> Order:
+        """The keys of tokens ``[first, last)`` of a segment in place, counted from its start; no copy."""
+        launched = self.launched
+        return replace(self, launched=lambda: launched()[..., first:last])
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Storage of a packed segment.
+
+    Attributes:
+        token_slots: [num_slots], int64, token slots held exclusively.
+        head_slots: [num_entries], int32, storage of each entry, run after run in (layer, head) order.
+        positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
+        indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
+        shadow: the draft model's rows in the slots; None: there is no draft model.
+    """
+
+    token_slots: Tensor
+    head_slots: Tensor
+    positions: Tensor
+    indptr: Tensor
+    shadow: Shadow | None = None
+
+    @property
+    def num_entries(self) -> int:
+        """Entries stored, including those of tokens whose nodes are gone."""
+        return self.head_slots.numel()
+
+
+@dataclass(eq=False)
+class Segment:
+    """The tokens ``[start, end)`` of a path (logical positions), whose entries have an order, or may get one.
+
+    It is the same object for life: a resize replaces ``packed``. Only a join makes one segment of several, and a cut
+    two of one in place.
+
+    Attributes:
+        packed: None: in place.
+        order: None: not ranked yet, so it cannot shrink.
+        attention: squared attention of readers under way, float32, one number per entry: in place [num_layers,
+            num_kv_heads, num_tokens], packed [num_entries]. None: nobody observes it.
+        readers: the observation that adds to ``attention``.
+        prompt: observation of a prompt by which it can be ranked; opaque here; None: unknown.
+        splittable: False if an entry may hold information of later tokens (merging in any direction), or if layers with
+            sliding windows keep only their last tokens.
+        policy_state: of the path, for its next compression; opaque here.
+        is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
+            see :meth:`Spans.runs`.
+        is_joined: it was written from several packed segments of one prompt; read like a generated one.
+        is_rest: the end of an unsplittable segment was dropped; the rest is never found again.
+        num_spans: nodes that hold a part of it.
+        live_end: logical position after its last token that a node still holds.
+        num_live_entries: entries of tokens before ``live_end``.
+    """
+
+    geometry: KVGeometry
+    start: int
+    end: int
+    packed: Packed | None = None
+    order: Order | None = None
+    attention: Tensor | None = None
+    readers: object | None = None
+    prompt: Any = None
+    splittable: bool = True
+    policy_state: object | None = None
+    is_generated: bool = False
+    is_joined: bool = False
+    is_rest: bool = False
+    num_spans: int = 0
+    live_end: int = field(init=False)
+    num_live_entries: int = field(init=False)
+    _runs: SpanRuns | None = None
+
+    def __post_init__(self) -> None:
+        self._all_live()
+
+    def _all_live(self) -> None:
+        self._runs = None
+        self.live_end, self.num_live_entries = self.end, self.num_entries
+
+    @property
+    def storage(self) -> Packed:
+        """Where its entries lie; InvariantError in place."""
+        if self.packed is None:
+            raise InvariantError(f"the segment [{self.start}, {self.end}) is in place: its nodes have its slots")
+        return self.packed
+
+    @property
+    def num_tokens(self) -> int:
+        """Logical length."""
+        return self.end - self.start
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots that it holds."""
+        return self.num_tokens if self.packed is None else self.packed.token_slots.numel()
+
+    @property
+    def num_entries(self) -> int:
+        """Entries stored, including dead ones."""
+        return self.num_tokens * self.geometry.num_runs if self.packed is None else self.packed.num_entries
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its order was measured by readers, not predicted."""
+        return self.order is not None and self.order.is_measured
+
+    @property
+    def tokens_per_slot(self) -> float:
+        """Tokens of prefill that each of its slots saves."""
+        return float("-inf") if self.is_rest else self.num_tokens / max(self.num_slots, 1)
+
+    @property
+    def live_view(self) -> View:
+        """All that nodes still hold of it."""
+        return View(self, self.start, self.live_end)
+
+    @property
+    def entries(self) -> Entries:
+        """All entries stored, run after run; only packed."""
+        packed, keys = self.storage, None if self.order is None else self.order.keys
+        return Entries(packed.head_slots, packed.positions, keys, self.attention)
+
+    def pack(self, packed: Packed, end: int, kept: Entries) -> None:
+        """Replace the storage by one that holds what is known of ``kept``, the entries of tokens before ``end``."""
+        if self.order is not None:
+            self.order = None if kept.keys is None else self.order.with_keys(kept.keys)
+        self.attention = kept.attention
+        if self.attention is None:
+            self.readers = None
+        self.packed, self.end = packed, end
+        self._all_live()
+
+    def cut_off(self, position: int) -> Segment:
+        """Cut in place at a logical position: return a new segment of the tokens before it, and keep the others."""
+        num_above = position - self.start
+        order, attention = self._within(0, num_above)
+        above = replace(self, end=position, order=order, attention=attention, num_spans=0)
+        self.order, self.attention = self._within(num_above, self.num_tokens)
+        self.start = position
+        self._all_live()
+        return above
+
+    def end_at(self, position: int) -> None:
+        """The last node of a segment in place was dropped: it ends before it."""
+        if self.order is not None:
+            _ = self.order.keys  # whoever gets the slots waits until they were read
+        self.order, self.attention = self._within(0, position - self.start)
+        self.end = position
+        self._all_live()
+
+    def _within(self, first: int, last: int) -> tuple[Order | None, Tensor | None]:
+        """What is known of the entries of tokens ``[first, last)``, counted from the start; in place."""
+        order = None if self.order is None else self.order.within(first, last)
+        return order, None if self.attention is None else self.attention[..., first:last]
+
+    def run_of_entries(self) -> Tensor:
+        """[num_entries], int64: each entry's run, ``layer * num_kv_heads + head``."""
+        indptr = self.storage.indptr
+        runs = torch.arange(self.geometry.num_runs, device=indptr.device)
+        return torch.repeat_interleave(runs, indptr.diff(), output_size=self.num_entries)
+
+    def runs(self) -> SpanRuns:
+        """All entries; the same object until it is resized."""
+        if self._runs is None:
+            self._runs = self.runs_of(self.start, self.end)
+        return self._runs
+
+    def runs_of(self, start: int, end: int) -> SpanRuns:
+        """The entries of tokens ``[start, end)``."""
+        starts, lens = self.cut(start, end)
+        return SpanRuns(self.storage.head_slots, starts, lens, end - start, self.storage.positions)
+
+    def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Starts and lengths, [num_layers, num_kv_heads], int32 each, of the runs' parts in ``[start, end)``."""
+        packed = self.storage
+        if start <= self.start and end >= self.end:
+            starts, lens = packed.indptr[:-1], packed.indptr.diff()
+        else:
+            starts, lens = cut_runs(packed.positions, packed.indptr, start, end)
+        shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
+        return starts.view(shape), lens.view(shape)
+
+
+class Span:
+    """The KV of the tokens ``[start, end)`` of a path, held by one tree node as a part of a segment.
+
+    The owner (``is_owner``) is the segment's topmost live span. A resize moves entries; then :meth:`runs` returns a new
+    object.
+    """
+
+    def __init__(self, segment: Segment, start: int, end: int, *, is_owner: bool) -> None:
+        self.segment = segment
+        self.start = start
+        self.end = end
+        self.is_owner = is_owner
+        self._packed: Packed | None = None  # of which the runs are
+        self._runs: SpanRuns | None = None
+        self._draft_runs: SpanRuns | None = None
+        segment.num_spans += 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Logical length."""
+        return self.end - self.start
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the node's tokens are read from the segment, not from ordinary slots."""
+        return self.segment.packed is not None
+
+    @property
+    def charged_slots(self) -> int:
+        """Token slots in the accounting: in place the node's own; packed the segment's for the owner, else 0."""
+        if not self.is_packed:
+            return self.num_tokens
+        return self.segment.num_slots if self.is_owner else 0
+
+    def runs(self) -> SpanRuns:
+        """The entries of ``[start, end)``.
+
+        Computed at the first call, on the caller's stream, so that a split takes host work only and may happen while a
+        forward reads the span.
+        """
+        self._follow()
+        if self._runs is None:
+            self._runs = self.segment.runs_of(self.start, self.end)
+        return self._runs
+
+    def draft_runs(self) -> SpanRuns:
+        """Rows of ``[start, end)`` that the draft model reads; the same object until the segment is resized."""
+        self._follow()
+        if self._draft_runs is None:
+            shadow = self.segment.storage.shadow
+            if shadow is None:
+                raise InvariantError("a draft model reads a segment that was written without one")
+            self._draft_runs = shadow.runs(self.start, self.end)
+        return self._draft_runs
+
+    def _follow(self) -> None:
+        if self._packed is not self.segment.packed:
+            self._packed, self._runs, self._draft_runs = self.segment.packed, None, None
+
+    def split(self, position: int) -> tuple[Span, Span]:
+        """Split at a logical position, without copies; this span must not be used afterwards.
+
+        The first half, nearer the root, inherits ownership. InvariantError if the position is not inside the span, or
+        the segment is packed and cannot be split.
+        """
+        if not self.start < position < self.end:
+            raise InvariantError(f"split position {position} is not inside the span [{self.start}, {self.end})")
+        if self.is_packed and not self.segment.splittable:
+            raise InvariantError(f"the span [{self.start}, {self.end}) was merged in any direction and has no prefix")
+        self.segment.num_spans -= 1
+        upper = Span(self.segment, self.start, position, is_owner=self.is_owner)
+        return upper, Span(self.segment, position, self.end, is_owner=False)
+
+    def move_to(self, segment: Segment, *, is_owner: bool) -> None:
+        """Become a view of another segment, which now has the tokens."""
+        self.segment.num_spans -= 1
+        segment.num_spans += 1
+        self.segment, self.is_owner = segment, is_owner
+
+    def drop(self) -> Tensor | None:
+        """Drop the span when its node leaves the tree; InvariantError for an owner with spans below it.
+
+        Returns [num_slots], int64, the slots of a packed segment whose owner this was; None otherwise.
+        """
+        self.segment.num_spans -= 1
+        if not self.is_owner:
+            return None
+        if self.segment.num_spans:
+            raise InvariantError(
+                f"the owner of the span [{self.start}, {self.end}) was dropped before {self.segment.num_spans} others"
+            )
+        return None if self.segment.packed is None else self.segment.packed.token_slots
+
+
+@dataclass(frozen=True)
+class View:
+    """The tokens ``[start, end)`` of a packed segment, logical positions."""
+
+    segment: Segment
+    start: int
+    end: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the view covers its segment."""
+        return (self.start, self.end) == (self.segment.start, self.segment.end)
+
+    @property
+    def num_entries(self) -> int | None:
+        """Entries of these tokens, if the host knows how many: those of all live spans."""
+        segment = self.segment
+        return segment.num_live_entries if (self.start, self.end) == (segment.start, segment.live_end) else None
+
+
+@dataclass(frozen=True)
+class CopiedEntries:
+    """Copies of entries, outside the pool; ``positions`` is as in :class:`Packed`, ``order`` the keys of its order.
+
+    ``keep_lens``, [num_layers, num_kv_heads], int32, are entries per run; ``k`` and ``v`` are [num_entries, head_dim],
+    in the arena's dtype, on its device.
+    """
+
+    keep_lens: Tensor
+    positions: Tensor
+    k: Tensor
+    v: Tensor
+    order: Tensor | None

@@ -1,0 +1,217 @@
+"""Rows of a draft model for compressed tokens, in the token slots of their segment.
+
+A draft model of speculative decoding has a pool of its own behind the same slot numbers. In it a segment of n slots has
+room for n rows per layer and head of the draft, which share them as they need. What the draft lacks costs accepted
+drafts, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.cut_runs import cut_runs
+from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.key_scores import accumulated_attention
+from kvevict_kernels.radix_select import largest_entries
+from kvevict_kernels.span_runs import SpanRuns
+from kvevict_kernels.stored_rows import as_moved
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """The draft's rows in a segment's slots; some may belong to tokens that the segment has dropped.
+
+    ``head_slots``, ``positions`` and ``indptr`` are as in :class:`Segment`, in the draft's arena; ``paid``,
+    [num_entries], float32, is the attention that each row was paid.
+    """
+
+    geometry: KVGeometry  # of the draft
+    head_slots: Tensor
+    positions: Tensor
+    indptr: Tensor
+    paid: Tensor
+
+    def runs(self, start: int, end: int) -> SpanRuns:
+        """Rows that the draft reads of the tokens ``[start, end)``; no host sync."""
+        shape = self.geometry.num_layers, self.geometry.num_kv_heads
+        starts, lens = cut_runs(self.positions, self.indptr, start, end)
+        return SpanRuns(self.head_slots, starts.view(shape), lens.view(shape), end - start, positions=self.positions)
+
+
+@dataclass(frozen=True)
+class CopiedShadow:
+    """Copies of a shadow's rows, outside the pool.
+
+    ``lens``, [num_layers, num_kv_heads], int32, are rows per run; ``positions`` and ``paid`` as in
+    :class:`Shadow`; ``k`` and ``v`` [num_entries, head_dim], in the dtype of the draft's arena.
+    """
+
+    lens: Tensor
+    positions: Tensor
+    k: Tensor
+    v: Tensor
+    paid: Tensor
+
+
+class DraftRows(ArenaRows):
+    """The draft's arenas, ``geometry.arena_shape``, and the attention that its queries paid to uncompressed tokens.
+
+    ``paid``, [num_layers, num_token_slots, num_kv_heads], float32: squares summed over the queries of a prefill, the
+    largest of all prefills since the token was computed.
+    """
+
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+        super().__init__(geometry, k_arena, v_arena)
+        self.paid = torch.zeros(geometry.arena_shape[:3], device=k_arena.device)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes outside the pool of the rows of one token slot: keys, values, positions and attention."""
+        return self.geometry.num_runs * (self.geometry.entry_dim * self.k_arena.element_size() + 8)
+
+    def forget(self, token_slots: Tensor) -> None:
+        """New tokens are computed in these slots, [num_tokens], int."""
+        self.paid[:, token_slots.long()] = 0.0
+
+    def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """See :meth:`ArenaRows.place_tokens`; nothing was paid to these tokens here."""
+        super().place_tokens(token_slots, k, v)
+        self.forget(token_slots)
+
+    def see(
+        self,
+        layer: int,
+        queries: Tensor,
+        lse: Tensor,
+        token_slots: Tensor,
+        start: int,
+        query_start: int,
+        sm_scale: float,
+    ) -> None:
+        """Record what the queries of a prefill paid to uncompressed tokens; layers with a window are left out.
+
+        Args:
+            layer: of the draft.
+            queries: [n, num_qo_heads, head_dim], contiguous, at consecutive positions from ``query_start`` on.
+            lse: [n, num_qo_heads], float32, contiguous.
+            token_slots: [num_tokens], int64, of consecutive tokens from position ``start`` on.
+            start: position of the first token.
+            query_start: position of the first query.
+            sm_scale: softmax scale.
+        """
+        if self.geometry.window(layer):
+            return
+        scale = sm_scale * self.geometry.scales.of(layer)[0]
+        positions = {"key_start": start, "query_start": query_start}
+        keys = self.k_arena[layer]
+        squares = accumulated_attention(
+            queries, lse, keys, token_slots, sm_scale=scale, reduction="squares", **positions
+        )
+        self.paid[layer, token_slots] = torch.maximum(self.paid[layer, token_slots], squares.T)
+
+    def absent(self) -> Shadow:
+        """The shadow of entries that came from outside the pool: no row."""
+        device = self.paid.device
+        none = torch.empty(0, dtype=torch.int32, device=device)
+        indptr = torch.zeros(self.geometry.num_runs + 1, dtype=torch.int32, device=device)
+        return Shadow(self.geometry, none, none, indptr, none.float())
+
+    def every(self, token_slots: Tensor, start: int) -> Shadow:
+        """All rows of uncompressed tokens, in their ordinary slots.
+
+        ``token_slots``, [num_tokens], int64, are those of consecutive tokens from position ``start`` on.
+        """
+        geometry, device, num_tokens = self.geometry, token_slots.device, token_slots.numel()
+        runs = torch.arange(geometry.num_runs + 1, dtype=torch.int32, device=device)
+        layers, heads = runs[:-1, None] // geometry.num_kv_heads, runs[:-1, None] % geometry.num_kv_heads
+        sizes = geometry.num_token_slots, geometry.num_kv_heads
+        head_slots: Tensor = head_slot_of(layers, token_slots.int(), heads, *sizes)
+        positions = torch.arange(start, start + num_tokens, dtype=torch.int32, device=device)
+        paid = self.paid[:, token_slots].transpose(1, 2).flatten()
+        return Shadow(geometry, head_slots.flatten(), positions.repeat(geometry.num_runs), runs * num_tokens, paid)
+
+    def move(self, shadows: Sequence[Shadow], end: int, slots: Tensor) -> Shadow:
+        """Move the rows that were paid most, of all layers and heads together, into ``slots``, [num_slots], int64.
+
+        ``shadows`` are of consecutive ranges of a path; tokens from ``end`` on go first.
+        """
+        shadow = shadows[0] if len(shadows) == 1 else self._joined([(shadow, None) for shadow in shadows])
+        keys = torch.where(shadow.positions < end, shadow.paid, -1.0)
+        kept, moved = self._lay_out(keys, shadow.indptr, shadow.positions, shadow.paid, slots)
+        if kept.numel():
+            compact_kv(*self._moved, shadow.head_slots[kept], moved.head_slots)
+        return moved
+
+    def copy(
+        self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]], num_slots: int | None = None
+    ) -> CopiedShadow:
+        """Copy rows of shadows of one path, as if one shadow held them.
+
+        Each with the bounds of the tokens that are copied; a host sync then reads how many rows these have. None: all.
+        ``num_slots``: those that were paid most, as many as so many token slots hold; None: all.
+        """
+        shadow = self._joined(parts)
+        if num_slots is not None:
+            count = min(num_slots * self.geometry.num_runs, shadow.positions.numel())
+            kept, lens = largest_entries(shadow.paid.view(torch.int32), shadow.indptr, count)
+            indptr = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+            head_slots, positions = shadow.head_slots[kept], shadow.positions[kept]
+            shadow = Shadow(self.geometry, head_slots, positions, indptr, shadow.paid[kept])
+        slots = shadow.head_slots.long()
+        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._moved)
+        lens = shadow.indptr.diff().view(self.geometry.num_layers, self.geometry.num_kv_heads)
+        return CopiedShadow(lens, shadow.positions, k, v, shadow.paid)
+
+    def _joined(self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]]) -> Shadow:
+        """The rows of shadows of one path as one, run after run; see :meth:`copy`."""
+        runs, positions, head_slots, paid = [], [], [], []
+        numbers = torch.arange(self.geometry.num_runs, device=self.paid.device)
+        for shadow, bounds in parts:
+            kept: Tensor | slice = slice(None)
+            if bounds is not None:
+                kept = ((shadow.positions >= bounds[0]) & (shadow.positions < bounds[1])).nonzero().squeeze(-1)
+            of_rows = torch.repeat_interleave(numbers, shadow.indptr.diff(), output_size=shadow.positions.numel())
+            runs.append(of_rows[kept])
+            positions.append(shadow.positions[kept])
+            head_slots.append(shadow.head_slots[kept])
+            paid.append(shadow.paid[kept])
+        of_rows = torch.cat(runs)
+        order = of_rows.argsort(stable=True)
+        lens = torch.zeros_like(numbers, dtype=torch.int32).index_add_(0, of_rows, torch.ones_like(of_rows).int())
+        indptr = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        head_slot, position, much = (torch.cat(rows)[order] for rows in (head_slots, positions, paid))
+        return Shadow(self.geometry, head_slot, position, indptr, much)
+
+    def place(self, copied: CopiedShadow, slots: Tensor) -> Shadow:
+        """Write the copies that were paid most into ``slots``, [num_slots], int64."""
+        paid, positions = copied.paid.to(slots.device), copied.positions.to(slots.device)
+        indptr = pad(copied.lens.to(slots.device).flatten().cumsum(0), (1, 0))
+        kept, placed = self._lay_out(paid, indptr, positions, paid, slots)
+        into = placed.head_slots.long()
+        for arena, rows in zip(self._moved, (copied.k, copied.v), strict=True):
+            rows_by_head_slot(arena)[into] = as_moved(rows.contiguous()).to(arena.device)[kept]
+        return placed
+
+    def _lay_out(
+        self, keys: Tensor, indptr: Tensor, positions: Tensor, paid: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Shadow]:
+        """Give the rows of largest key (float32, none is NaN) head slots in ``slots``; return them, and their shadow.
+
+        Rows, [num_kept], int64, ascending, are numbered run after run, as ``indptr`` says.
+        """
+        num_entries = min(slots.numel() * self.geometry.num_runs, keys.numel())
+        if not num_entries:
+            return positions[:0].long(), self.absent()
+        kept, lens = largest_entries(keys.view(torch.int32), indptr, num_entries)  # ordered as the numbers are
+        keep_lens = lens.view(self.geometry.num_layers, self.geometry.num_kv_heads)
+        indptr, head_slots = alloc_head_slots(keep_lens, slots, self.geometry.num_token_slots, num_entries)
+        return kept, Shadow(self.geometry, head_slots, positions[kept], indptr, paid[kept])

@@ -1,0 +1,136 @@
+"""Warm-up: runs every kernel of compression once, so that none compiles while serving."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.distill import LearnedScores, ScoreWeights
+from sgl_kvevict.segments.generated import GeneratedCompressor
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.prompt_observation import Observation
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderObservation
+from sgl_kvevict.segments.segment import Segment, View
+from sgl_kvevict.segments.sources import Part, Sources, TokenRange
+
+WARM_UP_TOKENS = 192
+"""Minimum length of the synthetic prompt: more than the default windows and SnapKV's widest pool (127)."""
+
+
+def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
+    """Observe, compress, split, repack, read, generate and squeeze a synthetic prompt in a separate small arena.
+
+    SGLang's warm-up prompts are too short to be compressed. The compressor's arena stays unchanged.
+    """
+    real = compressor.packer
+    num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
+    geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
+    shape = geometry.arena_shape
+    device = real.k_arena.device
+    random = torch.Generator(device=device).manual_seed(0)
+    k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
+    packer = SegmentPacker(geometry, k, v)
+    learned = compressor.learned
+    if learned is not None:  # they may be unknown yet
+        learned = LearnedScores(learned.rotary, ScoreWeights.zeros(geometry, device))
+    twin = replace(compressor, packer=packer, learned=learned, slot_positions=None, stream=None)
+    queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
+    slots = torch.arange(1, num_tokens + 1, device=device)
+    segment = Segment(geometry, 0, num_tokens)
+    observation = _observe(twin, segment, queries.to(q_dtype), slots)
+    segment.order = twin.rank(slots, 0, observation, turn=0)
+    source = TokenRange(slots, 0, segment.order.keys)
+    _resize(twin, segment, source, twin.config.num_slots(num_tokens, 0), observation)
+    if segment.splittable:
+        upper = View(segment, 0, num_tokens // 2)
+        segment.runs_of(upper.start, upper.end)
+        segment.runs_of(upper.end, num_tokens)
+        _resize(twin, segment, upper)
+    if twin.policy.needs_passes:
+        _read(twin, segment, queries.to(q_dtype))
+    if twin.config.decode_block is not None:
+        _generate(twin, queries.to(q_dtype), slots)
+    _resize(twin, segment, segment.live_view, max(segment.num_slots // 2, 1))
+
+
+def _resize(
+    compressor: Compressor,
+    segment: Segment,
+    source: Part,
+    num_slots: int | None = None,
+    observation: Observation | None = None,
+) -> None:
+    """Write the best entries of a segment anew (None: all); with ``observation`` it leaves its place."""
+    packer = compressor.packer
+    sources = Sources(packer.geometry, [source])
+    if num_slots is not None:
+        sources = sources.best(num_slots)
+    merge = None
+    if observation is not None and isinstance(source, TokenRange):
+        merge, _ = compressor.merge(source.token_slots, 0, observation, sources.selection, None)
+        segment.splittable = compressor.splittable
+    written = packer.rewrite(sources, max(sources.fewest_slots, 1), 16, merge)
+    segment.pack(written.packed, sources.end, written.kept)
+
+
+def _observe(compressor: Compressor, segment: Segment, queries: Tensor, slots: Tensor) -> Observation:
+    """Observe a prefill of the synthetic prompt, or a scoring pass if the policy waits for passes."""
+    num_tokens = slots.numel()
+    packer = compressor.packer
+    lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
+    scale = float(queries.shape[2] ** -0.5)
+    if not compressor.compresses_at_once:
+        readers = ReaderObservation(packer.geometry, packer.k_arena, num_tokens)
+        readers.observe(segment)
+        chunk = readers.begin_chunk(readers, num_tokens, 2 * num_tokens, [(segment, slots)])
+        for layer in range(packer.geometry.num_layers):
+            chunk.record(layer, queries, lse, packer.k_arena[layer], scale)
+        assert segment.attention is not None
+        attention, segment.attention, segment.readers = segment.attention, None, None
+        return MeasuredRange(readers, attention)
+    prompt = compressor.new_observation()
+    prompt.begin_chunk(0, num_tokens, is_last=True, token_slots=slots)
+    for layer in range(packer.geometry.num_layers):
+        prompt.record(layer, queries, lse, packer.k_arena[layer], scale)
+    return prompt
+
+
+def _read(compressor: Compressor, segment: Segment, queries: Tensor) -> None:
+    """Observe a reader of the packed segment."""
+    packer = compressor.packer
+    readers = ReaderObservation(packer.geometry, packer.k_arena, segment.end)
+    readers.observe(segment)
+    chunk = readers.begin_chunk(readers, segment.end, segment.end + len(queries), [(segment, None)])
+    lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
+    chunk.record(0, queries, lse, packer.k_arena[0], float(queries.shape[2] ** -0.5))
+    segment.attention = segment.readers = None
+
+
+def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
+    """Generate the second half of the synthetic prompt, in blocks of odd and even lengths."""
+    generation = GeneratedCompressor(compressor)
+    num_tokens = slots.numel()
+    generated = generation.new(num_tokens // 2)
+    lse = torch.full((1, queries.shape[1]), 6.0, device=queries.device)
+    scale = float(queries.shape[2] ** -0.5)
+    ends = [num_tokens * 3 // 4 - 1, num_tokens - 2, num_tokens - 1]
+    for position in range(generated.start, num_tokens):
+        step = generation.step([(0, position, generated)], 1)
+        if step is not None:
+            for layer in range(compressor.packer.geometry.num_layers):
+                step.record(layer, queries[position : position + 1], lse, scale)
+        if generation.is_full(generated):
+            generation.count(generated, slots[generated.compressed_end : position + 1])
+        if position in ends:
+            new = slots[generated.compressed_end : position + 1]
+            block = generation.choose(generated, new, new.numel(), None)
+            old = [] if generated.segment is None else [generated.segment.live_view]
+            parts: list[Part] = [*old, TokenRange(new, generated.compressed_end)]
+            sources = Sources(compressor.packer.geometry, parts, block.selection)
+            written = compressor.packer.rewrite(sources, sources.fewest_slots, 16, block.merge)
+            segment = Segment(compressor.packer.geometry, sources.start, sources.end, written.packed)
+            segment.policy_state = block.state
+            generation.written(generated, block, segment)

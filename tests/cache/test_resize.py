@@ -1,0 +1,41 @@
+"""One function changes the size of a segment: what it refuses leaves everything as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from sgl_kvevict.cache.nodes import length_of, path_to
+from sgl_kvevict.errors import InvariantError
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def in_place(harness: Harness):
+    """Segments in place of 40 tokens."""
+    harness.finish(harness.run(list(range(40))))
+    path = path_to(max(harness.tree.nodes(), key=lambda node: length_of(path_to(node))))
+    return harness.tree.manager.resizer.range_to(path, length_of(path))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_growth_and_other_widths_are_refused(is_packed):
+    harness = Harness(policy=PseudoRandomPolicy(needs_passes=True), scores_any_range=True)
+    segments, resizer = in_place(harness), harness.tree.manager.resizer
+    if is_packed:
+        resizer.shrink_now(segments, 0.5)
+        segments = [span.segment for span in harness.tree.spans.values()]
+    segment = segments[0]
+    held, free = segment.num_slots, harness.allocator.available_size()
+    with pytest.raises(InvariantError, match="cannot grow"):
+        resizer.resize([segment], held + 1)
+    with pytest.raises(InvariantError, match="rows of 16 bits, not of 4"):
+        resizer.resize([segment], held - 1, bits=4)
+    assert (segment.num_slots, harness.allocator.available_size()) == (held, free)
+    assert (segment.packed is not None) is is_packed
+    harness.check()

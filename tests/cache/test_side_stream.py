@@ -1,0 +1,130 @@
+"""What a device would be told about a compression, in which order and on which stream: from a tape."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from helpers.fake_tree import CONFIG, FakeTree
+from helpers.own_policies import OWN_POLICIES
+from helpers.stream_tape import StreamTape
+from sgl_kvevict.policies import build_policy
+from sgl_kvevict.segments import SideStream, packer
+
+DEVICE = torch.device("cuda:0")
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    return StreamTape(monkeypatch)
+
+
+@pytest.fixture
+def tree(tape, monkeypatch):
+    """Entries are chosen by the norms of their keys, which the choice reads from the arena."""
+    monkeypatch.setattr(packer, "compact_kv", tape.noting("rows move", packer.compact_kv))
+    tree = FakeTree(build_policy(OWN_POLICIES["knorm"], {}), CONFIG, stream=SideStream(DEVICE))
+    tree.free = tape.noting("slots are released", tree.free)
+    prompt, live = tree.prompt, []
+    tree.prompt = lambda node: live.append(prompt(node)) or live[-1]  # requests live on
+    tree.manager.compressor.packer.k_arena.normal_()
+    return tree
+
+
+def step(tape):
+    """SGLang's next step: it waits for the scheduler's stream, and the scheduler's next writes wait for it."""
+    tape.forward.wait_stream(tape.scheduler)
+    with tape.on(tape.forward):
+        tape.note("step")
+    tape.scheduler.wait_stream(tape.forward)
+
+
+def test_a_step_runs_beside_the_choice_and_only_rows_wait_for_both(tape, tree):
+    with tape:
+        tree.manager.between_steps(None)
+        step(tape)
+        tree.prompt(tree.add(20))  # SGLang reads the results of the step before, while this one runs
+        tree.manager.between_steps(None)
+        step(tape)
+        tree.manager.between_steps(None)
+        step(tape)
+    (begins,), (chosen,) = tape.places("side", "wait for scheduler"), tape.places("side", "record")
+    assert tape.places("side") == list(range(begins, chosen + 1)) and chosen - begins > 10
+    first, beside, after = tape.places("forward", "step")
+    (waits,), (moves,) = tape.places("scheduler", "wait for event"), tape.places("scheduler", "rows move")
+    (released,) = tape.places("scheduler", "slots are released")
+    assert first < begins < chosen < beside < waits < moves < released < after
+    fence = tape.places("scheduler", "wait for forward")[1]
+    assert beside < fence < waits
+    assert not any("side" in what or "event" in what for name, what in tape.entries if name == "forward")
+
+
+def test_the_choice_writes_to_its_own_memory_only(tape, tree):
+    packed = tree.manager.compressor.packer
+    known = {x.untyped_storage().data_ptr() for x in (packed.k_arena, packed.v_arena)}
+    node = tree.add(20)
+    known.add(node.slots.untyped_storage().data_ptr())
+    with tape:
+        tree.prompt(node)
+    written = {storage for stream, storage in tape.writes if stream == "side"}
+    assert written and not written & known
+
+
+def test_where_slots_are_short_the_streams_wait_not_the_host(tape, tree):
+    with tape:
+        tree.prompt(tree.add(20))
+        assert tree.manager.pressure.relieve(None) == 9
+    (chosen,), (waits,) = tape.places("side", "record"), tape.places("scheduler", "wait for event")
+    (moves,) = tape.places("scheduler", "rows move")
+    assert chosen < waits < moves
+
+
+def test_a_range_given_up_is_waited_for_by_no_one(tape, tree):
+    node = tree.add(20)
+    with tape:
+        tree.release(tree.prompt(node))
+        end = node.parent
+        tree.drop(node)
+        tree.drop(end)
+        for _ in range(3):
+            tree.manager.between_steps(None)
+    assert not tape.places("scheduler", "wait for event") and not tape.places("scheduler", "rows move")
+
+
+def test_what_is_read_is_kept_until_the_device_has_read_it(tape):
+    """Even if the result is of no use: its memory would be given to another."""
+    stream = SideStream(DEVICE)
+    source = torch.ones(3)
+    known = weakref.ref(source)
+    stream.launch(lambda source=source: source.sum())
+    del source
+    stream.launch(lambda: None)
+    gc.collect()
+    assert known() is not None
+    tape.is_done = True
+    stream.launch(lambda: None)
+    gc.collect()
+    assert known() is None
+
+
+def test_work_that_fails_is_kept_like_any_other(tape):
+    stream = SideStream(DEVICE)
+    source = torch.ones(3)
+    known = weakref.ref(source)
+
+    def work(source=source):
+        source.sum()
+        raise ValueError("no such policy")
+
+    with pytest.raises(ValueError, match="no such policy"):
+        stream.launch(work)
+    del source, work
+    gc.collect()
+    assert known() is not None and tape.places("side", "record")
+    tape.is_done = True
+    stream.launch(lambda: None)
+    gc.collect()
+    assert known() is None

@@ -1,0 +1,224 @@
+"""Segments and spans without SGLang: packing, splitting, accounting, repacking."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.packing import pack, repack
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.segments import Segment, SegmentPacker, Span
+
+GEOMETRY = KVGeometry(num_layers=3, num_qo_heads=10, num_kv_heads=5, head_dim=4, num_token_slots=64)
+START = 100
+
+
+def make_store(dtype=torch.float32):
+    """An arena in which every row names its token slot, layer and lane."""
+    g = GEOMETRY
+    shape = (g.num_layers, g.num_token_slots, g.num_kv_heads, g.head_dim)
+    ids = torch.arange(g.num_head_slots, dtype=torch.float32).view(g.num_layers, g.num_token_slots, g.num_kv_heads, 1)
+    k = ids.expand(shape).contiguous().to(dtype)
+    return SegmentPacker(g, k, -k)
+
+
+def make_selection(num_tokens, keep_lens, seed=0):
+    """Keep a pseudo-random ascending set of the given sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = [torch.randperm(num_tokens, generator=generator)[:n].sort().values for n in keep_lens]
+    lens = torch.tensor(keep_lens, dtype=torch.int32).view(GEOMETRY.num_layers, GEOMETRY.num_kv_heads)
+    return Selection(lens, torch.cat(indices).to(torch.int32), sum(keep_lens)), indices
+
+
+def head_slot(layer, token_slot, lane):
+    return (layer * GEOMETRY.num_token_slots + token_slot) * GEOMETRY.num_kv_heads + lane
+
+
+def read(store, span):
+    """(position, original head slot) of every entry of every run, read back from the arena."""
+    runs = span.runs()
+    entries = []
+    for begin, length in zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True):
+        slots = runs.head_slots[begin : begin + length].long()
+        k = store.k_arena.view(-1, GEOMETRY.head_dim)[slots]
+        v = store.v_arena.view(-1, GEOMETRY.head_dim)[slots]
+        assert torch.equal(k, -v)
+        positions = span.segment.storage.positions[begin : begin + length].tolist()
+        entries.append(list(zip(positions, k[:, 0].tolist(), strict=True)))
+    return entries
+
+
+def expected(indices, token_slots):
+    runs = []
+    for run, kept in enumerate(indices):
+        layer, lane = divmod(run, GEOMETRY.num_kv_heads)
+        runs.append([(START + i, float(head_slot(layer, int(token_slots[i]), lane))) for i in kept.tolist()])
+    return runs
+
+
+KEEP_LENS = [
+    [4] * 15,
+    [0, 20, 1, 3, 6, 0, 0, 20, 20, 2, 5, 5, 5, 5, 8],
+    [1] + [0] * 14,
+    [0] * 14 + [20],
+    [20] * 15,
+]
+
+
+@pytest.mark.parametrize("keep_lens", KEEP_LENS)
+def test_packing_wastes_nothing_and_keeps_every_entry(keep_lens):
+    store = make_store()
+    token_slots = torch.randperm(63)[:20] + 1
+    selection, indices = make_selection(20, keep_lens)
+    segment, freed = pack(store, token_slots, START, selection)
+    assert segment.num_slots == -(-sum(keep_lens) // 15)
+    assert sorted(segment.storage.token_slots.tolist() + freed.tolist()) == sorted(token_slots.tolist())
+    span = Span(segment, START, START + 20, is_owner=True)
+    assert read(store, span) == expected(indices, token_slots)
+
+
+def test_packing_touches_no_other_slot():
+    store = make_store()
+    before = store.k_arena.clone()
+    token_slots = torch.arange(10, 30)
+    segment, _ = pack(store, token_slots, START, make_selection(20, KEEP_LENS[1])[0])
+    others = torch.ones(64, dtype=torch.bool)
+    others[segment.storage.token_slots] = False
+    assert torch.equal(store.k_arena[:, others], before[:, others])
+
+
+@pytest.mark.parametrize("cut", [1, 7, 19])
+def test_split_is_a_view_of_both_halves(cut):
+    store = make_store()
+    token_slots = torch.arange(1, 21)
+    selection, indices = make_selection(20, KEEP_LENS[1])
+    segment, _ = pack(store, token_slots, START, selection)
+    upper, lower = Span(segment, START, START + 20, is_owner=True).split(START + cut)
+    want = expected(indices, token_slots)
+    assert read(store, upper) == [[e for e in run if e[0] < START + cut] for run in want]
+    assert read(store, lower) == [[e for e in run if e[0] >= START + cut] for run in want]
+    assert upper.runs().head_slots is lower.runs().head_slots is segment.storage.head_slots
+    assert (upper.charged_slots, lower.charged_slots) == (segment.num_slots, 0)
+    assert segment.num_spans == 2
+
+
+def test_split_of_a_split_adds_up():
+    store = make_store()
+    selection, _ = make_selection(20, KEEP_LENS[1])
+    segment, _ = pack(store, torch.arange(1, 21), START, selection)
+    rest = Span(segment, START, START + 20, is_owner=True)
+    lens = torch.zeros_like(selection.keep_lens)
+    for cut in range(START + 1, START + 20):
+        upper, rest = rest.split(cut)
+        lens += upper.runs().lens
+    assert torch.equal(lens + rest.runs().lens, selection.keep_lens)
+
+
+@pytest.mark.parametrize("position", [START, START + 20, START - 1])
+def test_split_outside_is_refused(position):
+    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
+    with pytest.raises(InvariantError, match="not inside"):
+        Span(segment, START, START + 20, is_owner=True).split(position)
+
+
+def test_unsplittable_segment_refuses():
+    selection, _ = make_selection(20, KEEP_LENS[0])
+    segment, _ = pack(make_store(), torch.arange(1, 21), START, selection)
+    segment.splittable = False
+    with pytest.raises(InvariantError, match="any direction"):
+        Span(segment, START, START + 20, is_owner=True).split(START + 5)
+
+
+def test_owner_goes_last():
+    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
+    upper, lower = Span(segment, START, START + 20, is_owner=True).split(START + 5)
+    assert lower.drop() is None
+    slots = upper.drop()
+    assert slots is segment.storage.token_slots
+
+
+def test_owner_going_first_is_an_error():
+    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
+    upper, _lower = Span(segment, START, START + 20, is_owner=True).split(START + 5)
+    with pytest.raises(InvariantError, match="before 1 others"):
+        upper.drop()
+
+
+@pytest.mark.parametrize("cuts", [(1,), (7,), (3, 11), (19,)])
+@pytest.mark.parametrize("keep_lens", KEEP_LENS)
+def test_repack_keeps_what_live_spans_read_and_frees_the_rest(cuts, keep_lens):
+    store = make_store()
+    token_slots = torch.randperm(63, generator=torch.Generator().manual_seed(1))[:20] + 1
+    selection, _ = make_selection(20, keep_lens)
+    segment, _ = pack(store, token_slots, START, selection)
+    rest = Span(segment, START, START + 20, is_owner=True)
+    spans = []
+    for cut in cuts:
+        upper, rest = rest.split(START + cut)
+        spans.append(upper)
+    before = [read(store, span) for span in spans]
+    assert rest.drop() is None
+    held = segment.storage.token_slots
+    freed = repack(store, segment, spans[-1].end)
+    assert [read(store, span) for span in spans] == before
+    live = sum(len(run) for span in before for run in span)
+    assert segment.num_slots == -(-live // 15) and segment.num_spans == len(spans)
+    assert sorted(segment.storage.token_slots.tolist() + freed.tolist()) == sorted(held.tolist())
+
+
+def test_what_is_in_place_has_no_storage_and_nodes_keep_their_slots():
+    segment = Segment(GEOMETRY, START, START + 20)
+    span = Span(segment, START, START + 20, is_owner=True)
+    upper, lower = span.split(START + 5)
+    assert (upper.charged_slots, lower.charged_slots) == (5, 15) and not upper.is_packed
+    with pytest.raises(InvariantError, match=r"the segment \[100, 120\) is in place"):
+        upper.runs()
+    assert lower.drop() is None and upper.drop() is None
+
+
+def test_merge_stores_weighted_sums_of_old_rows():
+    store = make_store()
+    token_slots = torch.arange(1, 5)
+    lens = torch.zeros(3, 5, dtype=torch.int32)
+    lens[1, 2] = 2
+    selection = Selection(lens, torch.tensor([1, 3], dtype=torch.int32), 2)
+    merge = MergePlan(
+        indptr=torch.tensor([0, 2, 3], dtype=torch.int32),
+        layers=torch.tensor([1, 1, 1]),
+        heads=torch.tensor([2, 2, 2]),
+        indices=torch.tensor([1, 0, 3]),
+        weights=torch.tensor([0.75, 0.25, 1.0]),
+    )
+    segment, freed = pack(store, token_slots, START, selection, merge=merge)
+    rows = store.k_arena.view(-1, 4)[segment.storage.head_slots.long()][:, 0].tolist()
+    old = [head_slot(1, slot, 2) for slot in (1, 2, 3, 4)]
+    assert rows == [0.75 * old[1] + 0.25 * old[0], old[3]]
+    assert freed.tolist() == [2, 3, 4]
+
+
+def test_values_inside_keys_rows_are_packed_copied_and_placed_with_them():
+    geometry = KVGeometry(num_layers=3, num_qo_heads=4, num_kv_heads=1, head_dim=6, num_token_slots=64, latent_dim=4)
+    k = torch.randn(geometry.arena_shape)
+    before = k.clone()
+    store = SegmentPacker(geometry, k, k[..., : geometry.latent_dim])
+    token_slots = torch.randperm(63)[:20] + 1
+    rows, values = store.token_rows(token_slots)
+    assert torch.equal(rows, before[:, token_slots]) and values.shape == (3, 20, 1, 0)
+
+    lens = torch.tensor([[5], [9], [7]], dtype=torch.int32)
+    kept = [torch.randperm(20)[:n].sort().values for n in lens.flatten().tolist()]
+    segment, _ = pack(store, token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
+    want = torch.cat([before[layer, token_slots[indices], 0] for layer, indices in enumerate(kept)])
+    assert torch.equal(store.keys(segment.storage.head_slots), want)
+    assert torch.equal(store.values(segment.storage.head_slots), want[:, :4])
+
+    store.place_tokens(token_slots, rows, values)
+    assert torch.equal(k[:, token_slots], before[:, token_slots])
+
+
+@pytest.mark.parametrize("latent_dim", [-1, 7])
+def test_a_latent_is_a_part_of_a_row(latent_dim):
+    with pytest.raises(ValueError, match=r"latent_dim: expected 0 to 6 \(head_dim\)"):
+        KVGeometry(num_layers=1, num_qo_heads=1, num_kv_heads=1, head_dim=6, num_token_slots=8, latent_dim=latent_dim)

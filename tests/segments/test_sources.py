@@ -1,0 +1,188 @@
+"""Entries of several ranges of a path, packed or not, become one segment: each goes on with what is known of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.packing import ordered, pack
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.segments import Packed, Segment, SegmentPacker, Sources, Span, TokenRange, View
+
+GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=4, num_token_slots=64)
+START = 100
+LOOKED_UP = list[list[tuple[int, float]]]
+"""Per run: position, and what the key says, of each entry."""
+
+
+@pytest.fixture
+def packer() -> SegmentPacker:
+    """Every row names its position (slot + 100 - 1) and its run: ``position + run / 10``."""
+    runs = torch.arange(4.0).view(2, 1, 2, 1) / 10
+    rows = torch.arange(64.0).view(1, -1, 1, 1) + START - 1 + runs
+    k = rows.expand(GEOMETRY.arena_shape).contiguous()
+    return SegmentPacker(GEOMETRY, k, -k)
+
+
+def selection(*runs: list[int]) -> Selection:
+    lens = torch.tensor([len(run) for run in runs], dtype=torch.int32).view(2, 2)
+    return Selection(lens, torch.tensor([index for run in runs for index in run], dtype=torch.int32), int(lens.sum()))
+
+
+def packed(packer: SegmentPacker, first: int, count: int, *runs: list[int]) -> Segment:
+    """Tokens ``first .. first + count`` of the path with an order: later entries come first."""
+    chosen = selection(*runs)
+    order = torch.arange(chosen.num_entries, dtype=torch.int16)
+    return pack(packer, torch.arange(first + 1, first + count + 1), START + first, chosen, order=order)[0]
+
+
+def whole(segment: Segment) -> View:
+    return View(segment, segment.start, segment.end)
+
+
+def read(packer: SegmentPacker, packed: Packed) -> LOOKED_UP:
+    found = []
+    for begin, end in zip(packed.indptr[:-1].tolist(), packed.indptr[1:].tolist(), strict=True):
+        keys = packer.keys(packed.head_slots[begin:end])[:, 0].tolist()
+        found.append(list(zip(packed.positions[begin:end].tolist(), keys, strict=True)))
+    return found
+
+
+def named(*runs: list[int]) -> LOOKED_UP:
+    """What :func:`read` finds if runs have these tokens of the path."""
+    return [[(START + t, pytest.approx(START + t + run / 10, abs=1e-4)) for t in kept] for run, kept in enumerate(runs)]
+
+
+FIRST = ([0, 3], [1], [], [2, 3])
+SECOND = ([1], [], [0, 1, 2], [2])
+
+
+def test_segments_of_a_path_become_one_in_their_own_slots(packer: SegmentPacker) -> None:
+    parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
+    slots = torch.cat([part.segment.storage.token_slots for part in parts])
+    joined = packer.rewrite(Sources(GEOMETRY, parts), 4, bits=16)
+    assert joined.freed.numel() == 0 and joined.packed.token_slots.equal(slots)
+    assert read(packer, joined.packed) == named([0, 3, 5], [1], [4, 5, 6], [2, 3, 6])
+    assert joined.kept.keys is not None and joined.kept.keys.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
+
+
+def test_the_best_entries_of_all_ranges_are_kept(packer: SegmentPacker) -> None:
+    """Of ten entries four: keys 4, 4, 3, 3."""
+    parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
+    sources = Sources(GEOMETRY, parts).best(1)
+    small = packer.rewrite(sources, sources.fewest_slots, bits=16)
+    assert read(packer, small.packed) == named([], [], [6], [2, 3, 6]) and small.freed.numel() == 3
+    assert small.kept.keys is not None and small.kept.keys.tolist() == [3, 3, 4, 4]
+
+
+def test_of_equal_entries_the_lower_run_and_position_is_kept(packer: SegmentPacker) -> None:
+    segment = packed(packer, 0, 4, *FIRST)
+    ordered(segment, torch.zeros(segment.num_entries, dtype=torch.int16))
+    small = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
+    assert read(packer, small.packed) == named([0, 3], [1], [], [2])
+
+
+def test_a_segment_and_tokens_after_it_become_one(packer: SegmentPacker) -> None:
+    """The numbers of a selection go on from the segment's entries of a run to the tokens."""
+    old = packed(packer, 0, 4, *FIRST)
+    parts = [whole(old), TokenRange(torch.arange(5, 8), old.end)]
+    chosen = selection([1, 2], [0, 1, 3], [0], [])
+    grown = packer.rewrite(Sources(GEOMETRY, parts, chosen), 2, bits=16)
+    assert read(packer, grown.packed) == named([3, 4], [1, 4, 6], [4], []) and grown.freed.tolist() == [5, 6, 7]
+    assert grown.kept.keys is None
+
+
+def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
+    old = packed(packer, 0, 4, *FIRST)
+    parts = [whole(old), TokenRange(torch.arange(5, 8), old.end)]
+    plan = MergePlan(
+        indptr=torch.tensor([0, 1, 4], dtype=torch.int32),
+        layers=torch.tensor([0, 1, 1, 1], dtype=torch.int32),
+        heads=torch.tensor([0, 1, 1, 1], dtype=torch.int32),
+        indices=torch.tensor([1, 4, 0, 2], dtype=torch.int32),
+        weights=torch.tensor([1.0, 0.5, 0.25, 0.25]),
+    )
+    sources = Sources(GEOMETRY, parts, selection([1], [], [], [4]))
+    merged = packer.rewrite(sources, 1, bits=16, merge=plan).packed
+    keys = packer.keys(merged.head_slots)[:, 0].tolist()
+    assert keys == pytest.approx([103.0, 0.5 * 106.3 + 0.25 * 102.3 + 0.25 * 104.3])
+    assert merged.positions.tolist() == [103, 106]
+
+
+def test_sums_of_readers_and_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
+    segment = packed(packer, 0, 4, *FIRST)
+    segment.attention, segment.readers = torch.arange(5.0), packer
+    segment.policy_state, segment.splittable, segment.is_generated = object(), False, True
+    state, order = segment.policy_state, segment.order
+    written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
+    segment.pack(written.packed, segment.end, written.kept)
+    assert segment.attention is not None and segment.attention.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert segment.order is not None and order is not None and segment.order.ranking is order.ranking
+    assert segment.order.keys.tolist() == [1, 2, 3, 4] and segment.num_live_entries == 4
+    assert segment.policy_state is state and segment.is_generated and not segment.splittable
+
+
+def test_tokens_in_place_have_an_order_and_sums_by_run_and_token(packer: SegmentPacker) -> None:
+    numbers = torch.arange(16).view(2, 2, 4)
+    tokens = TokenRange(torch.arange(1, 5), START, numbers.to(torch.int16), numbers.float())
+    best = packer.rewrite(Sources(GEOMETRY, [tokens]).best(1), 1, bits=16)
+    assert read(packer, best.packed) == named([], [], [], [0, 1, 2, 3])
+    assert best.kept.keys is not None and best.kept.keys.tolist() == [12, 13, 14, 15]
+    assert best.kept.attention is not None and best.kept.attention.tolist() == [12.0, 13.0, 14.0, 15.0]
+
+
+def test_a_segment_in_place_is_cut_and_its_end_dropped_without_copies() -> None:
+    segment = Segment(GEOMETRY, START, START + 6)
+    keys = torch.arange(24, dtype=torch.int16).view(2, 2, 6)
+    ordered(segment, keys)
+    segment.attention = keys.float()
+    above = segment.cut_off(START + 2)
+    assert (above.start, above.end, segment.start, segment.end) == (START, START + 2, START + 2, START + 6)
+    segment.end_at(START + 5)
+    for each, part in ((above, keys[..., :2]), (segment, keys[..., 2:5])):
+        assert each.order is not None and each.order.keys.equal(part) and each.num_entries == part.numel()
+        assert each.order.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+        assert each.attention is not None and each.attention.equal(part.float())
+        assert each.num_live_entries == part.numel() and each.num_slots == each.num_tokens == part.shape[-1]
+
+
+def test_what_is_dead_is_not_kept(packer: SegmentPacker) -> None:
+    """The slots of dead entries hold them, and go with the others; the number of live ones is read once."""
+    segment = packed(packer, 0, 4, [0, 1, 2, 3], *FIRST[1:])
+    _, lower = Span(segment, 100, 104, is_owner=True).split(103)
+    lower.drop()
+    view = View(segment, 100, 103)
+    assert view.num_entries is None
+    segment.num_live_entries, segment.live_end = 5, 103
+    assert view.num_entries == 5
+    small = packer.rewrite(Sources(GEOMETRY, [view]).best(1), 1, bits=16)
+    assert read(packer, small.packed) == named([1, 2], [1], [], [2]) and small.freed.numel() == 1
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0, 32])
+def test_other_bits_are_refused(packer: SegmentPacker, bits: int) -> None:
+    sources = Sources(GEOMETRY, [whole(packed(packer, 0, 4, *FIRST))])
+    with pytest.raises(ValueError, match=f"^bits: got {bits}; allowed: 16$"):
+        packer.rewrite(sources, 2, bits=bits)
+
+
+@pytest.mark.parametrize("num_slots", [3, 1, 0, -1])
+def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker, num_slots: int) -> None:
+    before = packer.k_arena.clone()
+    sources = Sources(GEOMETRY, [TokenRange(torch.tensor([1, 2]), START)], selection([0], [1], [0, 1], [1]))
+    with pytest.raises(
+        ValueError, match=f"num_slots: got {num_slots} for 5 entries of ranges of 2 slots; allowed: 2 to 2"
+    ):
+        packer.rewrite(sources, num_slots, bits=16)
+    assert packer.k_arena.equal(before)
+
+
+def test_entries_without_an_order_cannot_shrink(packer: SegmentPacker) -> None:
+    segment = packed(packer, 0, 4, *FIRST)
+    with pytest.raises(InvariantError, match="entries with an order in 2 slots cannot shrink to 3 slots"):
+        Sources(GEOMETRY, [whole(segment)]).best(3)
+    segment.order = None
+    with pytest.raises(InvariantError, match="without an order"):
+        Sources(GEOMETRY, [whole(segment)]).best(1)

@@ -1,0 +1,151 @@
+"""After the server has warmed up, no prompt of any length calls for a compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.packing import compress, repack, squeeze, write_block
+from helpers.specialisations import recorded
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.triton.attention import TritonAttention
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.by_name import build_policy
+from sgl_kvevict.segments import Compressor, GeneratedCompressor, Segment, SegmentPacker, warm_up
+from sgl_kvevict.segments.warm_up import _observe, _read
+
+GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the device here")
+    monkeypatch.setattr("kvevict_kernels.dispatch.TRITON_DEVICES", ("cuda", "cpu"))
+    yield
+
+
+STORED = pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=str)
+
+
+BLOCKS = pytest.mark.parametrize("policy_name", ["h2o", "d2o", "snapkv", "streaming-llm"])
+
+
+def arena(stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(42)
+    shape = (GEOMETRY.num_layers, GEOMETRY.num_token_slots, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
+    return torch.randn(shape).to(stored), torch.randn(shape).to(stored)
+
+
+def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -> None:
+    new = {name: len(keys - warm.get(name, set())) for name, keys in served.items()}
+    assert served and not any(new.values()), f"compilations while serving: {new}"
+
+
+@STORED
+@pytest.mark.parametrize("policy_name", ["ada-snapkv", "reconstruction", "d2o"])
+def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
+    """Odd and a multiple of 16, at odd slots; cut in the middle, and repacked."""
+    config = KVEvictConfig(policy=policy_name, budget=0.3)
+    policy = build_policy(policy_name, {})
+    assert policy is not None
+    compressor = Compressor(config, policy, SegmentPacker(GEOMETRY, *arena(stored)))
+    with recorded() as warm:
+        warm_up(compressor, torch.float16)
+    with recorded() as served:
+        for first, num_tokens in ((1, 97), (5, 176)):
+            slots = torch.arange(1003)[first : first + num_tokens]
+            queries = torch.randn(num_tokens, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
+            observation = _observe(compressor, Segment(GEOMETRY, 0, num_tokens), queries, slots)
+            segment, _ = compress(compressor, slots, 0, observation)
+            if policy.splittable:
+                end = num_tokens // 3
+                segment.runs_of(0, end)
+                repack(compressor.packer, segment, end)
+                read_and_squeeze(compressor, segment, queries)
+    assert_nothing_new(warm, served)
+
+
+def read_and_squeeze(compressor: Compressor, segment: Segment, queries: torch.Tensor) -> None:
+    """Passes read what was compressed before they came, if the policy has passes; then it shrinks."""
+    store = compressor.packer
+    if compressor.policy.needs_passes:
+        _read(compressor, segment, queries)
+        segment.attention = torch.zeros(segment.num_entries)
+        compressor.rank_by_attention(segment)
+        segment.attention = None
+    squeeze(store, segment, segment.num_slots // 2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "has_extras"),
+    [(torch.float16, False), (torch.float8_e4m3fn, False), (torch.float16, True)],
+    ids=["float16", "fp8", "windows-sinks"],
+)
+def test_batches_of_other_sizes(stored: torch.dtype, has_extras: bool) -> None:
+    """Decode rows that share or not, few new tokens, many with split keys, long prefills; spans cut anywhere."""
+    geometry = replace(GEOMETRY, windows=(33, 0)) if has_extras else GEOMETRY
+    sink_logits = torch.randn(8).bfloat16() if has_extras else None
+    attention = TritonAttention(geometry, *arena(stored), q_dtype=torch.float16)
+    with recorded() as warm:
+        attention.warm_up(None if sink_logits is None else sink_logits.dtype)
+    assert not len(attention._recent)
+    head_slots = torch.randint(0, 4000, (401,), dtype=torch.int32)
+    lens = torch.tensor([[30, 7], [0, 64]], dtype=torch.int32)
+    starts = torch.tensor([[5, 100], [0, 301]], dtype=torch.int32)
+    positions = torch.arange(401, dtype=torch.int32) % 100
+    span, other = (SpanRuns(head_slots, starts, lens, tokens, positions=positions) for tokens in (70, 113))
+    long = SPLIT_ROWS // 4 + 1
+    with recorded() as served:
+        for paths, new_lens in (
+            (((),), [1]),
+            (((span,), (), (other, span)), [1, 1, 1]),
+            (((span,),) * 7, [1] * 7),
+            (((span,), (other,)), [3, 17]),
+            (((), (span,), (other,)), [long, 5, long + 30]),
+        ):
+            waterlines = [sum(one.num_tokens for one in path) for path in paths]
+            batch = AttentionBatch(
+                paths=paths,
+                seq_lens=[start + 41 + new for start, new in zip(waterlines, new_lens, strict=True)],
+                extend_lens=None if max(new_lens) == 1 else new_lens,
+                req_pool_indices=torch.arange(9)[1 : len(paths) + 1],
+                req_to_token=torch.randint(1, 1003, (10, 400), dtype=torch.int32),
+            )
+            attention.plan(batch)
+            for layer in (0, 1):
+                attention.run(layer, torch.randn(sum(new_lens), 8, 16).half(), 0.25, sink_logits)
+    assert_nothing_new(warm, served)
+
+
+@STORED
+@BLOCKS
+def test_generated_tokens_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
+    """Blocks of other lengths, at other slots, of a request that began elsewhere."""
+    config = KVEvictConfig(policy=policy_name, budget=0.3, decode_block=20)
+    policy = build_policy(policy_name, {})
+    assert policy is not None
+    compressor = Compressor(config, policy, SegmentPacker(GEOMETRY, *arena(stored)))
+    with recorded() as warm:
+        warm_up(compressor, torch.float16)
+    generation, row = GeneratedCompressor(compressor), torch.arange(3, 300)
+    generated, done = generation.new(33), []
+    with recorded() as served:
+        for position in range(33, 200):
+            step = generation.step([(0, position, generated)], 1)
+            for layer in range(GEOMETRY.num_layers if step is not None else 0):
+                queries = torch.randn(1, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
+                step.record(layer, queries, torch.full((1, GEOMETRY.num_qo_heads), 6.0), 0.25)
+            if generation.is_full(generated):
+                generation.count(generated, row[generated.compressed_end : position + 1])
+            if position - generated.compressed_end >= 37:
+                slots = row[generated.compressed_end : position + 1]
+                done.append(write_block(compressor, generation, generated, slots, 32))
+    assert len(done) == 5
+    assert_nothing_new(warm, served)
