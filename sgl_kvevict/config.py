@@ -24,6 +24,8 @@ HOST_PER_POOL = 2
 """Bytes of ``host_bytes`` per byte of the pool by default: the default of SGLang's ``--hicache-ratio``."""
 LIGHT_SHARE = 0.5
 """Share of its entries to which an uncompressed prefix shrinks first when slots are short; not below ``budget``."""
+Bits = Literal["auto", 16, 8, 4]
+"""Of a number in a row: 16 as the pool stores it; auto: :func:`sgl_kvevict.widths.rows_that_fit`."""
 _as_written = cache(lambda share: Fraction(repr(share)))  # exact value of a share's decimal notation
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"

@@ -253,7 +253,7 @@ class PrefixManager:
         self.listener.between_steps()
 
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
-        """Return the spans that each request of a batch reads now, root first; ``nodes``: last node of each path.
+        """Return the entries that each request of a batch reads now, root first; ``nodes``: last node of each path.
 
         Always resolved from the tree: other requests may have split nodes of the path since the last step.
         """

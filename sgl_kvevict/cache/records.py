@@ -197,23 +197,23 @@ class Spans(Mapping[Node, Span]):
         return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
 
     def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
-        """The spans that a request which locks a path reads, root side first.
+        """The spans that a request which locks a path reads, root side first; each by the width of its rows.
 
         A segment that grew while a request generated, or was joined, has many spans. A path with all reads it as one,
         unless its last spans were dropped: their entries stay until a repack saves a slot.
         """
         spans = [self[node] for node in path if node in self]
-        runs = []
+        runs: list[SpanRuns] = []
         i = 0
         while i < len(spans):
             segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
             is_one = segment.is_generated or segment.is_joined
             is_whole = is_one and last < len(spans) and spans[last].segment is segment
             if is_whole and spans[i].is_owner and spans[last].end == segment.end:
-                runs.append(segment.runs())
+                runs += segment.runs()
                 i = last
             else:
-                runs.append(spans[i].runs())
+                runs += spans[i].runs()
             i += 1
         return tuple(runs)
 

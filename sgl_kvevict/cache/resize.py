@@ -397,7 +397,7 @@ class Resizer(Part):
                 sources = sources.best(num_slots)
             merge, state = self._merge(segments, sources, num_slots) if block is None else (block.merge, block.state)
             all_packed = len(packed) == len(segments)
-            written = self._packer.rewrite(sources, num_slots if all_packed else sources.fewest_slots, bits, merge)
+            written = self._packer.rewrite(sources, num_slots if all_packed else sources.fewest_slots, merge)
         if attempt.failed:
             return 0
         segment, num_freed = segments[0], written.freed.numel()
@@ -462,11 +462,11 @@ class Resizer(Part):
         segment = self._spans[owner].segment
         # sync: only when a node below another view of its segment is dropped
         sources = Sources(self._packer.geometry, [View(segment, segment.start, end)])
-        segment.num_live_entries, segment.live_end = sources.selection.num_entries, end
+        segment.live_counts, segment.live_end = sources.counts, end
         num_slots = self._tree.largest(sources.fewest_slots, segment.start, end, segment.num_slots)
         if num_slots == segment.num_slots:
             return segment.storage.token_slots[:0]
-        written = self._packer.rewrite(sources, num_slots, bits=16)
+        written = self._packer.rewrite(sources, num_slots)
         self.exchange(self._spans.views_of(owner), segment, (), written, end)
         return written.freed
 
@@ -484,16 +484,17 @@ class Resizer(Part):
         self, segments: Sequence[Segment], sources: Sources, num_slots: int
     ) -> tuple[MergePlan | None, PolicyState | None]:
         """What is merged into the kept entries of a segment that leaves its place, and the policy's state after it."""
-        first, (part, *_) = segments[0], sources.parts
+        first, (source, *_) = segments[0], sources.ranges
         above = self._spans.at(self._table.nodes_of(first)[0].parent)
         state = None if above is None else above.segment.policy_state
-        if isinstance(part, View):
+        if isinstance(source, View):
             state = segments[-1].policy_state
         assert state is None or isinstance(state, PolicyState)
-        if isinstance(part, View) or num_slots == first.num_slots:
+        selection = sources.selection
+        if isinstance(source, View) or num_slots == first.num_slots or selection is None:
             return None, state
         prompt = first.prompt or CacheObservation()
-        return self._compressor.merge(part.token_slots, part.start, prompt, sources.selection, state)
+        return self._compressor.merge(source.token_slots, source.start, prompt, selection, state)
 
 
 def _is_launched(segment: Segment) -> bool:

@@ -15,9 +15,9 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
-from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Segment
+from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment
 from sgl_kvevict.segments.shadow import CopiedShadow, DraftRows, Shadow
-from sgl_kvevict.segments.sources import Part, Sources, TokenRange
+from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 
 
 class SegmentPacker(ArenaRows):
@@ -40,82 +40,85 @@ class SegmentPacker(ArenaRows):
         draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
         return self.geometry.num_runs * (row_bytes + 4 + 2) + draft_bytes
 
-    def rewrite(self, sources: Sources, num_slots: int, bits: int, merge: MergePlan | None = None) -> Rewritten:
+    def rewrite(self, sources: Sources, num_slots: int, merge: MergePlan | None = None) -> Rewritten:
         """Write the kept entries of consecutive ranges of a path into the first of the ranges' slots.
 
         Segments and spans are not touched. No host sync.
 
         Args:
-            sources: the ranges, all that is alive of each, and the entries that are kept.
+            sources: the ranges, all that is alive of each, and the entries that are kept, in rows of how many bits.
             num_slots: token slots that hold them afterwards, at least as many as the entries take.
-            bits: of a number of a row. Only 16 is implemented: rows are moved as they are.
-            merge: the weighted sums that replace the kept entries; its sources need not be kept.
+            merge: the weighted sums that replace the kept entries; its sources need not be kept. All rows have 16 bits.
 
         Raises:
-            ValueError: ``bits`` is not 16; more slots than the ranges hold, or fewer than the entries take.
+            ValueError: more slots than the ranges hold, or fewer than the entries take.
         """
-        held, selection = sources.token_slots, sources.selection
-        if bits != 16:
-            raise ValueError(f"bits: got {bits}; allowed: 16")
+        held = sources.token_slots
         if not sources.fewest_slots <= num_slots <= held.numel():
             raise ValueError(
-                f"num_slots: got {num_slots} for {selection.num_entries} entries of ranges of {held.numel()} slots; "
+                f"num_slots: got {num_slots} for {sources.num_entries} entries of ranges of {held.numel()} slots; "
                 f"allowed: {sources.fewest_slots} to {held.numel()}"
             )
-        kept = sources.entries()
+        kept = sources.entries
         rows = kept
         if merge is not None:
             runs = merge.layers.long() * self.geometry.num_kv_heads + merge.heads
             rows = sources.at(runs, merge.indices)
-        packed = self._laid_out(held[:num_slots], selection.keep_lens, kept.positions)
+        packed = self._laid_out(held[:num_slots], [(each.bits, each.lens) for each in sources.kept], kept.positions)
         with accounting():
+            (part,) = packed.parts
             if merge is None:
-                compact_kv(*self._moved, rows.head_slots, packed.head_slots)
+                compact_kv(*self._moved, rows.rows, part.rows)
             else:
                 weights = {"indptr": merge.indptr, "weights": merge.weights}
-                compact_kv(*self._moved, rows.head_slots, packed.head_slots, **weights)
+                compact_kv(*self._moved, rows.rows, part.rows, **weights)
             if self.drafts is not None:
-                shadow = self.drafts.move(self._shadows(sources.parts), sources.end, packed.token_slots)
+                shadow = self.drafts.move(self._shadows(sources.ranges), sources.end, packed.token_slots)
                 packed = replace(packed, shadow=shadow)
         return Rewritten(packed, kept, held[num_slots:])
 
-    def _shadows(self, parts: Sequence[Part]) -> list[Shadow]:
-        """The draft's rows of each part."""
+    def _shadows(self, ranges: Sequence[Range]) -> list[Shadow]:
+        """The draft's rows of each range."""
         assert self.drafts is not None
         return [
-            self.drafts.every(part.token_slots, part.start)
-            if isinstance(part, TokenRange)
-            else part.segment.storage.shadow or self.drafts.absent()
-            for part in parts
+            self.drafts.every(each.token_slots, each.start)
+            if isinstance(each, TokenRange)
+            else each.segment.storage.shadow or self.drafts.absent()
+            for each in ranges
         ]
 
-    def _laid_out(self, token_slots: Tensor, keep_lens: Tensor, positions: Tensor) -> Packed:
-        """Storage whose rows are not written; arguments as in :class:`Packed`, ``keep_lens`` as in Selection."""
+    def _laid_out(self, token_slots: Tensor, lens: Sequence[tuple[int, Tensor]], positions: Tensor) -> Packed:
+        """Storage whose rows are not written.
+
+        ``lens``: of each part the bits of its rows, and the entries of each run, [num_layers, num_kv_heads], int32;
+        ``positions``, [num_entries], int32: of all entries, part after part.
+        """
+        ((bits, keep_lens),) = lens
         num_token_slots = self.geometry.num_token_slots
-        indptr, head_slots = alloc_head_slots(keep_lens, token_slots, num_token_slots, positions.numel())
-        return Packed(token_slots.clone(), head_slots, positions, indptr, self._no_shadow)
+        indptr, rows = alloc_head_slots(keep_lens, token_slots, num_token_slots, positions.numel())
+        return Packed(token_slots.clone(), (Rows(bits, rows, positions, indptr),), self._no_shadow)
 
     def copy(self, sources: Sources) -> CopiedEntries:
         """Copy the kept entries of consecutive ranges of one path, as if one segment held them."""
-        kept = sources.entries()
-        slots = kept.head_slots.long()
+        kept = sources.entries
+        slots = kept.rows.long()
         k, v = (as_words(arena.flatten(0, 2))[slots].view(arena.dtype) for arena in self._moved)
-        return CopiedEntries(sources.selection.keep_lens, kept.positions, k, v, kept.keys)
+        return CopiedEntries(sources.kept[0].lens, kept.positions, k, v, kept.keys)
 
     def copy_shadow(self, sources: Sources) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive ranges of one path; None: there is no draft.
 
         Of packed ones all rows; of uncompressed ones those that were paid most, as many as the kept entries' slots
-        hold. A host sync reads how many rows a part of a segment has.
+        hold. A host sync reads how many rows a part of a segment's tokens has.
         """
         if self.drafts is None:
             return None
         bounds = [
-            None if isinstance(part, TokenRange) or part.is_whole else (part.start, part.end) for part in sources.parts
+            None if isinstance(each, TokenRange) or each.is_whole else (each.start, each.end) for each in sources.ranges
         ]
-        is_whole = any(isinstance(part, TokenRange) for part in sources.parts)
+        is_whole = any(isinstance(each, TokenRange) for each in sources.ranges)
         most = sources.fewest_slots if is_whole else None
-        return self.drafts.copy(list(zip(self._shadows(sources.parts), bounds, strict=True)), most)
+        return self.drafts.copy(list(zip(self._shadows(sources.ranges), bounds, strict=True)), most)
 
     @accounting()
     def place(self, packed: Packed, k: Tensor, v: Tensor) -> None:
@@ -123,7 +126,8 @@ class SegmentPacker(ArenaRows):
 
         ``k`` and ``v`` are [num_entries, head_dim], in the arena's dtype.
         """
-        slots = packed.head_slots.long()
+        (part,) = packed.parts
+        slots = part.rows.long()
         for arena, rows in zip(self._moved, (k, v), strict=True):
             rows_by_head_slot(arena)[slots] = as_moved(rows.contiguous()).to(arena.device)
 
@@ -146,7 +150,7 @@ class SegmentPacker(ArenaRows):
         num_entries, device = copied.positions.numel(), token_slots.device
         if token_slots.numel() < self.geometry.slots_for(num_entries):
             raise InvariantError(f"{num_entries} entries in {token_slots.numel()} token slots")
-        packed = self._laid_out(token_slots, copied.keep_lens.to(device), copied.positions.to(device))
+        packed = self._laid_out(token_slots, [(16, copied.keep_lens.to(device))], copied.positions.to(device))
         self.place(packed, copied.k, copied.v)
         if self.drafts is not None and shadow is not None:
             packed = replace(packed, shadow=self.drafts.place(shadow, packed.token_slots))
@@ -163,7 +167,7 @@ class Rewritten:
 
     Attributes:
         packed: where the kept entries lie now.
-        kept: what is known of them; ``kept.head_slots`` are where they lay before.
+        kept: what is known of them; ``kept.rows`` are where they lay before.
         freed: [num_freed], int64, token slots that are free now.
     """
 

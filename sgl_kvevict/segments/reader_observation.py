@@ -180,27 +180,30 @@ def _add_entry_attention(
 
     Runs are padded to the longest; on a GPU to the number of the segment's tokens, which needs no host sync.
     """
-    geometry, packed, attention = segment.geometry, segment.storage, segment.attention
+    geometry, attention, first = segment.geometry, segment.attention, 0
     assert attention is not None
-    if segment.num_entries == 0:
-        return
     first_run = layer * geometry.num_kv_heads
-    bounds = packed.indptr[first_run : first_run + geometry.num_kv_heads + 1].long()
-    lens = bounds.diff()[:, None]
-    width = int(lens.max()) if lens.device.type == "cpu" else segment.num_tokens
-    places = torch.arange(width, device=lens.device)
-    is_entry = places < lens  # [num_kv_heads, width]
-    entries = torch.where(is_entry, bounds[:-1, None] + places, 0)
-    rows = packed.head_slots[entries.T.flatten()]
-    keys = gather_rows(k_arena.view(-1, geometry.head_dim), rows, geometry.scales.of(layer)[0]).to(queries.dtype)
-    squares = accumulated_attention(
-        queries,
-        lse,
-        keys.view(width, geometry.num_kv_heads, geometry.head_dim),
-        places,
-        sm_scale=sm_scale,
-        key_start=0,
-        query_start=width,
-        reduction="squares",
-    )
-    attention.index_add_(0, entries.flatten(), squares.masked_fill_(~is_entry, 0.0).flatten())
+    for part in segment.storage.parts:
+        own = attention[first : first + part.num_entries]
+        first += part.num_entries
+        if not part.num_entries:
+            continue
+        bounds = part.indptr[first_run : first_run + geometry.num_kv_heads + 1].long()
+        lens = bounds.diff()[:, None]
+        width = int(lens.max()) if lens.device.type == "cpu" else segment.num_tokens
+        places = torch.arange(width, device=lens.device)
+        is_entry = places < lens  # [num_kv_heads, width]
+        entries = torch.where(is_entry, bounds[:-1, None] + places, 0)
+        rows = part.rows[entries.T.flatten()]
+        keys = gather_rows(k_arena.view(-1, geometry.head_dim), rows, geometry.scales.of(layer)[0]).to(queries.dtype)
+        squares = accumulated_attention(
+            queries,
+            lse,
+            keys.view(width, geometry.num_kv_heads, geometry.head_dim),
+            places,
+            sm_scale=sm_scale,
+            key_start=0,
+            query_start=width,
+            reduction="squares",
+        )
+        own.index_add_(0, entries.flatten(), squares.masked_fill_(~is_entry, 0.0).flatten())

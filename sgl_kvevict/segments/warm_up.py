@@ -14,7 +14,7 @@ from sgl_kvevict.segments.prompt_observation import Observation
 from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderObservation
 from sgl_kvevict.segments.segment import Segment, View
-from sgl_kvevict.segments.sources import Part, Sources, TokenRange
+from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 
 WARM_UP_TOKENS = 192
 """Minimum length of the synthetic prompt: more than the default windows and SnapKV's widest pool (127)."""
@@ -59,7 +59,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
 def _resize(
     compressor: Compressor,
     segment: Segment,
-    source: Part,
+    source: Range,
     num_slots: int | None = None,
     observation: Observation | None = None,
 ) -> None:
@@ -70,9 +70,11 @@ def _resize(
         sources = sources.best(num_slots)
     merge = None
     if observation is not None and isinstance(source, TokenRange):
-        merge, _ = compressor.merge(source.token_slots, 0, observation, sources.selection, None)
+        selection = sources.selection
+        assert selection is not None
+        merge, _ = compressor.merge(source.token_slots, 0, observation, selection, None)
         segment.splittable = compressor.splittable
-    written = packer.rewrite(sources, max(sources.fewest_slots, 1), 16, merge)
+    written = packer.rewrite(sources, max(sources.fewest_slots, 1), merge)
     segment.pack(written.packed, sources.end, written.kept)
 
 
@@ -128,9 +130,9 @@ def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
             new = slots[generated.compressed_end : position + 1]
             block = generation.choose(generated, new, new.numel(), None)
             old = [] if generated.segment is None else [generated.segment.live_view]
-            parts: list[Part] = [*old, TokenRange(new, generated.compressed_end)]
-            sources = Sources(compressor.packer.geometry, parts, block.selection)
-            written = compressor.packer.rewrite(sources, sources.fewest_slots, 16, block.merge)
+            ranges: list[Range] = [*old, TokenRange(new, generated.compressed_end)]
+            sources = Sources(compressor.packer.geometry, ranges, block.selection)
+            written = compressor.packer.rewrite(sources, sources.fewest_slots, block.merge)
             segment = Segment(compressor.packer.geometry, sources.start, sources.end, written.packed)
             segment.policy_state = block.state
             generation.written(generated, block, segment)

@@ -85,10 +85,13 @@ def test_a_squeeze_keeps_the_first_in_order():
     node = cached(tree, 22)
     relieve(tree)
     segment = tree.manager.spans[node].segment
-    before, kept = segment.storage, segment.order.keys.sort(descending=True).values[: 5 * tree.geometry.num_runs]
+    (before,), kept = (
+        segment.storage.parts,
+        segment.order.keys.sort(descending=True).values[: 5 * tree.geometry.num_runs],
+    )
     relieve(tree)
     assert segment is tree.manager.spans[node].segment
-    after = segment.storage
+    (after,) = segment.storage.parts
     assert segment.order.keys.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.num_runs
     for run in range(tree.geometry.num_runs):
