@@ -163,7 +163,7 @@ class World:
         """K, V and positions of one request, layer and head: its path's runs, then its own tokens."""
         bounds = [(int(span.starts[layer, head]), int(span.lens[layer, head])) for span in self.paths[i]]
         places = [slice(start, start + length) for start, length in bounds]
-        runs = [span.head_slots[place].long() for span, place in zip(self.paths[i], places, strict=True)]
+        runs = [span.rows[place].long() for span, place in zip(self.paths[i], places, strict=True)]
         own_positions = torch.arange(self.waterlines[i], self.seq_lens[i])
         slots = self.req_to_token[self.rows[i], own_positions].long()
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head

@@ -44,7 +44,7 @@ def of_spans(tables: Tables, which: int, layer: int) -> list[Item]:
                 chunk += int(tables.span_chunk[number])
             for begin in range(0, length, chunk):
                 for tile in range(tiles if int(tables.span_class[number]) == which else 0):
-                    address = span.head_slots[start + begin :].data_ptr()
+                    address = span.rows[start + begin :].data_ptr()
                     keys = min(chunk, length - begin)
                     member = int(tables.span_member_start[number])
                     found.append((address, keys, member, readers, tile * heads + head, partial, number))

@@ -171,7 +171,7 @@ def small_kernels(arch: int) -> Iterator[Spec]:
     yield spec("ragged_decode.triton_items:suffix_work_kernel", arch, HEADS | counting)
     yield spec("cut_runs.triton_impl:_cut_runs_kernel", arch, {"BLOCK": 32}, options={"num_warps": 1})
     yield spec("alloc_head_slots.triton_impl:_indptr_kernel", arch, {"BLOCK": 1024})
-    yield spec("alloc_head_slots.triton_impl:_head_slots_kernel", arch, {"BLOCK": 1024})
+    yield spec("alloc_head_slots.triton_impl:_head_slots_kernel", arch, {"BLOCK": 1024, "PER_SLOT": 3})
     for key_bits in (32, 64):
         keys = dict.fromkeys(("keys_ptr", "prefix_ptr", "threshold_ptr"), f"*u{key_bits}")
         tiles = {**keys, "BINS": 256, "SIGN": 1 << (key_bits - 1), "BLOCK": 2048, "MAX_TILES": 256, "mask_ptr": "*i1"}

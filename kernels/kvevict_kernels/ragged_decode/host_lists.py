@@ -88,7 +88,7 @@ class HostLists:
     def _average(self, span: SpanRuns) -> int:
         """Entries of a run, on average over the segment that the span was cut from."""
         runs = self.sizes.num_layers * self.sizes.num_kv_heads
-        return min(-(-span.head_slots.numel() // runs), span.num_tokens)
+        return min(-(-span.rows.numel() // runs), span.num_tokens)
 
     def _num_splits(self, request: int) -> int:
         """Parts of the keys of a request that ``ragged_extend`` attends for, from its own lengths alone."""
@@ -155,7 +155,7 @@ class HostLists:
     def addresses(self) -> dict[str, list[int]]:
         """Lists of 64-bit numbers."""
         return {
-            "span_address": [span.head_slots.data_ptr() for span in self.spans],
+            "span_address": [span.rows.data_ptr() for span in self.spans],
             "span_starts": [span.starts.data_ptr() for span in self.spans],
             "span_lens": [span.lens.data_ptr() for span in self.spans],
             "span_positions": [_to_positions(span) for span in self.spans],
@@ -214,4 +214,4 @@ class HostLists:
 
 def _to_positions(span: SpanRuns) -> int:
     """Bytes from an entry's head slot to its position; 0: positions are unknown."""
-    return 0 if span.positions is None else span.positions.data_ptr() - span.head_slots.data_ptr()
+    return 0 if span.positions is None else span.positions.data_ptr() - span.rows.data_ptr()

@@ -78,11 +78,11 @@ def plan_batch(
         check_int("suffix_bounds", bound, new)
     shape = (sizes.num_layers, sizes.num_kv_heads)
     for span in {id(span): span for path in paths for span in path}.values():
-        check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
+        check_tensor("rows", span.rows, (None,), torch.int32, device)
         check_tensor("starts", span.starts, shape, torch.int32, device)
         check_tensor("lens", span.lens, shape, torch.int32, device)
         if sizes.has_windows:
-            check_positions(span.positions, span.head_slots)
+            check_positions(span.positions, span.rows)
     host = HostLists(paths, new_lens, suffix_bounds, sizes, elsewhere)
     sent = _send(host.addresses(), host.lists(), device)
     units = (*shape[:1], len(host.spans), *shape[1:])

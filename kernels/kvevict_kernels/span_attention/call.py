@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvevict_kernels import head_slots
 from kvevict_kernels.checks import KV_DTYPES, check_arenas, check_tensor
+from kvevict_kernels.row_codec import RowStatistics, check_statistics
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.layout import Layout
 from kvevict_kernels.span_attention.openmp import Team, torch_team
@@ -54,14 +55,18 @@ class SpanAttention:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
         v_arena: like ``k_arena``, or the first columns of its rows.
         num_qo_heads: a multiple of the KV heads.
+        statistics: of the model, by which rows of 8 and 4 bits are read; None: no span has such rows.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena.
+        ValueError: wrong shape, dtype or device of an arena or of statistics.
         RuntimeError: see :func:`reason_not_to_run`.
     """
 
-    def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int) -> None:
+    def __init__(
+        self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, statistics: RowStatistics | None = None
+    ) -> None:
         check_arenas(k_arena, v_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
+        check_statistics(k_arena, statistics)
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         v_head_dim = v_arena.shape[3]
         reason = reason_not_to_run(head_dim) or reason_not_to_run(v_head_dim)
