@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.recode_rows import recode_rows
+from kvevict_kernels.row_codec import RowStatistics
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -23,14 +26,30 @@ from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
-    Any head slot may hold an entry of any (layer, head), so a segment of ``C`` entries takes
-    ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are. ``drafts``: rows of a draft
-    model, which follow :meth:`rewrite`; segments from outside the pool have none, unless they bring some.
+    Any head slot may hold an entry of any (layer, head), or two or more with fewer bits, so a segment whose entries fill
+    ``C`` head slots takes ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
+
+    Args:
+        geometry: of the arena.
+        k_arena: as in :class:`ArenaRows`, like ``v_arena``.
+        drafts: rows of a draft model, which follow :meth:`rewrite`; segments from outside the pool have none, unless
+            they bring some.
+        statistics: of the model, by which rows of 8 and 4 bits are written; None: all rows have 16.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, drafts: DraftRows | None = None) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        k_arena: Tensor,
+        v_arena: Tensor,
+        drafts: DraftRows | None = None,
+        statistics: RowStatistics | None = None,
+    ) -> None:
         super().__init__(geometry, k_arena, v_arena)
+        if statistics is not None and k_arena.element_size() != geometry.itemsize:
+            raise InvariantError(f"numbers of {k_arena.element_size()} bytes, expected {geometry.itemsize}")
         self.drafts = drafts
+        self.statistics = statistics
         self._no_shadow = None if drafts is None else drafts.absent()
 
     @property
@@ -64,14 +83,19 @@ class SegmentPacker(ArenaRows):
         if merge is not None:
             runs = merge.layers.long() * self.geometry.num_kv_heads + merge.heads
             rows = sources.at(runs, merge.indices)
-        packed = self._laid_out(held[:num_slots], [(each.bits, each.lens) for each in sources.kept], kept.positions)
+        lens = [(each.bits, each.lens, each.num_entries) for each in sources.kept]
+        packed = self._laid_out(held[:num_slots], lens, kept.positions)
         with accounting():
-            (part,) = packed.parts
-            if merge is None:
-                compact_kv(*self._moved, rows.rows, part.rows)
+            first, *narrower = packed.parts
+            if narrower or first.bits != 16:
+                bits = torch.full_like(kept.rows, 16, dtype=torch.int8) if kept.bits is None else kept.bits
+                places = [(part.rows, part.bits) for part in packed.parts]
+                recode_rows(*self._moved, kept.rows, bits, sources.runs.int(), places, self.statistics)
+            elif merge is None:
+                compact_kv(*self._moved, rows.rows, first.rows)
             else:
                 weights = {"indptr": merge.indptr, "weights": merge.weights}
-                compact_kv(*self._moved, rows.rows, part.rows, **weights)
+                compact_kv(*self._moved, rows.rows, first.rows, **weights)
             if self.drafts is not None:
                 shadow = self.drafts.move(self._shadows(sources.ranges), sources.end, packed.token_slots)
                 packed = replace(packed, shadow=shadow)
@@ -87,16 +111,22 @@ class SegmentPacker(ArenaRows):
             for each in ranges
         ]
 
-    def _laid_out(self, token_slots: Tensor, lens: Sequence[tuple[int, Tensor]], positions: Tensor) -> Packed:
+    def _laid_out(self, token_slots: Tensor, lens: Sequence[tuple[int, Tensor, int]], positions: Tensor) -> Packed:
         """Storage whose rows are not written.
 
-        ``lens``: of each part the bits of its rows, and the entries of each run, [num_layers, num_kv_heads], int32;
-        ``positions``, [num_entries], int32: of all entries, part after part.
+        ``lens``: of each part the bits of its rows, the entries of each run, [num_layers, num_kv_heads], int32, and of
+        all runs; ``positions``, [num_entries], int32: of all entries, part after part.
         """
-        ((bits, keep_lens),) = lens
-        num_token_slots = self.geometry.num_token_slots
-        indptr, rows = alloc_head_slots(keep_lens, token_slots, num_token_slots, positions.numel())
-        return Packed(token_slots.clone(), (Rows(bits, rows, positions, indptr),), self._no_shadow)
+        parts: list[Rows] = []
+        num_head_slots = 0
+        own_positions = positions.split([count for *_, count in lens])
+        for (bits, keep_lens, count), own in zip(lens, own_positions, strict=True):
+            per_slot = self.geometry.rows_per_slot(bits)
+            place = {"per_slot": per_slot, "first_cell": num_head_slots}
+            indptr, rows = alloc_head_slots(keep_lens, token_slots, self.geometry.num_token_slots, count, **place)
+            parts.append(Rows(bits, rows, own, indptr))
+            num_head_slots += -(-count // per_slot)
+        return Packed(token_slots.clone(), tuple(parts), self._no_shadow)
 
     def copy(self, sources: Sources) -> CopiedEntries:
         """Copy the kept entries of consecutive ranges of one path, as if one segment held them."""

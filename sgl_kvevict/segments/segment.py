@@ -318,8 +318,10 @@ class Segment:
         """The entries of tokens ``[start, end)``, by the width of their rows."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
         runs = []
-        for part, (starts, lens) in zip(self.storage.parts, self.cut(start, end), strict=True):
-            runs.append(SpanRuns(part.rows, starts.view(shape), lens.view(shape), end - start, part.positions))
+        for i, (part, cut) in enumerate(zip(self.storage.parts, self.cut(start, end), strict=True)):
+            starts, lens = (bounds.view(shape) for bounds in cut)
+            known = part.positions, part.bits, i == 0
+            runs.append(SpanRuns(part.rows, starts, lens, end - start, *known))
         return tuple(runs)
 
     def cut(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:

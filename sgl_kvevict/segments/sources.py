@@ -1,5 +1,4 @@
-"""Sources of a rewrite: consecutive ranges of one path, where their entries lie, and which are kept, in rows of how
-many bits.
+"""Sources of a rewrite: ranges of one path, where their entries lie, and which are kept in rows of how many bits.
 
 A range is uncompressed (every token is an entry of every run, in its ordinary slot) or packed, with rows of one or
 several widths. All entries of all ranges are numbered: range after range, in a range part after part (:class:`Packed`),
@@ -336,7 +335,7 @@ class Sources:
 
     @cached_property
     def _by_run(self) -> Tensor | None:
-        """[num_entries], int64: the numbers of all entries by run, piece after piece in it; None: they are ascending."""
+        """[num_entries], int64: numbers of all entries by run, in a run piece after piece; None: they ascend."""
         if len(self._pieces) == 1:
             return None
         return run_entries(self._firsts.T, self._lens.T, self._count)
