@@ -235,7 +235,9 @@ class PrefixScoring(Part):
             if self.num_bytes + num_bytes <= self._config.observation_bytes:
                 reach = ANSWER_REACH if job.questions else 0
                 arena = self._packer.k_arena
-                job.observation = ReaderObservation(self._packer.geometry, arena, length_of(path), reach, job.prompt)
+                job.observation = ReaderObservation(
+                    self._packer.geometry, arena, length_of(path), reach, job.prompt, self._packer.statistics
+                )
                 for segment in segments:
                     job.observation.observe(segment)
         if job.observation is None:

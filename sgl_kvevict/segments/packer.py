@@ -26,7 +26,7 @@ from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
-    Any head slot may hold an entry of any (layer, head), or two or more with fewer bits, so a segment whose entries fill
+    Any head slot may hold an entry of any (layer, head), or several with fewer bits, so a segment whose entries fill
     ``C`` head slots takes ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
 
     Args:
@@ -119,7 +119,7 @@ class SegmentPacker(ArenaRows):
         """
         parts: list[Rows] = []
         num_head_slots = 0
-        own_positions = positions.split([count for *_, count in lens])
+        own_positions = torch.split(positions, [count for *_, count in lens])
         for (bits, keep_lens, count), own in zip(lens, own_positions, strict=True):
             per_slot = self.geometry.rows_per_slot(bits)
             place = {"per_slot": per_slot, "first_cell": num_head_slots}
@@ -180,7 +180,9 @@ class SegmentPacker(ArenaRows):
         num_entries, device = copied.positions.numel(), token_slots.device
         if token_slots.numel() < self.geometry.slots_for(num_entries):
             raise InvariantError(f"{num_entries} entries in {token_slots.numel()} token slots")
-        packed = self._laid_out(token_slots, [(16, copied.keep_lens.to(device))], copied.positions.to(device))
+        packed = self._laid_out(
+            token_slots, [(16, copied.keep_lens.to(device), num_entries)], copied.positions.to(device)
+        )
         self.place(packed, copied.k, copied.v)
         if self.drafts is not None and shadow is not None:
             packed = replace(packed, shadow=self.drafts.place(shadow, packed.token_slots))

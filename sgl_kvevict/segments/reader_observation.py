@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvevict_kernels.key_scores import accumulated_attention
+from kvevict_kernels.row_codec import RowStatistics, load_rows
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
@@ -33,6 +34,7 @@ class ReaderObservation:
         reach: sums are averaged over this many tokens on each side. For questions without answers: their queries attend
             near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
         prompt: observation of a prompt that continues the prefix, whose last queries learned scores look at.
+        statistics: by which rows of 8 and 4 bits are read; None: there are none.
 
     Attributes:
         num_bytes: memory of the sums; equal on all tensor-parallel ranks.
@@ -42,13 +44,20 @@ class ReaderObservation:
     """
 
     def __init__(
-        self, geometry: KVGeometry, k_arena: Tensor, end: int, reach: int = 0, prompt: Observation | None = None
+        self,
+        geometry: KVGeometry,
+        k_arena: Tensor,
+        end: int,
+        reach: int = 0,
+        prompt: Observation | None = None,
+        statistics: RowStatistics | None = None,
     ) -> None:
         self.geometry = geometry
         self.k_arena = k_arena
         self.end = end
         self.reach = reach
         self.prompt = prompt
+        self.statistics = statistics
         self.num_bytes = 0
         self.is_complete = False
         self.has_failed = False
@@ -79,8 +88,10 @@ class ReaderObservation:
 
 
 def bytes_of(segment: Segment) -> int:
-    """Memory of the sums of a segment; by slots, because numbers of entries differ between ranks."""
-    return 4 * segment.geometry.num_runs * segment.num_slots
+    """Memory of the sums of a segment, at most; by slots, because numbers of entries differ between ranks."""
+    geometry, packed = segment.geometry, segment.packed
+    is_whole = packed is None or packed.parts[0].bits == 16
+    return 4 * geometry.num_runs * segment.num_slots * geometry.rows_per_slot(16 if is_whole else 4)
 
 
 @dataclass(frozen=True)
@@ -158,7 +169,7 @@ class ReaderChunk:
         queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()
         for segment, token_slots in self.parts:
             if token_slots is None:
-                _add_entry_attention(segment, layer, queries, lse, self.observation.k_arena, sm_scale)
+                _add_entry_attention(self.observation, segment, layer, queries, lse, sm_scale)
                 continue
             assert segment.attention is not None
             segment.attention[layer] += accumulated_attention(
@@ -174,7 +185,7 @@ class ReaderChunk:
 
 
 def _add_entry_attention(
-    segment: Segment, layer: int, queries: Tensor, lse: Tensor, k_arena: Tensor, sm_scale: float
+    readers: ReaderObservation, segment: Segment, layer: int, queries: Tensor, lse: Tensor, sm_scale: float
 ) -> None:
     """Add the squared attention of queries (see :meth:`ReaderChunk.record`) to one layer's entries of a segment.
 
@@ -195,7 +206,13 @@ def _add_entry_attention(
         is_entry = places < lens  # [num_kv_heads, width]
         entries = torch.where(is_entry, bounds[:-1, None] + places, 0)
         rows = part.rows[entries.T.flatten()]
-        keys = gather_rows(k_arena.view(-1, geometry.head_dim), rows, geometry.scales.of(layer)[0]).to(queries.dtype)
+        if part.bits == 16:
+            keys = gather_rows(readers.k_arena.view(-1, geometry.head_dim), rows, geometry.scales.of(layer)[0])
+        else:
+            assert readers.statistics is not None
+            runs = (first_run + torch.arange(geometry.num_kv_heads, device=lens.device)).repeat(width)
+            keys = load_rows(readers.k_arena, rows, part.bits, readers.statistics.of_runs(runs)[0])
+        keys = keys.to(queries.dtype)
         squares = accumulated_attention(
             queries,
             lse,

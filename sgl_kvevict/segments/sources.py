@@ -29,8 +29,10 @@ from sgl_kvevict.widths import Part, rows_that_fit
 
 _FIRST = 2**16
 """Larger than any key of an order; the smallest ones are above its negative."""
-_WIDER = 2**18
-"""Added to keys of entries with wide rows: larger than any difference of keys."""
+_SINK = 2**18
+"""Added to keys of sinks: larger than any difference of keys."""
+_WIDER = 2**20
+"""Added to keys for each doubling of bits: larger than any difference of these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,11 +188,11 @@ class Sources:
         """Entries with rows of 16 bits, kept or not, by run ([n], int64) and number within it ([n], int)."""
         return self._look_up(self._numbers(runs, indices), runs)
 
-    def best(self, num_slots: int, bits: Bits = 16) -> Sources:
+    def best(self, num_slots: int, bits: Bits = 16, num_sink_tokens: int = 0) -> Sources:
         """Of all entries the first in order that ``num_slots`` token slots hold; no host sync.
 
-        How many these are, and how many get rows of which width, is :func:`rows_that_fit`; the best ones get the
-        wider rows, of those that have rows as wide already.
+        How many these are, and how many get rows of which width, is :func:`rows_that_fit`; those get the wider rows
+        that are among the first ``num_sink_tokens`` of the path, or have rows as wide already, then the best ones.
 
         Among equal ones those of the lower run, then of the earlier range, the wider row and the lower position. Layers
         with a sliding window keep their last tokens instead, in each head at most as many as it keeps on average; if
@@ -204,11 +206,11 @@ class Sources:
         geometry, held, count = self.geometry, self.token_slots.numel(), self._count
         if not 0 < num_slots <= held:
             raise InvariantError(f"entries in {held} slots cannot shrink to {num_slots} slots")
-        plan, shown = self._plan(num_slots, count, bits), 0
+        plan, shown = self._plan(num_slots, count, bits, num_sink_tokens), 0
         if geometry.has_windows:
             shown = sum(number for _, number in plan) // geometry.num_runs
             seen = geometry.num_kv_heads * sum(geometry.tokens_to_keep(self.end - self.start, shown))
-            plan = self._plan(num_slots, min(seen, count), bits)
+            plan = self._plan(num_slots, min(seen, count), bits, num_sink_tokens)
         total, lens, keys = sum(number for _, number in plan), self._lens.sum(0), None
         if total < count or len(plan) > 1:
             keys = self._keys_by_run()
@@ -220,7 +222,7 @@ class Sources:
             places, lens = largest_entries(keys, pad(lens.cumsum(0), (1, 0)), total)
         else:
             places = torch.arange(count, device=lens.device)
-        return self._with(self._shared_out(plan, keys, places, lens))
+        return self._with(self._shared_out(plan, keys, places, lens, num_sink_tokens))
 
     def _with(self, kept: tuple[Kept, ...]) -> Sources:
         """The same ranges, of which other entries are kept."""
@@ -229,31 +231,43 @@ class Sources:
         return other
 
     def _shared_out(
-        self, plan: tuple[Part, ...], keys: Tensor | None, places: Tensor, lens: Tensor
+        self, plan: tuple[Part, ...], keys: Tensor | None, places: Tensor, lens: Tensor, num_sink_tokens: int
     ) -> tuple[Kept, ...]:
         """Give kept entries rows of the planned widths, the best ones the wider rows.
 
-        ``keys`` are those of all entries by run, ``places`` the kept entries by run, of which run r has ``lens[r]``.
+        Sinks and entries whose rows are as wide already come before others. ``keys`` are those of all entries by run,
+        ``places`` the kept entries by run, of which run r has ``lens[r]``.
         """
-        if keys is None or len(plan) == 1:
-            return (self._kept(plan[0][0], places, lens),)
-        (wide, num_wide), (narrow, num_narrow) = plan
-        ranks, bits_by_run = keys[places], self._bits_by_run()
-        if bits_by_run is not None:
-            ranks = ranks.int() + (bits_by_run[places] >= wide).int() * _WIDER
-        first, lens_of_wide = largest_entries(ranks, pad(lens.cumsum(0), (1, 0)), num_wide)
-        is_narrow = torch.ones_like(places, dtype=torch.bool)
-        is_narrow[first] = False
-        rest = torch.nonzero_static(is_narrow, size=num_narrow).squeeze(-1)
-        return (
-            self._kept(wide, places[first], lens_of_wide),
-            self._kept(narrow, places[rest], lens - lens_of_wide),
-        )
+        kept: list[Kept] = []
+        ranks = None if keys is None or len(plan) == 1 else self._ranks(keys, places, lens, num_sink_tokens)
+        for bits, number in plan[:-1]:
+            assert ranks is not None
+            first, own = largest_entries(ranks, pad(lens.cumsum(0), (1, 0)), number)
+            kept.append(self._kept(bits, places[first], own))
+            is_left = torch.ones_like(places, dtype=torch.bool)
+            is_left[first] = False
+            left = torch.nonzero_static(is_left, size=places.numel() - number).squeeze(-1)
+            places, ranks, lens = places[left], ranks[left], lens - own
+        return (*kept, self._kept(plan[-1][0], places, lens))
 
-    def _plan(self, num_slots: int, num_entries: int, bits: Bits) -> tuple[Part, ...]:
+    def _ranks(self, keys: Tensor, places: Tensor, lens: Tensor, num_sink_tokens: int) -> Tensor:
+        """[num_kept], int32: the order in which kept entries get wide rows; arguments of :meth:`_shared_out`."""
+        runs, numbers = _runs_of(lens, places.numel()), places if self._by_run is None else self._by_run[places]
+        ranks = keys[places].int()
+        if self.start < num_sink_tokens:
+            ranks += (self._look_up(numbers, runs).positions < num_sink_tokens).int() * _SINK
+        if any(piece.bits != 16 for piece in self._pieces):
+            bits = self._table.bits
+            assert bits is not None
+            ranks += (bits[numbers].int() >> 3) * _WIDER
+        return ranks
+
+    def _plan(self, num_slots: int, num_entries: int, bits: Bits, num_sink_tokens: int) -> tuple[Part, ...]:
         """See :func:`rows_that_fit`."""
-        num_whole, num_wide = (sum(piece.count for piece in self._pieces if piece.bits >= least) for least in (16, 8))
-        return rows_that_fit(self.geometry, num_slots, num_entries, bits, num_whole=num_whole, num_wide=num_wide)
+        whole, wide = (sum(piece.count for piece in self._pieces if piece.bits >= least) for least in (16, 8))
+        sinks = max(min(num_sink_tokens, self.end) - self.start, 0) * self.geometry.num_runs
+        of_entries = {"num_sinks": sinks, "num_whole": whole, "num_wide": wide}
+        return rows_that_fit(self.geometry, num_slots, num_entries, bits, **of_entries)
 
     def _kept(self, bits: int, places: Tensor, lens: Tensor) -> Kept:
         """Kept entries, given their places by run."""
@@ -271,14 +285,6 @@ class Sources:
             return None if first.keys is None else first.keys.flatten()
         keys = self._table.keys
         return keys if keys is None or self._by_run is None else keys[self._by_run]
-
-    def _bits_by_run(self) -> Tensor | None:
-        """[num_entries], int8, widths of the rows of all entries by run; None: 16 of all."""
-        if all(piece.bits == 16 for piece in self._pieces):
-            return None
-        bits = self._table.bits
-        assert bits is not None
-        return bits if self._by_run is None else bits[self._by_run]
 
     def _in_windows(self, keys: Tensor, shown: int) -> Tensor:
         """Change the keys, by run, of layers with a sliding window, so that they keep the last tokens.
@@ -309,13 +315,14 @@ class Sources:
                 found.append((16, runs * num_tokens, lens, num_tokens * self.geometry.num_runs))
                 continue
             parts, cuts = each.segment.storage.parts, each.segment.cut(each.start, each.end)
-            counts = each.counts or (None,) * len(parts)
+            counts: Sequence[int | None] = each.counts or [None] * len(parts)
             found += [(part.bits, *cut, count) for part, cut, count in zip(parts, cuts, counts, strict=True)]
-        counts = [count for *_, count in found]
-        if None in counts:
-            counts = torch.stack([lens.sum() for _, _, lens, _ in found]).tolist()
-        cuts = zip(found, counts, strict=True)
-        return [_Piece(bits, starts, lens, int(count)) for (bits, starts, lens, _), count in cuts]
+        known = [count for *_, count in found]
+        if None in known:
+            known = torch.stack([lens.sum() for _, _, lens, _ in found]).tolist()
+        return [
+            _Piece(bits, starts, lens, count or 0) for (bits, starts, lens, _), count in zip(found, known, strict=True)
+        ]
 
     @property
     def _count(self) -> int:

@@ -32,7 +32,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
-    packer = SegmentPacker(geometry, k, v)
+    packer = SegmentPacker(geometry, k, v, statistics=real.statistics)
     learned = compressor.learned
     if learned is not None:  # they may be unknown yet
         learned = LearnedScores(learned.rotary, ScoreWeights.zeros(geometry, device))
@@ -43,7 +43,11 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     observation = _observe(twin, segment, queries.to(q_dtype), slots)
     segment.order = twin.rank(slots, 0, observation, turn=0)
     source = TokenRange(slots, 0, segment.order.keys)
-    _resize(twin, segment, source, twin.config.num_slots(num_tokens, 0), observation)
+    sizes = [twin.config.slots_at(share, num_tokens, 0) for share in twin.config.shares]
+    first, *others = sizes if sizes else [twin.config.num_slots(num_tokens, 0)]
+    _resize(twin, segment, source, first, observation)
+    for num_slots in others:  # so that rows get fewer bits
+        _resize(twin, segment, segment.live_view, min(num_slots, segment.num_slots))
     if segment.splittable:
         upper = View(segment, 0, num_tokens // 2)
         segment.runs_of(upper.start, upper.end)
@@ -67,12 +71,11 @@ def _resize(
     packer = compressor.packer
     sources = Sources(packer.geometry, [source])
     if num_slots is not None:
-        sources = sources.best(num_slots)
-    merge = None
+        sources = sources.best(num_slots, compressor.config.bits, compressor.config.sink_tokens)
+    merge, selection = None, sources.selection
     if observation is not None and isinstance(source, TokenRange):
-        selection = sources.selection
-        assert selection is not None
-        merge, _ = compressor.merge(source.token_slots, 0, observation, selection, None)
+        if selection is not None:
+            merge, _ = compressor.merge(source.token_slots, 0, observation, selection, None)
         segment.splittable = compressor.splittable
     written = packer.rewrite(sources, max(sources.fewest_slots, 1), merge)
     segment.pack(written.packed, sources.end, written.kept)
@@ -103,7 +106,7 @@ def _observe(compressor: Compressor, segment: Segment, queries: Tensor, slots: T
 def _read(compressor: Compressor, segment: Segment, queries: Tensor) -> None:
     """Observe a reader of the packed segment."""
     packer = compressor.packer
-    readers = ReaderObservation(packer.geometry, packer.k_arena, segment.end)
+    readers = ReaderObservation(packer.geometry, packer.k_arena, segment.end, statistics=packer.statistics)
     readers.observe(segment)
     chunk = readers.begin_chunk(readers, segment.end, segment.end + len(queries), [(segment, None)])
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
