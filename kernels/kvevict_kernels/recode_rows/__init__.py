@@ -106,7 +106,7 @@ def recode_rows_cpu(
         ValueError: a target row repeats, a source row is outside of the arena, or bits would grow.
     """
     counts = [rows.numel() for rows, _ in targets]
-    parts = list(zip(*(x.split(counts) for x in (source_rows, source_bits, runs)), targets, strict=True))
+    parts = list(zip(*(torch.split(x, counts) for x in (source_rows, source_bits, runs)), targets, strict=True))
     for rows, bits_of_sources, _, (places, bits) in parts:
         _check_part(k_arena, rows, bits_of_sources, places, bits)
     for is_v, arena in enumerate((k_arena, v_arena)):
@@ -122,9 +122,11 @@ def _check_part(arena: Tensor, rows: Tensor, bits_of_sources: Tensor, places: Te
     ordered = places.sort().values
     if bool((ordered[1:] == ordered[:-1]).any()):
         raise ValueError("targets: expected rows that are all different, got a repeated one")
-    for width in bits_of_sources.unique().tolist():
-        if width not in WIDTHS or width < bits:
-            raise ValueError(f"source_bits: expected {' or '.join(str(w) for w in WIDTHS if w >= bits)}, got {width}")
+    allowed = [width for width in WIDTHS if width >= bits]
+    wrong = bits_of_sources[~torch.isin(bits_of_sources, torch.tensor(allowed, dtype=torch.int8))]
+    if wrong.numel():
+        raise ValueError(f"source_bits: expected {' or '.join(map(str, allowed))}, got {int(wrong[0])}")
+    for width in allowed:
         size = arena.shape[:3].numel() * rows_per_slot(width, arena.element_size())
         check_index_range("source_rows", rows[bits_of_sources == width], size)
 
@@ -141,8 +143,8 @@ def _encoded(
     """Bytes of rows of one arena in ``bits`` bits, [n, row_bytes]."""
     head_dim = arena.shape[-1]
     out = torch.empty(rows.numel(), row_bytes(bits, head_dim, arena.element_size()), dtype=torch.uint8)
-    for width in bits_of_sources.unique().tolist():
-        for entries in (bits_of_sources == width).nonzero()[:, 0].split(CHUNK_ROWS):
+    for width in WIDTHS:
+        for entries in torch.split((bits_of_sources == width).nonzero()[:, 0], CHUNK_ROWS):
             source = rows[entries].long()
             if width == bits:
                 out[entries] = read_rows(arena, source, bits)

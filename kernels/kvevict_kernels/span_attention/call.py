@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvevict_kernels import head_slots
+from kvevict_kernels import head_slots, row_codec
 from kvevict_kernels.checks import KV_DTYPES, check_arenas, check_tensor
 from kvevict_kernels.row_codec import RowStatistics, check_statistics
 from kvevict_kernels.span_attention import words as w
@@ -66,14 +66,15 @@ class SpanAttention:
         self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, statistics: RowStatistics | None = None
     ) -> None:
         check_arenas(k_arena, v_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
-        check_statistics(k_arena, statistics)
+        for arena in (k_arena, v_arena):
+            check_statistics(arena, statistics)
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         v_head_dim = v_arena.shape[3]
         reason = reason_not_to_run(head_dim) or reason_not_to_run(v_head_dim)
         team = torch_team()
         if reason is not None or team is None:
             raise RuntimeError(f"attention cannot be compiled: {reason}")
-        self._arenas = (k_arena, v_arena)
+        self._read = k_arena, v_arena, statistics  # keeps the addresses valid
         self._shape, self._v_head_dim = k_arena.shape, v_head_dim
         self._group = num_qo_heads // num_kv_heads
         self._team = team
@@ -94,6 +95,13 @@ class SpanAttention:
             w.NUM_HEAD_SLOTS: num_layers * num_token_slots * num_kv_heads,
             w.ZEROS: self._zeros.ctypes.data,
         }
+        if statistics is not None:
+            self._constants |= {
+                w.K_MEAN: statistics.k_mean.data_ptr(),
+                w.K_DEVIATION: statistics.k_deviation.data_ptr(),
+                w.V_MEAN: statistics.v_mean.data_ptr(),
+                w.V_DEVIATION: statistics.v_deviation.data_ptr(),
+            }
 
     def lay_out(
         self,
@@ -151,7 +159,7 @@ class SpanAttention:
             sink_logits: [num_qo_heads], float32, contiguous: one more score of every row, whose value is 0.
 
         Raises:
-            IndexError: a head slot outside the arena.
+            IndexError: a row outside the arena.
             ValueError: a window in a batch that was laid out without; or sink logits of another shape or dtype.
         """
         if window and not layout.has_windows:
@@ -188,7 +196,7 @@ class _Buffer:
 @cache
 def _stamp() -> int:
     """Hash of the sources from which the call is compiled."""
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(head_slots.__file__)]
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(head_slots.__file__), Path(row_codec.__file__)]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
     return int.from_bytes(digest[:7], "little")
 

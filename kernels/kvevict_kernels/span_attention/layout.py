@@ -50,7 +50,8 @@ class Layout:
         self.suffix_slots = np.zeros(len(paths), np.int64)
         self.suffix_lens = np.zeros(len(paths), np.int64)
         self._lists = {
-            w.SPAN_SLOTS: _list(span.rows.data_ptr() for span in self.spans),
+            w.SPAN_ROWS: _list(span.rows.data_ptr() for span in self.spans),
+            w.SPAN_BITS: _list(span.bits for span in self.spans),
             w.SPAN_STARTS: _list(span.starts.data_ptr() for span in self.spans),
             w.SPAN_LENS: _list(span.lens.data_ptr() for span in self.spans),
             w.SPAN_POSITIONS: _list(0 if span.positions is None else span.positions.data_ptr() for span in self.spans),

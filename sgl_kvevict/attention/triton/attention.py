@@ -13,7 +13,7 @@ from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on, start_step
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.row_codec import RowStatistics, check_statistics
+from kvevict_kernels.row_codec import WIDTHS, RowStatistics, check_statistics
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey, require_widths
@@ -75,7 +75,7 @@ class TritonAttention:
         self.plain_prefill = plain_prefill
         check_statistics(k_arena, statistics)
         self._verifies = verifies
-        self._statistics = statistics
+        self._statistics = None if statistics is None else statistics.by_run()
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
         self._recent: RecentBatches[BatchKey, _PlannedBatch] = RecentBatches()
@@ -103,10 +103,11 @@ class TritonAttention:
         new_lens = [1, max(few, 1), max(many, 2), max(many, 2)]
         empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
         nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        span = SpanRuns(nothing, empty, empty, 1, positions=nothing)
+        widths = WIDTHS[:1] if self._statistics is None else WIDTHS
+        path = tuple(SpanRuns(nothing, empty, empty, 1, nothing, bits, bits == WIDTHS[0]) for bits in widths)
         length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
         batch = AttentionBatch(
-            paths=((span,), (span,), (span,), ()),
+            paths=(path, path, path, ()),
             seq_lens=[length] * 4,
             extend_lens=new_lens,
             req_pool_indices=torch.zeros(4, dtype=torch.int64, device=device),
@@ -203,6 +204,7 @@ class TritonAttention:
             sm_scale * k_scale,
             v_scale,
             geometry.window(layer),
+            self._statistics,
             None if sink_logits is None else sink_logits.contiguous(),
         )
         run_layer(planned.addresses, planned.step, inputs, out=out, lse=lse)
