@@ -134,7 +134,7 @@ def test_every_file_keeps_the_rules() -> None:
         ("sgl_kvevict/segments/ranker.py", "from sgl_kvevict.sglang_adapter import tree"),
         ("sgl_kvevict/cache/resize.py", "from sgl_kvevict.sglang_adapter import tree"),
         ("sgl_kvevict/cache/resize.py", "from sglang.srt.managers.schedule_batch import Req"),
-        ("sgl_kvevict/segments/ranker.py", "from sgl_kvevict.cache import PrefixManager"),
+        ("sgl_kvevict/segments/ranker.py", "from sgl_kvevict.cache import PrefixCache"),
         ("sgl_kvevict/cli/__init__.py", "from sglang.srt import server_args"),
         ("sgl_kvevict/geometry.py", "from kvevict_kernels.compact_kv import compact_kv"),
         ("sgl_kvevict/ragged.py", "import triton"),

@@ -9,12 +9,14 @@ from itertools import zip_longest
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, path_to
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.segments import CopiedEntries, CopiedShadow, Segment
+from sgl_kvevict.segments import CopiedEntries, CopiedShadow, Segment, SegmentPacker
 from sgl_kvevict.store import SegmentRecord, StoreIdentity, Wanted
 
 
@@ -27,11 +29,17 @@ class Prompt:
     namespace: NamespaceKey
 
 
-class Adoption(Part):
+class Adoption:
     """Puts stored segments into the tree, as if they had been compressed here."""
 
-    def __init__(self, shared: Shared, resizer: Resizer) -> None:
-        super().__init__(shared)
+    def __init__(
+        self, tree: TreePort, table: PrefixTable, readers: ReaderTable, packer: SegmentPacker, resizer: Resizer
+    ) -> None:
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._readers = readers
+        self._packer = packer
         self._resizer = resizer
 
     def place(self, record: SegmentRecord, prompt: Prompt) -> int:

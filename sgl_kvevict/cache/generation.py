@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import Generated, GeneratedCompressor, GeneratedStep, Segment
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.segments import Compressor, Generated, GeneratedCompressor, GeneratedStep, Segment
 
 
-class Generations(Part):
+class NoGenerations:
+    """Without ``decode_block`` generated tokens stay as they are: nothing is done."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of recorded queries and attention sums."""
+        return 0
+
+    def begin(self, reader: Reader, start: int) -> None:
+        """A request is about to generate; its prompt ends at ``start``."""
+
+    def end(self, reader: Reader) -> None:
+        """A request was released."""
+
+    def clear(self) -> None:
+        """The tree is empty, or the weights have changed."""
+
+    def step(
+        self, readers: Sequence[Reader], seq_lens: Sequence[int], extend_lens: Sequence[int] | None
+    ) -> GeneratedStep | None:
+        """A forward is about to run in which requests generate."""
+        return None
+
+    def between_steps(self) -> None:
+        """The scheduler is between two steps."""
+
+
+class Generations(NoGenerations):
     """Compresses generated tokens of requests, block by block.
 
     Between two steps a request that has generated ``decode_block`` tokens beyond its window (``tail_tokens``) inserts
@@ -23,12 +53,25 @@ class Generations(Part):
     the first generated one, such as the prompt's tail, are kept whole.
     """
 
-    def __init__(self, shared: Shared, resizer: Resizer, suffixes: GeneratedCompressor, decode_block: int) -> None:
-        super().__init__(shared)
+    def __init__(
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        readers: ReaderTable,
+        compressor: Compressor,
+        guard: Guard,
+        resizer: Resizer,
+        decode_block: int,
+    ) -> None:
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._readers = readers
+        self._guard = guard
         self._resizer = resizer
-        self._suffix_compressor = suffixes
+        self._suffix_compressor = GeneratedCompressor(compressor)
         self._block = decode_block
-        self._tail = self._config.tail_tokens
+        self._tail = compressor.config.tail_tokens
 
     @property
     def num_bytes(self) -> int:
@@ -59,13 +102,24 @@ class Generations(Part):
         for reader, _ in self._suffixes():
             self.end(reader)
 
-    def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> GeneratedStep | None:
+    def step(
+        self, readers: Sequence[Reader], seq_lens: Sequence[int], extend_lens: Sequence[int] | None
+    ) -> GeneratedStep | None:
         """Prepare a forward in which followed requests have one new token each; return the recorder of their queries.
 
-        ``seq_lens`` are logical lengths with the new tokens; ``rows``: each request's last row in the batch's queries.
+        ``seq_lens`` are logical lengths with the new tokens; ``extend_lens``: new tokens of each request, None: one.
         """
         if self._suffix_compressor.lanes is None:
             return None
+        step = None
+        with self._guard.at(Place.OBSERVATION) as attempt:
+            step = self._step(readers, seq_lens, [end - 1 for end in accumulate(extend_lens or [1] * len(seq_lens))])
+        if attempt.failed:
+            self.clear()
+        return step
+
+    def _step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> GeneratedStep | None:
+        """``rows``: each request's last row in the batch's queries."""
         followed = [
             (row, length - 1, suffix)
             for reader, length, row in zip(readers, seq_lens, rows, strict=True)

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.host import HostTier
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.events.types import Loaded, LoadFailed, short_key
-from sgl_kvevict.guard import Place
+from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord
 
 READ_AHEAD = 16
@@ -51,7 +53,7 @@ class Answer(IntEnum):
     """There is nothing to fetch, or the store failed."""
 
 
-class Loading(Part):
+class Loading:
     """Fetches prefixes for requests at the head of the queue, and puts them into the tree.
 
     Tensor-parallel ranks have the same queue and tree, and each reads its own part of a prefix. They agree on each
@@ -59,9 +61,20 @@ class Loading(Part):
     """
 
     def __init__(
-        self, shared: Shared, adoption: Adoption, access: StoreAccess, reader: ReadAhead, host: HostTier | None = None
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        readers: ReaderTable,
+        guard: Guard,
+        adoption: Adoption,
+        access: StoreAccess,
+        reader: ReadAhead,
+        host: HostTier,
     ) -> None:
-        super().__init__(shared)
+        self._tree = tree
+        self._table = table
+        self._readers = readers
+        self._guard = guard
         self._host = host
         self._adoption = adoption
         self._access = access
@@ -114,8 +127,7 @@ class Loading(Part):
         """Start a fetch if the store may have more of a prompt than the tree and the host."""
         waiting.is_begun = True
         prompt = waiting.prompt
-        if self._host is not None:
-            self._host.load(request, prompt)
+        self._host.load(request, prompt)
         with self._guard.at(Place.STORE):
             waiting.fetch = self._reader.start(self._adoption.wanted(prompt, self._access.identity))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_kvevict.cache.eviction import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
-from sgl_kvevict.segments import PromptObservation, Segment
+from sgl_kvevict.segments import Compressor, PromptObservation, Segment
 
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
@@ -26,7 +27,7 @@ LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
 7 and 14 % on two seeds; the shipped ones lose 14 and 19 % (docs/quality.md), for which 8 % was not chosen anew."""
 
 
-class Pressure(Part):
+class Pressure:
     """Shrinks segments whose entries are ordered, or can be, above the least share.
 
     They shrink in steps (``KVEvictConfig.shares``): in place they are ranked and packed at the light share, then they
@@ -34,12 +35,23 @@ class Pressure(Part):
     root down.
     """
 
-    def __init__(self, shared: Shared, resizer: Resizer, order: CostAwareRecency, num_slots: int) -> None:
-        super().__init__(shared)
-        self.order = order
-        self._shrinking = self._table.shrinking
+    def __init__(
+        self,
+        table: PrefixTable,
+        readers: ReaderTable,
+        compressor: Compressor,
+        resizer: Resizer,
+        recency: CostAwareRecency,
+    ) -> None:
+        self._table = table
+        self._spans = table.spans
+        self._shrinking = table.shrinking
+        self._readers = readers
+        self._compressor = compressor
+        self._config = compressor.config
         self._resizer = resizer
-        self._round = max(int(num_slots * ROUND_SHARE), 1)
+        self._recency = recency
+        self._round = max(int(compressor.packer.geometry.num_token_slots * ROUND_SHARE), 1)
         self.clear()
 
     def clear(self) -> None:
@@ -65,6 +77,11 @@ class Pressure(Part):
             for segment in self._table.chain(path):
                 if segment in self._table.in_place and self._table.in_place[segment] in self._shrinking:
                     self._compress(segment, share)
+
+    def compressed_tokens(self, reader: Reader, path: Sequence[Node]) -> int:
+        """Tokens of a prompt that were computed, and compressed before its last chunk was computed."""
+        prompt = self._readers.shrinking_prompt(reader)
+        return 0 if prompt is None else max(self._spans.waterline(path) - prompt.first_query, 0)
 
     def unmeasured(self, path: Sequence[Node]) -> list[Segment]:
         """Packed segments of a path that may shrink further, and whose order passes would improve.
@@ -151,7 +168,7 @@ class Pressure(Part):
             if node in self._shrinking:
                 rest.append(node)
             if slots:
-                self.order.gave_way(priority)
+                self._recency.gave_way(priority)
             if slots or node not in self._shrinking:
                 for waiting in rest:  # a segment above them was packed, or shrinks no more
                     self._heap.push(waiting)
@@ -166,10 +183,10 @@ class Pressure(Part):
         assert span is not None
         segment = span.segment
         if segment.packed is None:
-            return False, *self.order.priority(node, LOSS_OF_COMPRESSING)
+            return False, *self._recency.priority(node, LOSS_OF_COMPRESSING)
         is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
         loss = LOSS_OF_LIGHT if is_light else LOSS_OF_SQUEEZING
-        return not is_light, *self.order.priority(node, loss * self.order.saved(node))
+        return not is_light, *self._recency.priority(node, loss * self._recency.saved(node))
 
     def _shrink(self, node: Node, wanted: int) -> int:
         """Let a segment take its next step. 0: not now, or never again if the node left ``shrinking``."""

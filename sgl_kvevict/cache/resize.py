@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from itertools import pairwise
 from operator import attrgetter
@@ -11,15 +11,17 @@ from operator import attrgetter
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.cache.part import Part, Shared
-from sgl_kvevict.cache.saving import Saving
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.types import Refused, Squeezed
-from sgl_kvevict.guard import Place, accounting
+from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments import (
     CacheObservation,
+    Compressor,
     MeasuredRange,
     Observation,
     ReaderObservation,
@@ -47,7 +49,7 @@ class Occasion(Enum):
     """Token slots are short."""
 
 
-class Resizer(Part):
+class Resizer:
     """Makes segments of paths, has their entries ranked, and changes their size.
 
     :meth:`resize` is the one function in which a segment's token slots, their charges, rows and spans change hands (by
@@ -56,11 +58,23 @@ class Resizer(Part):
     A range that is to shrink to the budget is *wanted* until it does: it may wait for an exact reader, or for its
     order, which on a GPU is computed beside the next step and used :data:`TURNS_OF_RANKING` later, or when slots are
     short.
+
+    Attributes:
+        on_budget: called with the last node of each segment that has reached the budget.
     """
 
-    def __init__(self, shared: Shared, saving: Saving | None) -> None:
-        super().__init__(shared)
-        self._saving = saving
+    def __init__(
+        self, tree: TreePort, table: PrefixTable, readers: ReaderTable, compressor: Compressor, guard: Guard
+    ) -> None:
+        self.on_budget: list[Callable[[Node], None]] = []
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._readers = readers
+        self._compressor = compressor
+        self._packer = compressor.packer
+        self._config = compressor.config
+        self._guard = guard
         self._turn = 0
 
     # ---- ranges -----------------------------------------------------------------------------------------------
@@ -352,8 +366,8 @@ class Resizer(Part):
 
     def at_budget(self, last: Node) -> None:
         """A segment has reached the budget; ``last`` is the last node with a span of it."""
-        if self._saving is not None:
-            self._saving.at_budget(last)
+        for call in self.on_budget:
+            call(last)
 
     # ---- size -------------------------------------------------------------------------------------------------
 

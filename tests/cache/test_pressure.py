@@ -26,19 +26,19 @@ def cached(tree: FakeTree, num_tokens: int, parent: FakeNode | None = None, *, a
 
 def relieve(tree: FakeTree, leaf=None) -> int:
     before = len(tree.free_slots)
-    won = tree.manager.pressure.relieve(leaf)
+    won = tree.prefixes.pressure.relieve(leaf)
     assert won == len(tree.free_slots) - before
     return won
 
 
 def spans(tree: FakeTree) -> dict[FakeNode, int]:
-    return {node: span.segment.num_slots for node, span in tree.manager.spans.items()}
+    return {node: span.segment.num_slots for node, span in tree.prefixes.spans.items()}
 
 
 def test_nothing_is_compressed_while_there_is_room():
     tree = cache()
     cached(tree, 22)
-    assert spans(tree) == {} and len(tree.manager.table.shrinking) == 1
+    assert spans(tree) == {} and len(tree.prefixes.table.shrinking) == 1
 
 
 def test_it_shrinks_in_steps_before_it_would_be_dropped():
@@ -53,7 +53,7 @@ def test_the_first_step_is_a_light_one():
     tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
     node = cached(tree, 22)
     reader = tree.reader(node)
-    assert tree.manager.pressure.reserve() == 18
+    assert tree.prefixes.pressure.reserve() == 18
     assert [relieve(tree) for _ in range(4)] == [10, 5, 3, 0] and spans(tree) == {node: 2}
     tree.release(reader)
 
@@ -74,7 +74,7 @@ def test_an_old_span_gives_up_nothing_more_while_a_new_prefix_is_uncompressed():
     assert [relieve(tree) for _ in range(2)] == [10, 5]
     tree.now = 3.0
     new = cached(tree, 22, at=2.0)
-    tree.manager.pressure.order.gave_way((20.0, 0.0))  # the level of what is used from now on
+    tree.prefixes.recency.gave_way((20.0, 0.0))  # the level of what is used from now on
     new.last_access_time = tree.now
     assert [relieve(tree, ((0.0, 0.0), old)) for _ in range(3)] == [10, 5, 0]
     assert spans(tree) == {old: 5, new: 5}
@@ -84,10 +84,10 @@ def test_a_squeeze_keeps_the_first_in_order():
     tree = cache()
     node = cached(tree, 22)
     relieve(tree)
-    segment = tree.manager.spans[node].segment
+    segment = tree.prefixes.spans[node].segment
     before, kept = segment.storage, segment.order.keys.sort(descending=True).values[: 5 * tree.geometry.num_runs]
     relieve(tree)
-    assert segment is tree.manager.spans[node].segment
+    assert segment is tree.prefixes.spans[node].segment
     after = segment.storage
     assert segment.order.keys.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.num_runs
@@ -103,7 +103,7 @@ def test_views_of_a_segment_are_squeezed_together():
     relieve(tree)
     upper = tree.cut([node], 8)
     assert relieve(tree) == 5
-    assert tree.manager.spans[upper].segment is tree.manager.spans[node].segment
+    assert tree.prefixes.spans[upper].segment is tree.prefixes.spans[node].segment
     assert (upper.charged, node.charged) == (5, 0)
 
 
@@ -142,10 +142,10 @@ def test_readers_move_along_when_their_prefix_shrinks():
     node = tree.add(22)
     tree.release(tree.prompt(node))
     reader = tree.reader(node)
-    assert tree.manager.pressure.reserve() == 15
+    assert tree.prefixes.pressure.reserve() == 15
     assert relieve(tree) == 10 and reader.row[:20].eq(0).all() and reader.row[20:22].ne(0).all()
-    assert tree.manager.pressure.reserve() == 5
-    assert relieve(tree) == 5 and tree.manager.pressure.reserve() == 0
+    assert tree.prefixes.pressure.reserve() == 5
+    assert relieve(tree) == 5 and tree.prefixes.pressure.reserve() == 0
 
 
 def test_what_somebody_reads_exactly_does_not_shrink_nor_count():
@@ -153,11 +153,11 @@ def test_what_somebody_reads_exactly_does_not_shrink_nor_count():
     node = tree.add(22)
     tree.release(tree.prompt(node))
     exact = tree.reader(node)
-    tree.manager.readers[exact].is_exact = True
+    tree.prefixes.readers[exact].is_exact = True
     other = tree.reader(node)
-    assert tree.manager.pressure.reserve() == 0 and relieve(tree) == 0
+    assert tree.prefixes.pressure.reserve() == 0 and relieve(tree) == 0
     tree.release(exact)
-    assert tree.manager.pressure.reserve() == 15 and relieve(tree) == 10 and other.row[:20].eq(0).all()
+    assert tree.prefixes.pressure.reserve() == 15 and relieve(tree) == 10 and other.row[:20].eq(0).all()
 
 
 def test_below_what_does_not_shrink_nothing_does():
@@ -165,11 +165,11 @@ def test_below_what_does_not_shrink_nothing_does():
     upper = tree.add(22)
     tree.release(tree.prompt(upper))
     exact = tree.reader(upper)
-    tree.manager.readers[exact].is_exact = True
+    tree.prefixes.readers[exact].is_exact = True
     lower = tree.add(22, upper)
     tree.release(tree.prompt(lower, upper))
     tree.reader(lower)
-    assert tree.manager.pressure.reserve() == 0 and relieve(tree) == 0
+    assert tree.prefixes.pressure.reserve() == 0 and relieve(tree) == 0
 
 
 def test_ends_do_not_overlap():
@@ -179,7 +179,7 @@ def test_ends_do_not_overlap():
     lower = tree.add(12, upper)
     tree.release(tree.prompt(lower))
     lower.parent.last_access_time, upper.last_access_time = 1.0, 2.0
-    assert len(tree.manager.table.shrinking) == 2
+    assert len(tree.prefixes.table.shrinking) == 2
     assert relieve(tree) == 6 and set(spans(tree)) == {upper}
     assert relieve(tree) == 5 and len(spans(tree)) == 2
 
@@ -224,7 +224,7 @@ def test_what_is_dropped_or_flushed_does_not_shrink():
     tree.drop(end)
     assert relieve(tree) == 0
     cached(tree, 22)
-    tree.manager.cleared()
+    tree.prefixes.cleared()
     assert relieve(tree) == 0
 
 
@@ -233,10 +233,10 @@ def test_a_failing_policy_shrinks_nothing(monkeypatch):
     cached(tree, 22)
     monkeypatch.setattr(PseudoRandomPolicy, "order", lambda *args, **kwargs: 1 / 0)
     reader = tree.reader(cached(tree, 22))
-    assert tree.manager.pressure.reserve() > 0
+    assert tree.prefixes.pressure.reserve() > 0
     assert relieve(tree) == 0 and spans(tree) == {}
     assert sum(tree.guard.errors.values()) == 2
-    assert tree.manager.pressure.reserve() == 0  # admission counts on neither any more
+    assert tree.prefixes.pressure.reserve() == 0  # admission counts on neither any more
     tree.release(reader)
 
 
@@ -246,7 +246,7 @@ def test_what_is_too_short_by_itself_does_not_keep_what_is_below_it_from_shrinki
     node = tree.add(22)
     reader = tree.prompt(node)
     tree.cut([node.parent], 1).last_access_time = 1.0
-    assert tree.manager.pressure.reserve() == 14
+    assert tree.prefixes.pressure.reserve() == 14
     assert relieve(tree) == 10
     tree.release(reader)
 
@@ -260,10 +260,10 @@ def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
     tree.release(tree.prompt(node))
     assert relieve(tree) > 0
     lower = node.parent
-    assert set(spans(tree)) == {upper, lower} and tree.manager.spans.blocks(upper)
+    assert set(spans(tree)) == {upper, lower} and tree.prefixes.spans.blocks(upper)
     tree.drop(node)
     tree.drop(lower)
-    assert relieve(tree) == 0 and tree.manager.spans.blocks(upper)
+    assert relieve(tree) == 0 and tree.prefixes.spans.blocks(upper)
 
 
 def test_segments_that_cannot_be_split_are_promised_one_by_one():
@@ -273,7 +273,7 @@ def test_segments_that_cannot_be_split_are_promised_one_by_one():
     upper = tree.add(3)  # too short for a segment of its own
     node = tree.add(23, upper)
     readers = [tree.prompt(node), tree.reader(upper)]
-    promised = tree.manager.pressure.reserve()
+    promised = tree.prefixes.pressure.reserve()
     assert promised == 24 - 6 - 1
     assert sum(iter(lambda: relieve(tree), 0)) == promised
     assert set(spans(tree).values()) == {6, 1} and len(readers) == 2

@@ -10,7 +10,6 @@ from helpers.harness import Harness
 from helpers.stored import identity as identity_of
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.listener import CacheListener
-from sgl_kvevict.cache.part import Shared
 from sgl_kvevict.cache.saving import StoreAccess, export_segment
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
@@ -50,10 +49,8 @@ def exported(
 
 def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
-    tree, manager = harness.tree, harness.tree.manager
-    assert manager.resizer is not None and tree.compressor is not None
-    shared = Shared(tree.port, manager.table, manager.readers, tree.packer, tree.compressor, tree.guard)
-    return Adoption(shared, manager.resizer)
+    tree, prefixes = harness.tree, harness.tree.prefixes
+    return Adoption(tree.port, prefixes.table, prefixes.readers, tree.packer, prefixes.resizer)
 
 
 class Heard(CacheListener):
@@ -84,10 +81,10 @@ class Server:
         self.reader = ReadAhead(self.segments, 1.0, lambda: self.now)
         self.access = StoreAccess(identity, self.writer, self.reader)
         self.harness = make(access=self.access, **kind)
-        self.manager = self.harness.tree.manager
-        assert self.manager.loading is not None and self.manager.saving is not None
-        self.loading, self.saving = self.manager.loading, self.manager.saving
-        self.heard = self.manager.listener = Heard()
+        self.prefixes = self.harness.tree.prefixes
+        assert self.prefixes.loading is not None and self.prefixes.saving is not None
+        self.loading, self.saving = self.prefixes.loading, self.prefixes.saving
+        self.heard = self.prefixes.listener = Heard()
 
     def queue(self, prompt, extra_key=None):
         """A request that is queued, of which ``prompt`` can be found."""

@@ -151,7 +151,7 @@ def test_namespaces_find_their_own(tmp_path):
 def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
     config = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=50)
     server = Server(tmp_path, config=config, num_slots=120)
-    manager = server.harness.tree.manager
+    manager = server.harness.tree.prefixes
     server.harness.finish(server.harness.run(DOCUMENT[:50]))
     (last,) = [node for node in server.harness.tree.nodes() if len(node.key) >= 50]
     resizer, done = manager.resizer, {}
@@ -252,7 +252,7 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     (owner,) = server.harness.tree.spans
     segment = server.harness.tree.spans[owner].segment
     segment.order = replace(segment.order, is_measured=True)
-    server.harness.tree.manager.resizer.at_budget(owner)
+    server.harness.tree.prefixes.resizer.at_budget(owner)
     assert server.writer.drain(300) and server.segments.get(key).is_read
 
 
@@ -346,8 +346,8 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     gate, put = threading.Event(), server.segments.put
     monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(300) and put(*args))
     server.harness.finish(server.harness.run(DOCUMENT))
-    assert server.manager.store_state()["waiting"] == 1
-    assert server.manager.close_store(0.01) == 1  # in bounded time
+    assert server.prefixes.store_state()["waiting"] == 1
+    assert server.prefixes.close_store(0.01) == 1  # in bounded time
     gate.set()
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
     after_shutdown(None, scheduler)
