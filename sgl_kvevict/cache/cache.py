@@ -82,7 +82,7 @@ class PrefixCache:
         )
         adoption = Adoption(tree, table, readers, packer, resizer)
         self.host = HostTier(tree, table, readers, compressor, guard, adoption, host)
-        self.recency.moves = self.host.takes
+        self.recency.has_host_room = self.host.has_room_for
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if access is not None:
@@ -184,27 +184,21 @@ class PrefixCache:
 
     def switch_store_off(self) -> bool:
         """Stop saving and loading: the weights no longer match the store's identity. Returns whether it was on."""
-        was_on = self.access is not None and self.access.is_on
-        if self.access is not None:
-            self.access.is_on = False
+        if self.access is None:
+            return False
+        was_on, self.access.is_on = self.access.is_on, False
         if self.loading is not None:
             self.loading.clear()
         return was_on
-
-    def close_store(self, timeout_s: float) -> int:
-        """Stop saving and loading, write waiting segments for up to ``timeout_s`` seconds; return how many are left."""
-        assert self.access is not None
-        self.switch_store_off()
-        return self.access.writer.close(timeout_s)
 
     def store_state(self) -> dict[str, Any]:
         """Counts of waiting and dropped work, for ``GET /server_info``; empty without a store."""
         if self.access is None:
             return {}
-        loading, writer = self.loading, self.access.writer
+        num_skipped, num_waiting = (0, 0) if self.loading is None else self.loading.state()
         return {
             "is_on": self.access.is_on,
-            "dropped": writer.num_dropped,
-            "skipped": 0 if self.access.reader is None else self.access.reader.num_skipped,
-            "waiting": writer.num_waiting + (0 if loading is None else loading.num_waiting),
+            "dropped": self.access.writer.num_dropped,
+            "skipped": num_skipped,
+            "waiting": self.access.writer.num_waiting + num_waiting,
         }

@@ -60,7 +60,7 @@ class HostTier:
         """Forget everything: the tree was flushed, or the weights have changed."""
         self.segments.clear()
 
-    def takes(self, segment: Segment) -> bool:
+    def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
         is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
         num_slots = segment.num_slots + 1  # the last one for the lengths of its runs, and the policy's state

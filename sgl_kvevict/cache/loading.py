@@ -81,10 +81,9 @@ class Loading:
         self._reader = reader
         self._waiting: WeakKeyDictionary[Any, Waiting] = WeakKeyDictionary()
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for their prefix, or for their turn to fetch it."""
-        return len(self._waiting)
+    def state(self) -> tuple[int, int]:
+        """Fetches that were skipped, and requests that wait for their prefix, or for their turn to fetch it."""
+        return self._reader.num_skipped, len(self._waiting)
 
     def clear(self) -> None:
         """Let waiting requests go on without the store."""

@@ -1,4 +1,4 @@
-"""Protocols that the life cycle calls: the tree that holds the nodes, and the scheduler that runs passes."""
+"""Protocols that this package calls: the tree that holds the nodes, and the scheduler that runs passes."""
 
 from __future__ import annotations
 

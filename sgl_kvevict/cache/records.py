@@ -218,7 +218,7 @@ class PrefixTable:
     def join(self, segments: Sequence[Segment]) -> Segment:
         """Make one segment in place of consecutive ones. It is not ranked, unless they were ranked together.
 
-        Sums of attention of one observation go with it; its prompt and wish are those of the last one.
+        Sums of attention of one observation go with it; its prompt, and whether it is wanted, are those of the last one.
         """
         if len(segments) == 1:
             return segments[0]

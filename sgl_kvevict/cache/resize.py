@@ -160,7 +160,7 @@ class Resizer:
         return max((span.end for node in path if (span := self._spans.of(node)) is not None), default=0)
 
     def _trim(self) -> None:
-        """Give up the oldest prompts beyond ``observation_bytes``, and the wishes that need them."""
+        """Give up the oldest prompts beyond ``observation_bytes``, and the wanted ranges that need them."""
         for segment in self._table.prompts.trim(self._config.observation_bytes):
             if segment in self._table.wanted and segment.order is None and not self.can_rank(segment):
                 del self._table.wanted[segment]

@@ -171,10 +171,12 @@ def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: 
 def after_shutdown(_result: None, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
     """Hook after SGLang shut a scheduler down, with no request left: write pending segments."""
     tree = scheduler.tree_cache
-    if not isinstance(tree, KVEvictTree) or tree.prefixes.access is None:
+    access = tree.prefixes.access if isinstance(tree, KVEvictTree) else None
+    if access is None:
         return
     began = time.monotonic()
-    left = tree.prefixes.close_store(SHUTDOWN_S)
+    tree.prefixes.switch_store_off()
+    left = access.writer.close(SHUTDOWN_S)
     if left:
         logger.warning("kvevict: %d prefixes were not written to the store within %.0f s", left, SHUTDOWN_S)
     else:

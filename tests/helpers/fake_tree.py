@@ -137,22 +137,22 @@ class FakeTree:
                 each.locks -= 1
         reader.node = None
 
-    def prompt(self, node: FakeNode, found: FakeNode | None = None, **wish: Any) -> FakeReader:
+    def prompt(self, node: FakeNode, found: FakeNode | None = None, **options: Any) -> FakeReader:
         """A request whose prompt was prefilled to the end of ``node``; the cache held it up to ``found``."""
         reader = self.reader(node)
         start = 0 if found is None else sum(len(each.key) for each in fake_path(found))
         end = sum(len(each.key) for each in fake_path(node))
         self.observe(reader, found or self.root, start, end)
-        self.complete(reader, node, **wish)
+        self.complete(reader, node, **options)
         return reader
 
     def observe(self, reader: FakeReader, node: FakeNode, start: int, end: int, prompt_len: int | None = None) -> list:
         """A prefill runs."""
         return self.prefixes.prefills.observe(reader, node, start, end, end if prompt_len is None else prompt_len)
 
-    def complete(self, reader: FakeReader, node: FakeNode, **wish: Any) -> None:
+    def complete(self, reader: FakeReader, node: FakeNode, **options: Any) -> None:
         """A prompt is in the tree."""
-        self.prefixes.prefills.complete(reader, node, RequestOptions(**wish))
+        self.prefixes.prefills.complete(reader, node, RequestOptions(**options))
 
     def release(self, reader: FakeReader, why: Released = Released.FINISHED) -> None:
         """A request lets go."""

@@ -265,7 +265,7 @@ def test_without_waiting_the_first_prompt_is_compressed_at_once():
     assert cache.work() == 0
 
 
-def test_wishes_are_granted_at_once_but_for_those_with_questions():
+def test_warm_requests_are_answered_at_once_but_for_those_with_questions():
     cache = Learned(wait_for_passes=False)
     cache.ask(document(2), warm=True, ticket=TICKET)
     assert cache.work() == 0 and (0, 56) in cache.spans

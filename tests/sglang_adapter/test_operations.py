@@ -319,7 +319,7 @@ def test_a_change_that_needs_a_session_is_refused_without_one_and_forgets_nothin
     assert found(harness, [*DOCUMENT, 3]) < 57
 
 
-def test_a_wish_of_which_nothing_can_be_cached_is_too_short():
+def test_a_warm_request_of_which_nothing_can_be_cached_is_too_short():
     """Models with a window or a recurrent state cache prompts at certain places only."""
     harness, _ = cache()
     harness = Harness(num_slots=400, config=harness.config, policy=harness.policy, cache_grid=64)

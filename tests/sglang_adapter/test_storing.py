@@ -219,7 +219,7 @@ def test_new_weights_switch_the_store_off(tmp_path, monkeypatch):
     assert server.heard.loads == []
     late = server.harness.request([*DOCUMENT, 8])
     after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), late)
-    assert server.loading.num_waiting == 0
+    assert server.loading.state()[1] == 0
     server.harness.finish(server.harness.run(DOCUMENT))
     assert server.writer.drain(300)
     server.saving.between_steps()
@@ -265,7 +265,7 @@ def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
     assert server.reader._workers.drain(300)
     assert server.loading.settle([short, *queue]) == set(queue[READ_AHEAD - 1 :])  # it is not yet their turn
     assert server.settle(*queue[READ_AHEAD - 1 :]) == set()
-    assert server.loading.num_waiting == 0 and server.heard.totals.loaded_segments == 1
+    assert server.loading.state()[1] == 0 and server.heard.totals.loaded_segments == 1
 
 
 def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypatch):
@@ -277,7 +277,7 @@ def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypat
     assert server.reader._workers.drain(300)
     assert server.loading.settle(queue) == set()
     assert server.settle(*queue[READ_AHEAD:]) == set()  # when it is their turn in the end, they are looked for
-    assert server.loading.num_waiting == 0
+    assert server.loading.state()[1] == 0
 
 
 def test_a_working_set_of_many_times_the_pool_comes_back_from_the_store(tmp_path):
@@ -321,7 +321,7 @@ def test_a_prompt_with_overridden_embeddings_waits_for_no_fetch(tmp_path):
     req = server.harness.request([*DOCUMENT, 9])
     req.positional_embed_overrides = object()
     after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), req)
-    assert server.loading.num_waiting == 0
+    assert server.loading.state()[1] == 0
 
 
 def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
@@ -337,7 +337,7 @@ def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
         assert len(keys_in(server.segments)) == num_stored
         req = server.harness.request([*DOCUMENT, 9], extra_key, lora_id=lora_id)
         after_queueing(None, scheduler, req)
-        assert server.loading.num_waiting == (lora_id is None)
+        assert server.loading.state()[1] == (lora_id is None)
         server.loading.clear()
 
 
@@ -347,7 +347,7 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(300) and put(*args))
     server.harness.finish(server.harness.run(DOCUMENT))
     assert server.prefixes.store_state()["waiting"] == 1
-    assert server.prefixes.close_store(0.01) == 1  # in bounded time
+    assert server.prefixes.switch_store_off() and server.writer.close(0.01) == 1  # in bounded time
     gate.set()
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
     after_shutdown(None, scheduler)
