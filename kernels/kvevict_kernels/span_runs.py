@@ -58,7 +58,7 @@ class SpanReaders:
             self.path_start.append(len(self.path_span))
 
 
-class StandsForTokens(Protocol):
+class HasNumTokens(Protocol):
     """A span, or its runs."""
 
     @property
@@ -66,6 +66,6 @@ class StandsForTokens(Protocol):
         """Logical tokens that were compressed into it."""
 
 
-def waterline_of(path: Iterable[StandsForTokens]) -> int:
+def compressed_len_of(path: Iterable[HasNumTokens]) -> int:
     """Tokens that were compressed into the spans of a path; every later token has a token slot of its own."""
     return sum(span.num_tokens for span in path)

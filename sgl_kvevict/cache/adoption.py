@@ -54,7 +54,7 @@ class Adoption:
         """What the tree lacks of a prompt; a node is cut where the prompt leaves the tree."""
         path = self._tree.find(prompt.tokens[: prompt.num_tokens + self._tree.lookahead], prompt.namespace)
         tokens = list(prompt.tokens[: prompt.num_tokens])
-        return Wanted(tokens, identity.namespace(*prompt.namespace), self._spans.waterline(path), length_of(path))
+        return Wanted(tokens, identity.namespace(*prompt.namespace), self._spans.compressed_len(path), length_of(path))
 
     def adopt(self, record: SegmentRecord, namespace: NamespaceKey, rest: Sequence[int] = ()) -> int:
         """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
@@ -75,9 +75,9 @@ class Adoption:
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
         tokens = self._key(record.tokens.tolist(), rest)
         there = self._tree.find(tokens, namespace)
-        waterline = self._spans.waterline(there)
-        if record.splittable and record.start < waterline < record.end:
-            record = record.after(waterline)
+        compressed_len = self._spans.compressed_len(there)
+        if record.splittable and record.start < compressed_len < record.end:
+            record = record.after(compressed_len)
         fewest = -self._tree.largest(-record.num_entries)  # among all ranks
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it
@@ -105,7 +105,7 @@ class Adoption:
         tokens = self._key(path + record.tail_tokens.tolist(), rest[slots.numel() :])
         with accounting():
             there = self._tree.find(tokens, namespace)
-            is_free = length_of(there) == len(path) == self._spans.waterline(there)
+            is_free = length_of(there) == len(path) == self._spans.compressed_len(there)
             if not is_free or self._tree.add(tokens, namespace, slots) is None:
                 self._tree.free(slots)
                 return False
@@ -151,8 +151,8 @@ class Adoption:
         )
 
     def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
-        """Whether a segment begins at the path's waterline and ends beyond the path."""
-        return length_of(there) < record.end and self._spans.waterline(there) == record.start
+        """Whether a segment begins where the path's compressed tokens end and ends beyond the path."""
+        return length_of(there) < record.end and self._spans.compressed_len(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
         copied = CopiedEntries(record.keep_lens, record.positions, record.k, record.v, record.order)

@@ -159,18 +159,18 @@ class PrefixCache:
             slots = self.resizer.repack(drop.owner, drop.span.start)
         num_slots = len(node.key) if slots is None else slots.numel()
         released = num_slots if drop.owner is None else 0
-        self.listener.tell(Dropped(node.id, len(node.key), released, drop.span is not None))
+        self.listener.emit(Dropped(node.id, len(node.key), released, drop.span is not None))
         if drop.owner is not None and num_slots:
-            self.listener.tell(Repacked(drop.owner.id, self.spans[drop.owner].segment.num_slots, num_slots))
+            self.listener.emit(Repacked(drop.owner.id, self.spans[drop.owner].segment.num_slots, num_slots))
         return slots
 
     def cleared(self) -> None:
         """The whole tree was flushed."""
-        self.forget_seen()
+        self.keep_only_spans()
         self.table.clear()
-        self.listener.tell(Cleared())
+        self.listener.emit(Cleared())
 
-    def forget_seen(self) -> None:
+    def keep_only_spans(self) -> None:
         """Forget everything but spans: the tree is empty, or the weights have changed."""
         for _, record in self.readers.items():
             record.observation = None

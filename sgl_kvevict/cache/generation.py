@@ -150,8 +150,10 @@ class Generations(NoGenerations):
         if last is None:
             return
         path = path_to(last)
-        if (waterline := self._spans.waterline(path)) > suffix.compressed_end:  # another request generated the same
-            suffix.begin(max(waterline, suffix.end))
+        if (
+            compressed_len := self._spans.compressed_len(path)
+        ) > suffix.compressed_end:  # another request generated the same
+            suffix.begin(max(compressed_len, suffix.end))
         elif is_due and self._is_movable(path, suffix) and not self._resizer.is_ranking(path):
             self._compress(reader, suffix, end)
         if self._suffix_compressor.is_full(suffix):
@@ -172,16 +174,16 @@ class Generations(NoGenerations):
         if last is None:
             return
         path = path_to(last)
-        if (waterline := self._spans.waterline(path)) > suffix.compressed_end:
-            suffix.begin(max(waterline, suffix.end))
+        if (compressed_len := self._spans.compressed_len(path)) > suffix.compressed_end:
+            suffix.begin(max(compressed_len, suffix.end))
         if suffix.segment is not None and not self._is_private(path, suffix.segment):
             suffix.leave_segment()
         end = length_of(path)
-        if waterline < suffix.start < end:
+        if compressed_len < suffix.start < end:
             self._resizer.shrink_now(self._resizer.range_to(path, suffix.start), share=1.0)
             path = path_to(last)
         num_new = end - suffix.compressed_end
-        if num_new <= 0 or self._spans.waterline(path) != suffix.compressed_end:
+        if num_new <= 0 or self._spans.compressed_len(path) != suffix.compressed_end:
             return
         first = next(node for node in path if node not in self._spans or self._spans[node].segment is suffix.segment)
         if self._readers.movable(first) is None:

@@ -96,7 +96,7 @@ class HostTier:
             num_bytes = self.segments.put(record, namespace)
             if num_bytes:
                 pushed_out = self.segments.num_evicted - num_evicted
-                self._table.listener.tell(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
+                self._table.listener.emit(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
 
     def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""
@@ -159,4 +159,4 @@ class HostTier:
                 num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
                 begin, since = time.perf_counter(), begin
                 start, seconds = record.end - num_tokens, begin - since
-                self._table.listener.tell(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))
+                self._table.listener.emit(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))

@@ -158,9 +158,9 @@ class Loading:
         if waiting.fetch is None:
             return
         if answer is Answer.LATE:
-            self._table.listener.tell(LoadFailed("late"))
+            self._table.listener.emit(LoadFailed("late"))
         for error in tuple(waiting.fetch.errors):
-            self._table.listener.tell(LoadFailed("error", error))
+            self._table.listener.emit(LoadFailed("error", error))
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
                 self._place(request, waiting.fetch.records, waiting.prompt)
@@ -172,11 +172,11 @@ class Loading:
         for record in records:
             num_tokens = self._adoption.place(record, prompt)
             if num_tokens == 0:
-                self._table.listener.tell(LoadFailed("no-place"))
+                self._table.listener.emit(LoadFailed("no-place"))
                 continue
             if reads.store_start is None:
                 reads.store_start = record.end - num_tokens
-            self._table.listener.tell(Loaded(short_key(record.key), record.end - num_tokens, record.end))
+            self._table.listener.emit(Loaded(short_key(record.key), record.end - num_tokens, record.end))
 
 
 def _signature(waiting: Waiting) -> int:

@@ -36,7 +36,7 @@ MAX_JOBS = 1024
 """Prefixes that may wait for passes; further requests are answered "busy"."""
 MAX_BEGUN_JOBS = 4
 """Jobs that have begun, and so hold memory; others begin when one of them ends."""
-ANSWER_REACH = 15
+ANSWER_RADIUS = 15
 """Tokens on each side of an attended one that share its score: a question's answer may stand there."""
 MAX_KEPT_PROMPTS = 16
 """Prefixes that may wait for passes with the last queries of a prompt; learned scores of further ones do without."""
@@ -333,7 +333,7 @@ class ScoringPasses:
         if bounds is None and not packed:
             self._end(job, Outcome.COMPRESSED)  # and further passes would not improve it
             return
-        job.start = self._spans.waterline(path)
+        job.start = self._spans.compressed_len(path)
         in_place = [] if bounds is None else self._resizer.range_to(path, bounds[1])
         path = path_to(job.node)
         if any(segment.readers is not None for segment in in_place):
@@ -342,13 +342,13 @@ class ScoringPasses:
         with self._guard.on_one_rank():
             num_bytes = sum(map(bytes_of, segments))
             if self.num_bytes + num_bytes <= self._config.observation_bytes:
-                reach = ANSWER_REACH if job.questions else 0
+                radius = ANSWER_RADIUS if job.questions else 0
                 arena = self._packer.k_arena
-                job.observation = ReaderObservation(self._packer.geometry, arena, length_of(path), reach, job.prompt)
+                job.observation = ReaderObservation(self._packer.geometry, arena, length_of(path), radius, job.prompt)
                 for segment in segments:
                     job.observation.observe(segment)
         if job.observation is None:
-            self._table.listener.tell(Refused("no-memory", length_of(path) - job.start))
+            self._table.listener.emit(Refused("no-memory", length_of(path) - job.start))
             self._end(job, Outcome.NO_MEMORY)
             return
         start = packed[0].start if packed else job.start
@@ -363,7 +363,7 @@ class ScoringPasses:
         probe = job.probes.next(num_tokens)
         length = len(key_of(path_to(job.node)))
         if length + len(probe) >= passes.room:
-            self._table.listener.tell(Refused("no-room", length))
+            self._table.listener.emit(Refused("no-room", length))
             self._end(job, Outcome.NO_ROOM)
             return
         self.jobs.note_served(job)
@@ -377,7 +377,7 @@ class ScoringPasses:
         assert observation is not None and probes is not None
         if not observation.has_failed:
             seconds = time.perf_counter() - job.started
-            self._table.listener.tell(ScoringPass(job.start, observation.end, seconds))
+            self._table.listener.emit(ScoringPass(job.start, observation.end, seconds))
             probes.was_read()
 
     def _unmeasured(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:

@@ -54,7 +54,7 @@ class Spans(Mapping[Node, Span]):
         """A node's part of a segment, in place or packed; None if it belongs to none."""
         return None if node is None or node not in self._records else self._records[node].span
 
-    def waterline(self, path: Sequence[Node]) -> int:
+    def compressed_len(self, path: Sequence[Node]) -> int:
         """Number of compressed tokens of a path: where its last span ends."""
         for node in reversed(path):
             if (span := self.at(node)) is not None:

@@ -95,9 +95,9 @@ class Prefills(ABC):
         *,
         is_last: bool,
     ) -> list[PromptObservation | ReaderChunk]:
-        waterline = self._spans.waterline(path)
-        slots = self._tree.row(reader, waterline, end) if observation.needs_slots else None
-        observation.begin_chunk(start, end, is_last=is_last, key_start=waterline, token_slots=slots)
+        compressed_len = self._spans.compressed_len(path)
+        slots = self._tree.row(reader, compressed_len, end) if observation.needs_slots else None
+        observation.begin_chunk(start, end, is_last=is_last, key_start=compressed_len, token_slots=slots)
         if self._readers[reader].is_pass and (chunk := self._observe_pass(reader, path, start, end)) is not None:
             return [chunk]
         return [observation] if observation.records else []

@@ -81,7 +81,7 @@ class Pressure:
     def compressed_tokens(self, reader: Reader, path: Sequence[Node]) -> int:
         """Tokens of a prompt that were computed, and compressed before its last chunk was computed."""
         prompt = self._readers.shrinking_prompt(reader)
-        return 0 if prompt is None else max(self._spans.waterline(path) - prompt.first_query, 0)
+        return 0 if prompt is None else max(self._spans.compressed_len(path) - prompt.first_query, 0)
 
     def unmeasured(self, path: Sequence[Node]) -> list[Segment]:
         """Packed segments of a path that may shrink further, and whose order passes would improve.
@@ -98,10 +98,10 @@ class Pressure:
 
     # ---- the reserve ------------------------------------------------------------------------------------------
 
-    def reserve(self) -> int:
+    def reclaimable(self) -> int:
         """Token slots that readers hold and that shrinking would release, so that others can have them at any time.
 
-        Prefixes without readers do not count: they can be dropped. Never more than :meth:`relieve` releases.
+        Prefixes without readers do not count: they can be dropped. Never more than :meth:`reclaim` releases.
         """
         if not self._shrinking:
             return 0
@@ -110,10 +110,10 @@ class Pressure:
             if node in self._shrinking:
                 span = self._spans.of(node)
                 assert span is not None
-                won += self._reserve_of(span.segment)
+                won += self._reclaimable_of(span.segment)
         return won
 
-    def _reserve_of(self, segment: Segment) -> int:
+    def _reclaimable_of(self, segment: Segment) -> int:
         if segment.packed is not None:
             least = self._least_slots(segment.start, segment.num_tokens)
             return 0 if segment.order is None else max(segment.num_slots - least, 0)
@@ -142,7 +142,7 @@ class Pressure:
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
-    def relieve(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
+    def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
         Ranges whose entries are being ranked come first: they lose no more than they would two steps later.
@@ -168,7 +168,7 @@ class Pressure:
             if node in self._shrinking:
                 rest.append(node)
             if slots:
-                self._recency.gave_way(priority)
+                self._recency.raise_level(priority)
             if slots or node not in self._shrinking:
                 for waiting in rest:  # a segment above them was packed, or shrinks no more
                     self._heap.push(waiting)

@@ -14,7 +14,7 @@ MAX_LEVELS = 1024
 SPARE_ENTRIES = 64
 """A heap with more than two entries per leaf and this number is rebuilt: most of its entries are out of date."""
 
-LOSS_OF_MOVING = 0.03
+LOSS_OF_LOADING = 0.03
 """Loss of dropping a prefix that comes back from the host's memory, relative to computing it again."""
 
 Priority = tuple[float, ...]
@@ -35,8 +35,8 @@ class CostAwareRecency:
     ``clock`` gives the number of the last access, as nodes note it.
 
     Attributes:
-        has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped before one shrinks below
-            the budget, which would lose entries for good.
+        has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped before one shrinks
+            below the budget, which would lose entries for good.
     """
 
     def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
@@ -50,9 +50,9 @@ class CostAwareRecency:
         """Priority of dropping a leaf; grows when the leaf is used."""
         saved = self.saved(node)
         comes_back = node in self._spans and self.has_host_room(self._spans[node].segment)
-        return self.priority(node, saved * LOSS_OF_MOVING if comes_back else saved)
+        return self.priority(node, saved * LOSS_OF_LOADING if comes_back else saved)
 
-    def gave_way(self, priority: Priority) -> None:
+    def raise_level(self, priority: Priority) -> None:
         """Raise the level to the credit of a node that shrank or was dropped."""
         if priority[0] <= self._levels[-1]:
             return

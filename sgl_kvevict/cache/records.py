@@ -218,7 +218,7 @@ class PrefixTable:
     def join(self, segments: Sequence[Segment]) -> Segment:
         """Make one segment in place of consecutive ones. It is not ranked, unless they were ranked together.
 
-        Sums of attention of one observation go with it; its prompt, and whether it is wanted, are those of the last one.
+        Sums of attention of one observation go with it; its prompt, and whether it is wanted, are the last one's.
         """
         if len(segments) == 1:
             return segments[0]
@@ -334,7 +334,7 @@ class PrefixTable:
             return
         self._divide(below, upper, lower)
         if below.span is not None and below.span.is_packed:
-            self.listener.tell(Split(upper.id, lower.id, below.span.start))
+            self.listener.emit(Split(upper.id, lower.id, below.span.start))
 
     @accounting()
     def _divide(self, below: PrefixRecord, upper: Node, lower: Node) -> None:

@@ -85,7 +85,7 @@ class Resizer:
 
     def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of a path's uncompressed tokens before its tail; None if they are too few."""
-        start, end = self._spans.waterline(path), self.end_of(path)
+        start, end = self._spans.compressed_len(path), self.end_of(path)
         return (start, end) if self.is_long_enough(end - start) else None
 
     def end_of(self, path: Sequence[Node]) -> int:
@@ -164,7 +164,7 @@ class Resizer:
         for segment in self._table.prompts.trim(self._config.observation_bytes):
             if segment in self._table.wanted and segment.order is None and not self.can_rank(segment):
                 del self._table.wanted[segment]
-                self._table.listener.tell(Refused("no-memory", segment.num_tokens))
+                self._table.listener.emit(Refused("no-memory", segment.num_tokens))
 
     # ---- order ------------------------------------------------------------------------------------------------
 
@@ -231,14 +231,14 @@ class Resizer:
 
         Returns whether they wait for an exact reader.
         """
-        if not self.is_long_enough(end - self._spans.waterline(path)):
+        if not self.is_long_enough(end - self._spans.compressed_len(path)):
             return False
         segment = self.range_to(path, end)[-1]
         self._table.prompts.give(segment, prompt, prompt.num_bytes)
         self._table.wanted[segment] = None
         is_in_use = self._try(segment, Occasion.RELEASED) is None
         if is_in_use:
-            self._table.listener.tell(Refused("in-use", end - self._spans.waterline(path)))
+            self._table.listener.emit(Refused("in-use", end - self._spans.compressed_len(path)))
         self._trim()
         return is_in_use
 
@@ -353,7 +353,7 @@ class Resizer:
         nor while a reader is not movable.
         """
         segments: list[Segment] = []
-        start = self._spans.waterline(path)
+        start = self._spans.compressed_len(path)
         for owner in reversed(self._spans.owners(path)):
             segment = self._spans[owner].segment
             if segment.end != start or not _is_joinable(segment):
@@ -423,7 +423,7 @@ class Resizer:
             is_cut = self._packer.geometry.has_windows and num_slots < held
             segment.splittable = self._compressor.policy.splittable and not is_cut
         if all_packed and len(segments) == 1:
-            self._table.listener.tell(Squeezed(nodes[0].id, segment.num_slots, num_freed))
+            self._table.listener.emit(Squeezed(nodes[0].id, segment.num_slots, num_freed))
         else:
             merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
             if all_packed:
@@ -465,7 +465,7 @@ class Resizer:
         for reader in readers:  # from their next forward on, they read the packed tokens of their paths from spans
             last = self._tree.locked_by(reader)
             assert last is not None
-            self._tree.clear_row(reader, self._spans.waterline(path_to(last)))
+            self._tree.clear_row(reader, self._spans.compressed_len(path_to(last)))
 
     def repack(self, owner: Node, end: int) -> Tensor:
         """Move what is left before ``end`` of a packed segment, whose last span was dropped, into fewer slots.
@@ -486,7 +486,7 @@ class Resizer:
 
     def _source(self, segment: Segment) -> TokenRange | View:
         """What a resize reads of a segment."""
-        if isinstance(segment.readers, ReaderObservation) and segment.readers.reach:  # neighbours would be missing
+        if isinstance(segment.readers, ReaderObservation) and segment.readers.radius:  # neighbours would be missing
             self._table.lose_attention(segment)
         if segment.packed is not None:
             return segment.live_view

@@ -184,7 +184,7 @@ class Saving:
             segment = spans[last].segment
             num_bytes = packer.slot_bytes * segment.num_slots
             if not writer.has_room(num_bytes):
-                self._table.listener.tell(Stored("", segment.num_tokens, 0, "too many segments wait"))
+                self._table.listener.emit(Stored("", segment.num_tokens, 0, "too many segments wait"))
                 return
             leaving = export_segment(
                 last, self._tree, spans, packer, self._access.identity, self._compressor.stored_tail
@@ -195,7 +195,7 @@ class Saving:
     def between_steps(self) -> None:
         """Report the results of writes since the last call."""
         while self._access.writer.done:
-            self._table.listener.tell(self._access.writer.done.popleft())
+            self._table.listener.emit(self._access.writer.done.popleft())
 
 
 def _on_host(record: SegmentRecord, copied: torch.cuda.Event) -> SegmentRecord:

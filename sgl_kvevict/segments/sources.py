@@ -225,8 +225,8 @@ class Sources:
         Entries of the window's last tokens, at most ``share`` per head, get the largest key, the layer's others the
         smallest. These ranges cannot be split, so all readers come after them.
         """
-        reach = to_device(torch.tensor(self.geometry.windows).sub_(1).clamp_(max=share), keys.device)
-        reach = reach[self.runs // self.geometry.num_kv_heads]  # -1: no window
+        visible = to_device(torch.tensor(self.geometry.windows).sub_(1).clamp_(max=share), keys.device)
+        visible = visible[self.runs // self.geometry.num_kv_heads]  # -1: no window
         bounds = torch.iinfo(keys.dtype)
-        kept = torch.where(self.entries().positions >= self.end - reach, bounds.max, bounds.min).to(keys.dtype)
-        return torch.where(reach < 0, keys, kept)
+        kept = torch.where(self.entries().positions >= self.end - visible, bounds.max, bounds.min).to(keys.dtype)
+        return torch.where(visible < 0, keys, kept)

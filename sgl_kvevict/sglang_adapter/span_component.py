@@ -65,7 +65,7 @@ class SpanComponent(FullComponent):
         """
         is_short = any(part.is_evict_device_ongoing for part in self.tree_core.components)  # else it is being replaced
         if self._order is not None and is_short:
-            self._order.gave_way(self._order.get_priority(node))
+            self._order.raise_level(self._order.get_priority(node))
         if is_short:
             self._prefixes.host.leaving(node)
         charged = self.reclaimable_value_len(node)
@@ -108,7 +108,7 @@ class SpanComponent(FullComponent):
         if tracker[FULL] >= self._wanted:
             return None
         top = None if self._heap is None else self._heap.top()
-        won = self._prefixes.pressure.relieve(top, self._wanted - tracker[FULL])
+        won = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL])
         if won:
             tracker[FULL] += won
             return None

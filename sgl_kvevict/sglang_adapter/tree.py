@@ -246,7 +246,7 @@ class KVEvictTree(UnifiedRadixCache):
                 "kvevict: the weights are not those that were loaded: scores learned for those stay in use until a "
                 "restart (/server_info: learned_scores.is_stale)"
             )
-        self.prefixes.forget_seen()
+        self.prefixes.keep_only_spans()
         if self.prefixes.switch_store_off():
             logger.warning("kvevict: the weights are not those that were loaded: the store is off until a restart")
         self._blocking.add_compressed()
@@ -278,11 +278,11 @@ class KVEvictTree(UnifiedRadixCache):
 
     def evictable_size(self) -> int:
         """Token slots that can be released at any time: those of nodes without readers, and the reserve."""
-        return int(super().evictable_size()) + self.prefixes.pressure.reserve()
+        return int(super().evictable_size()) + self.prefixes.pressure.reclaimable()
 
     def protected_size(self) -> int:
         """Token slots of nodes with readers, without the reserve."""
-        return int(super().protected_size()) - self.prefixes.pressure.reserve()
+        return int(super().protected_size()) - self.prefixes.pressure.reclaimable()
 
     def held_slots(self) -> int:
         """Token slots that the tree holds, evictable or protected."""
@@ -329,7 +329,7 @@ class KVEvictTree(UnifiedRadixCache):
         key = self._allowed(key)
         result = super().match_prefix(params if key is params.key else replace(params, key=key))
         if record is not None:
-            _tell_sources(req, record, result.device_prefix_len)
+            _report_sources(req, record, result.device_prefix_len)
         return result
 
     def touch_prefix(self, key: RadixKey) -> None:
@@ -378,7 +378,7 @@ class KVEvictTree(UnifiedRadixCache):
             self._keep_out(req)
             return
         if self._is_kept_out(key):
-            self.prefixes.listener.tell(Refused("not-cached", up_to))
+            self.prefixes.listener.emit(Refused("not-cached", up_to))
             self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
@@ -407,7 +407,7 @@ class KVEvictTree(UnifiedRadixCache):
         num_tokens = self.prefixes.pressure.compressed_tokens(req, path_to(node))
         if num_tokens:
             req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
-            self.prefixes.listener.tell(PrefilledCompressed(num_tokens))
+            self.prefixes.listener.emit(PrefilledCompressed(num_tokens))
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""
@@ -475,7 +475,7 @@ def _keeps_own_chunks(req: Req, up_to: int) -> bool:
     return bool(req.return_logprob and 0 <= req.logprob_start_len < up_to < len(req.origin_input_ids))
 
 
-def _tell_sources(req: Req, record: ReaderRecord, num_tokens: int) -> None:
+def _report_sources(req: Req, record: ReaderRecord, num_tokens: int) -> None:
     """Set what SGLang reports as ``cached_tokens_details`` of a request that was loaded from the host or the store.
 
     Of the tokens found at the first admission, as in SGLang, which does not report again after a retraction.

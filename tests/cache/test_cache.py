@@ -32,20 +32,20 @@ class Recorder(CacheListener):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple] = []
+        self.emitted: list[tuple] = []
 
-    def tell(self, event):
+    def emit(self, event):
         match event:
             case Compressed():
-                self.told.append(("compressed", event.start, event.end - event.start, len(event.nodes)))
+                self.emitted.append(("compressed", event.start, event.end - event.start, len(event.nodes)))
             case Refused():
-                self.told.append(("refused", event.reason, event.tokens))
+                self.emitted.append(("refused", event.reason, event.tokens))
             case Repacked():
-                self.told.append(("repacked", event.released_slots))
+                self.emitted.append(("repacked", event.released_slots))
             case Dropped():
-                self.told.append(("dropped", event.tokens, event.compressed, event.slots))
+                self.emitted.append(("dropped", event.tokens, event.compressed, event.slots))
             case Cleared():
-                self.told.append(("cleared",))
+                self.emitted.append(("cleared",))
 
 
 def cache(*, needs_passes=False, splittable=True, **fields) -> tuple[FakeTree, Recorder]:
@@ -69,7 +69,7 @@ def test_a_prompt_is_compressed_up_to_its_tail():
     tree, recorder = cache()
     node = tree.add(20)
     reader = tree.prompt(node)
-    assert spans(tree) == [(0, 18)] and recorder.told == [("compressed", 0, 18, 1)] and tree.cuts == [18]
+    assert spans(tree) == [(0, 18)] and recorder.emitted == [("compressed", 0, 18, 1)] and tree.cuts == [18]
     assert node.parent.charged == 9 and len(tree.free_slots) == 9
     assert reader.row[:18].eq(0).all() and reader.row[18:20].ne(0).all()
 
@@ -78,7 +78,7 @@ def test_several_nodes_become_one_segment():
     tree, recorder = cache()
     last = tree.add(9, tree.add(6, tree.add(5)))
     tree.prompt(last)
-    assert spans(tree) == [(0, 5), (5, 11), (11, 18)] and recorder.told == [("compressed", 0, 18, 3)]
+    assert spans(tree) == [(0, 5), (5, 11), (11, 18)] and recorder.emitted == [("compressed", 0, 18, 3)]
     assert len({span.segment for span in tree.prefixes.spans.values()}) == 1
 
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_split_becomes_one_segment_between_branches():
     second = tree.add(6, first)
     tree.add(3, second)
     tree.prompt(tree.add(10, tree.add(4, second)))
-    assert [told[1:] for told in recorder.told] == [(0, 11, 2), (11, 12, 2)]
+    assert [told[1:] for told in recorder.emitted] == [(0, 11, 2), (11, 12, 2)]
     assert tree.prefixes.spans.blocks(first) and not tree.prefixes.spans.blocks(second)
     assert tree.prefixes.spans.owner_of(second) is first
 
@@ -101,7 +101,7 @@ def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
     tree.release(reader)
     (upper,) = first.children.values()
     tree.drop(second)
-    assert tree.drop(upper) == 0 and recorder.told[-1] == ("dropped", 6, True, 0)
+    assert tree.drop(upper) == 0 and recorder.emitted[-1] == ("dropped", 6, True, 0)
     assert tree.prefixes.spans[first].segment.tokens_per_slot == float("-inf") and tree.prefixes.spans.blocks(first)
     assert tree.drop(first) == 7 and not tree.prefixes.spans
     assert sorted(tree.free_slots) == list(range(1, 17))
@@ -123,7 +123,7 @@ def test_all_who_read_a_range_move_along():
     branch = tree.add(6, node)
     below = tree.reader(branch)
     reader = tree.prompt(node)
-    assert spans(tree) == [(0, 18)] and recorder.told == [("compressed", 0, 18, 1)]
+    assert spans(tree) == [(0, 18)] and recorder.emitted == [("compressed", 0, 18, 1)]
     for each in (*others, below, reader):
         assert each.row[:18].eq(0).all() and each.row[18:20].ne(0).all()
     assert below.row[20:26].ne(0).all()
@@ -144,7 +144,9 @@ def test_what_somebody_reads_exactly_waits_until_that_one_lets_go():
     exact, other = tree.reader(node), tree.reader(node)
     tree.prefixes.readers[exact].is_exact = True
     reader = tree.prompt(node)
-    assert spans(tree) == [] and recorder.told == [("refused", "in-use", 18)] and len(tree.prefixes.table.wanted) == 1
+    assert (
+        spans(tree) == [] and recorder.emitted == [("refused", "in-use", 18)] and len(tree.prefixes.table.wanted) == 1
+    )
     tree.release(reader)
     assert spans(tree) == []
     tree.release(exact, Released.RETRACTED)
@@ -161,7 +163,7 @@ def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens(monkeyp
     tree.prefixes.readers[exact].is_exact = True
     monkeypatch.setattr(Resizer, "can_rank", lambda _, segment: segment.prompt is not None)
     assert tree.prefixes.resizer.shrink(path_to(last), 28, LargePrompt())
-    assert recorder.told[1:] == [("refused", "in-use", 10), ("refused", "no-memory", 10)]
+    assert recorder.emitted[1:] == [("refused", "in-use", 10), ("refused", "no-memory", 10)]
     assert len(tree.prefixes.table.wanted) == 0
 
 
@@ -198,7 +200,7 @@ def test_dropping_the_lower_part_of_a_segment_repacks_it():
     tree.cut([upper], 8)
     tree.drop(node)
     tree.drop(upper)
-    assert spans(tree) == [(0, 8)] and ("repacked", 10 - upper.parent.charged) in recorder.told
+    assert spans(tree) == [(0, 8)] and ("repacked", 10 - upper.parent.charged) in recorder.emitted
     held = upper.parent.charged
     assert tree.prefixes.spans[upper.parent].segment.num_slots == held < 10
     assert len(tree.free_slots) == 22 - held == len(set(tree.free_slots))
@@ -222,7 +224,7 @@ def test_a_prefix_that_was_found_is_scored_in_passes_and_compressed():
     while passes.run():
         pass
     assert [len(probe) for _, probe in passes.started] == [16, 8]  # the tail too
-    assert spans(tree) == [(0, 22)] and recorder.told == [("compressed", 0, 22, 1)]
+    assert spans(tree) == [(0, 22)] and recorder.emitted == [("compressed", 0, 22, 1)]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_new_weights_leave_nothing_to_do():
     half_way = tree.reader(node)
     tree.observe(half_way, tree.root, 0, 10, prompt_len=24)
     tree.release(tree.prompt(node, warm=True, ticket=TICKET))
-    tree.prefixes.forget_seen()
+    tree.prefixes.keep_only_spans()
     assert not passes.run() and list(tree.prefixes.passes.jobs.outcomes.values()) == ["dropped"]
     assert not tree.prefixes.readers[half_way].is_complete
 
@@ -281,7 +283,7 @@ def test_a_flush_forgets_everything():
     tree, recorder = cache()
     tree.prompt(tree.add(20))
     tree.prefixes.cleared()
-    assert not tree.prefixes.spans and recorder.told[-1] == ("cleared",)
+    assert not tree.prefixes.spans and recorder.emitted[-1] == ("cleared",)
 
 
 def test_readers_that_share_are_counted_and_spans_are_read_in_path_order():

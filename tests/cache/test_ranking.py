@@ -80,7 +80,7 @@ def test_segments_that_cannot_be_split_are_chosen_one_by_one():
 def test_where_slots_are_short_the_exchange_does_not_wait_for_its_turn():
     cache = Cache()
     cache.prompt(cache.tree.add(20))
-    assert cache.tree.prefixes.pressure.relieve(None) == 9
+    assert cache.tree.prefixes.pressure.reclaim(None) == 9
     assert cache.spans == [(0, 18)] and not cache.stages
 
 
@@ -105,7 +105,7 @@ def test_a_dropped_range_is_forgotten():
     cache.stream.catch_up()
 
 
-@pytest.mark.parametrize("forget", ["forget_seen", "cleared"])
+@pytest.mark.parametrize("forget", ["keep_only_spans", "cleared"])
 def test_nothing_is_exchanged_after_a_flush_or_with_other_weights(forget):
     cache = Cache()
     cache.prompt(cache.tree.add(20))

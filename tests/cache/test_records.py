@@ -26,7 +26,7 @@ def test_a_record_goes_as_a_whole():
     tree.drop(upper)
     assert not table._records and not table.shrinking
     tree.release(tree.prompt(tree.add(24), warm=True))
-    tree.prefixes.forget_seen()
+    tree.prefixes.keep_only_spans()
     assert not len(table.jobs) and not table.shrinking and table.prompts.num_bytes == 0
     tree.prefixes.cleared()
     assert not table._records

@@ -76,7 +76,7 @@ def test_the_choice_writes_to_its_own_memory_only(tape, tree):
 def test_where_slots_are_short_the_streams_wait_not_the_host(tape, tree):
     with tape:
         tree.prompt(tree.add(20))
-        assert tree.prefixes.pressure.relieve(None) == 9
+        assert tree.prefixes.pressure.reclaim(None) == 9
     (chosen,), (waits,) = tape.places("side", "record"), tape.places("scheduler", "wait for event")
     (moves,) = tape.places("scheduler", "rows move")
     assert chosen < waits < moves

@@ -371,7 +371,7 @@ class Harness:
         """Read everything a forward of this request would read, and check every entry."""
         if self.tree.prefixes.readers[req].is_exact:
             assert self.tree.read_paths([req]) == ((),)
-        codes, waterline = self._codes(req, seq_len), 0
+        codes, compressed_len = self._codes(req, seq_len), 0
         assert len(codes) == seq_len
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         (path,) = self.tree.read_paths([req])
@@ -380,17 +380,20 @@ class Harness:
             ends = {span.segment: span.end for node in nodes if (span := self.tree.spans.get(node)) is not None}
             assert all(segment.splittable or segment.end == end for segment, end in ends.items())
         for runs in path:
-            expected = {code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
+            expected = {
+                code: compressed_len + i
+                for i, code in enumerate(codes[compressed_len : compressed_len + runs.num_tokens])
+            }
             bounds = zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
             for run, (begin, length) in enumerate(bounds):
                 slots = runs.head_slots[begin : begin + length].long()
                 for arena, sign in self.arenas:
                     self._check_run(run, sign * arena.view(-1, 2)[slots], expected)
-            waterline += runs.num_tokens
-        assert row[:waterline].eq(0).all()
-        suffix = row[waterline:seq_len].long()
+            compressed_len += runs.num_tokens
+        assert row[:compressed_len].eq(0).all()
+        suffix = row[compressed_len:seq_len].long()
         assert suffix.ne(0).all()
-        want = torch.tensor(codes[waterline:]).view(1, -1, 1).expand(2, -1, self.geometry.num_kv_heads)
+        want = torch.tensor(codes[compressed_len:]).view(1, -1, 1).expand(2, -1, self.geometry.num_kv_heads)
         assert all(torch.equal(sign * arena[:, suffix, :, 0], want) for arena, sign in self.arenas)
 
     def _check_run(self, run: int, rows: torch.Tensor, expected: dict[float, int]) -> None:
@@ -414,7 +417,9 @@ class Harness:
             else:
                 assert node.component_data[FULL].value.eq(0).all() and span.num_tokens == len(node.key)
                 parent = node.parent
-                assert parent is self.tree.root_node or parent in self.tree.spans, "waterline broken"
+                assert parent is self.tree.root_node or parent in self.tree.spans, (
+                    "a compressed node below an uncompressed one"
+                )
                 segments.setdefault(span.segment, []).append(span)
         assert len(self.tree.spans) == sum(len(spans) for spans in segments.values())
         for segment, spans in segments.items():
@@ -429,7 +434,7 @@ class Harness:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
                 held.update(row[req.kv.cache_protected_len : req.kv.kv_allocated_len].tolist())
         assert held == Counter(range(1, self.num_slots + 1))
-        reserve = self.tree.prefixes.pressure.reserve()
+        reserve = self.tree.prefixes.pressure.reclaimable()
         counted = (self.tree.protected_size(), self.tree.evictable_size())
         assert counted == (sizes[True] - reserve, sizes[False] + reserve)
         assert cache_state(self.tree)["leaked_slots"] == 0

@@ -60,8 +60,8 @@ class Heard(CacheListener):
         super().__init__()
         self.stored_segments, self.loads, self.failures = [], [], []
 
-    def tell(self, event):
-        super().tell(event)
+    def emit(self, event):
+        super().emit(event)
         match event:
             case Stored():
                 self.stored_segments.append(event)

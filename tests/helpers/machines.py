@@ -388,7 +388,7 @@ class BesideMachine(CacheMachine):
         for segment in list(prefixes.table.wanted):
             if segment not in prefixes.table.wanted or segment.order is None or not prefixes.compressor.splittable:
                 continue
-            end = prefixes.spans.waterline(path := path_to(prefixes.table.in_place[segment])) + at
+            end = prefixes.spans.compressed_len(path := path_to(prefixes.table.in_place[segment])) + at
             if end < segment.end:
                 prefixes.resizer.shrink_now(prefixes.resizer.range_to(path, end), 1.0)
         self.harness.check()

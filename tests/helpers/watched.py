@@ -25,8 +25,8 @@ class WatchedHarness:
         tree, totals = self.harness.tree, Totals()
         self.service = EventService(config, description_of(config, started=started), totals=totals)
         self.listener = CacheListener(tree.guard, totals, policy="pseudo-random", exposes_tokens=config.expose_tokens)
-        self.told: list[AnyEvent] = []  # every event, oldest first
-        self.listener.subscribers += [self.service.publish, self.told.append]
+        self.emitted: list[AnyEvent] = []  # every event, oldest first
+        self.listener.subscribers += [self.service.publish, self.emitted.append]
         self.listener.each_turn.append(Inspection(tree, self.service, started).each_turn)
         tree.prefixes.listener = self.listener
         self._turning: threading.Thread | None = None

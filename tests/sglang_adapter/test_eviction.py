@@ -68,8 +68,8 @@ def test_plain_recency_would_drop_a_prefix_first(harness, monkeypatch):
     for number in (0, 1, 2):
         ask(harness, number, 6, 7, 8, 9)
     fifo = Harness(num_slots=400, eviction_policy="fifo")
-    monkeypatch.setattr(fifo.tree.prefixes.pressure, "relieve", lambda *_: 0)  # else prefixes would be squeezed first
-    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reserve", lambda: 0)
+    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaim", lambda *_: 0)  # else prefixes would be squeezed first
+    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaimable", lambda: 0)
     for number in range(3):
         ask(fifo, number, 1, 2, 3, 4, 5)
     for tree in (harness, fifo):
@@ -97,7 +97,7 @@ def drop_all(nodes, strategy):
     while nodes:
         node = min(nodes, key=strategy.get_priority)
         if isinstance(strategy, CostAwareRecency):
-            strategy.gave_way(strategy.get_priority(node))
+            strategy.raise_level(strategy.get_priority(node))
         nodes.remove(node)
         order.append(node.name)
         if nodes and chooser.random() < 0.5:
@@ -127,10 +127,10 @@ def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
     span = SimpleNamespace(segment=SimpleNamespace(tokens_per_slot=5.0))
     recency = CostAwareRecency({nodes[1]: span}, time.monotonic)
     assert credits(recency, nodes) == [1.0, 5.0]
-    recency.gave_way((1.0, 0.0))
+    recency.raise_level((1.0, 0.0))
     nodes += leaves(1)
     assert credits(recency, nodes) == [1.0, 5.0, 2.0]
-    recency.gave_way((0.5, 0.0))
+    recency.raise_level((0.5, 0.0))
     assert credits(recency, leaves(1)) == [2.0]
 
 
@@ -138,7 +138,7 @@ def test_the_levels_do_not_grow_without_bound(monkeypatch):
     monkeypatch.setattr(recency_module, "MAX_LEVELS", 4)
     recency, old = CostAwareRecency({}, time.monotonic), leaves(1)
     for level in range(1, 20):
-        recency.gave_way((float(level), 0.0))
+        recency.raise_level((float(level), 0.0))
     assert credits(recency, [*old, *leaves(1)]) == [16.0, 20.0]
 
 

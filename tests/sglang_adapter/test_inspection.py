@@ -56,8 +56,8 @@ def ask(watched: WatchedHarness, request, answer):
 
 def published(watched: WatchedHarness) -> list:
     """Events since the last call."""
-    events = list(watched.told)
-    watched.told.clear()
+    events = list(watched.emitted)
+    watched.emitted.clear()
     return events
 
 

@@ -47,7 +47,7 @@ def segment_of(harness, start=0):
 
 def shrink(harness, num_slots=1):
     """Slots are short: one round of shrinking."""
-    assert harness.tree.prefixes.pressure.relieve(None) >= num_slots
+    assert harness.tree.prefixes.pressure.reclaim(None) >= num_slots
     harness.check()
 
 

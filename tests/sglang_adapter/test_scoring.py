@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import TURN_S, Letters, MiniScheduler
 from sgl_kvevict.cache.pacing import ASSUMED_PASS_S, BUSY_TOKENS, QUIET_S
-from sgl_kvevict.cache.passes import ANSWER_REACH
+from sgl_kvevict.cache.passes import ANSWER_RADIUS
 from sgl_kvevict.cache.probes import REPEAT
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.request import ticket_digest
@@ -278,17 +278,17 @@ def test_questions_given_with_a_prefix_replace_its_repetition():
     assert tail == [encode("who\n\n", False), encode("where\n\n", False)]
 
 
-@pytest.mark.parametrize(("options", "reach"), [(WARM, 0), ({"warm": True, "questions": ["who"]}, ANSWER_REACH)])
-def test_what_questions_attend_to_reaches_around(monkeypatch, options, reach):
+@pytest.mark.parametrize(("options", "radius"), [(WARM, 0), ({"warm": True, "questions": ["who"]}, ANSWER_RADIUS)])
+def test_what_questions_attend_to_reaches_around(monkeypatch, options, radius):
     harness, scheduler = cache()
     build, built = MeasuredRange.show, set()
     monkeypatch.setattr(
-        MeasuredRange, "show", lambda one, *args: built.add((one.readers.reach, one.is_asked)) or build(one, *args)
+        MeasuredRange, "show", lambda one, *args: built.add((one.readers.radius, one.is_asked)) or build(one, *args)
     )
     harness.finish(harness.run(DOCUMENT, options=options))
     scheduler.run_all()
     ask(harness, 1, 2, 3)
-    assert built == {(reach, reach > 0)} and spans(harness) == [(0, 56)]
+    assert built == {(radius, radius > 0)} and spans(harness) == [(0, 56)]
 
 
 def test_namespaces_are_scored_apart():

@@ -369,7 +369,7 @@ def test_what_is_told_is_counted_and_published(tmp_path):
         LoadFailed("error", "unreachable"),
         LoadFailed("no-place"),
     ):
-        listener.tell(event)
+        listener.emit(event)
     totals = listener.totals
     assert (totals.stored_segments, totals.stored_bytes, totals.not_stored, totals.already_stored) == (1, 900, 1, 1)
     assert (totals.loaded_segments, totals.loaded_tokens, totals.not_placed) == (1, 36, 1)
