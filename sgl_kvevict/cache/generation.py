@@ -47,7 +47,7 @@ class Generations(NoGenerations):
     Between two steps a request that has generated ``decode_block`` tokens beyond its window (``tail_tokens``) inserts
     them into the tree, as at its end. They join the segment of its earlier generated tokens, which is written anew: old
     and new entries compete for the budget. Their slots are then in the tree's accounting, so retraction, abort and the
-    end of a turn need no handling of their own. After an error a request goes on uncompressed.
+    end of a request need no handling of their own. After an error a request goes on uncompressed.
 
     Once another request reads or extends that segment, it stays as it is, and a new one begins after it. Tokens before
     the first generated one, such as the prompt's tail, are kept whole.
@@ -157,7 +157,7 @@ class Generations(NoGenerations):
         elif is_due and self._is_movable(path, suffix) and not self._resizer.is_ranking(path):
             self._compress(reader, suffix, end)
         if self._suffix_compressor.is_full(suffix):
-            self._suffix_compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))
+            self._suffix_compressor.count(suffix, self._tree.slots_of(reader, suffix.compressed_end, suffix.end))
 
     def _is_movable(self, path: Sequence[Node], suffix: Generated) -> bool:
         """Whether all readers of the topmost node whose slots would change are movable.
@@ -191,7 +191,7 @@ class Generations(NoGenerations):
         segments = [self._table.join(self._resizer.range_to(path, end))]
         if suffix.segment is not None:
             segments.insert(0, suffix.segment)
-        slots = self._tree.row(reader, suffix.compressed_end, max(end, suffix.end))
+        slots = self._tree.slots_of(reader, suffix.compressed_end, max(end, suffix.end))
         above = self._spans.at(first.parent)
         block = self._suffix_compressor.choose(suffix, slots, num_new, None if above is None else above.segment)
         self._resizer.resize(segments, sum(segment.num_slots for segment in segments), block=block)

@@ -23,8 +23,8 @@ class Spans(Mapping[Node, Span]):
     """A read-only view of the packed spans by node, with functions on paths.
 
     On every path, nodes of packed segments come first, then those of segments in place, then those of none. All spans
-    of a segment lie on consecutive nodes of one path. The spans of an unsplittable packed segment stand and fall
-    together: no request reads only some of them.
+    of a segment lie on consecutive nodes of one path. No request reads only some of the spans of an
+    unsplittable packed segment, and they are dropped together.
     """
 
     def __init__(self, records: Mapping[Node, HasSpan]) -> None:

@@ -96,7 +96,7 @@ class Prefills(ABC):
         is_last: bool,
     ) -> list[PromptObservation | ReaderChunk]:
         compressed_len = self._spans.compressed_len(path)
-        slots = self._tree.row(reader, compressed_len, end) if observation.needs_slots else None
+        slots = self._tree.slots_of(reader, compressed_len, end) if observation.needs_slots else None
         observation.begin_chunk(start, end, is_last=is_last, key_start=compressed_len, token_slots=slots)
         if self._readers[reader].is_pass and (chunk := self._observe_pass(reader, path, start, end)) is not None:
             return [chunk]
@@ -108,7 +108,7 @@ class Prefills(ABC):
         if observation is None or end <= observation.end:
             return None
         parts: list[tuple[Segment, Tensor | None]] = [
-            (segment, self._tree.row(reader, segment.start, segment.end) if segment.packed is None else None)
+            (segment, self._tree.slots_of(reader, segment.start, segment.end) if segment.packed is None else None)
             for segment in segments
             if segment.readers is observation
         ]

@@ -96,7 +96,7 @@ class Pressure:
             return False
         return segment.num_slots > self._resizer.slots_at(segment, self._config.shares[-1])
 
-    # ---- the reserve ------------------------------------------------------------------------------------------
+    # ---- reclaimable slots ------------------------------------------------------------------------------------
 
     def reclaimable(self) -> int:
         """Token slots that readers hold and that shrinking would release, so that others can have them at any time.
@@ -105,13 +105,13 @@ class Pressure:
         """
         if not self._shrinking:
             return 0
-        won = 0
+        num_reclaimable = 0
         for node in self._readers.movable_nodes():
             if node in self._shrinking:
                 span = self._spans.of(node)
                 assert span is not None
-                won += self._reclaimable_of(span.segment)
-        return won
+                num_reclaimable += self._reclaimable_of(span.segment)
+        return num_reclaimable
 
     def _reclaimable_of(self, segment: Segment) -> int:
         if segment.packed is not None:
@@ -119,7 +119,7 @@ class Pressure:
             return 0 if segment.order is None else max(segment.num_slots - least, 0)
         if not self._resizer.is_long_enough(segment.num_tokens):
             return 0  # it comes along with what is below it
-        start, won, above = segment.start, 0, None
+        start, num_reclaimable, above = segment.start, 0, None
         sizes: list[int] = []
         for node in self._table.nodes_of(segment):
             if above is None or self._resizer.begins_segment(above, node):
@@ -127,9 +127,9 @@ class Pressure:
             sizes[-1] += len(node.key)
             above = node
         for num_tokens in sizes:
-            won += num_tokens - self._least_slots(start, num_tokens)
+            num_reclaimable += num_tokens - self._least_slots(start, num_tokens)
             start += num_tokens
-        return won
+        return num_reclaimable
 
     def _least_slots(self, start: int, num_tokens: int) -> int:
         """Token slots of a segment that begins at ``start``, once it has shrunk as far as it can."""
@@ -155,16 +155,16 @@ class Pressure:
         Returns:
             Token slots released.
         """
-        won = self._resizer.try_wanted(Occasion.SHORT)
+        num_released = self._resizer.try_wanted(Occasion.SHORT)
         rest: list[Node] = []
-        while won < self._round and (top := self._heap.top()) is not None:
+        while num_released < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top
             priority = tuple(rank)
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
                 break
             self._heap.pop()
-            slots = self._shrink(node, wanted - won)
-            won += slots
+            slots = self._shrink(node, wanted - num_released)
+            num_released += slots
             if node in self._shrinking:
                 rest.append(node)
             if slots:
@@ -175,7 +175,7 @@ class Pressure:
                 rest.clear()
         for waiting in rest:
             self._heap.push(waiting)
-        return won
+        return num_released
 
     def _priority(self, node: Node) -> Priority:
         """Whether a segment's next step leads below the budget, then its priority on the scale of dropping a leaf."""
@@ -220,7 +220,7 @@ class Pressure:
         readers = self._readers.movable(self._table.nodes_of(chain[0])[0])
         if readers is None:
             return 0
-        won = self._resizer.shrink_now(chain, share)
+        num_released = self._resizer.shrink_now(chain, share)
         if any(map(self._readers.shrinking_prompt, readers)):
             self._resizer.join(path)
-        return won
+        return num_released

@@ -157,8 +157,8 @@ class PrefixTable:
         packed: owner of each packed segment.
         wanted: segments in place that are to shrink to the budget as soon as they are ranked and all their readers can
             move, with those above them; oldest first.
-        shrinking: nodes that stand for segments that may shrink when slots are short: the last one of a segment in
-            place, the owner of a packed one.
+        shrinking: one node of each segment that may shrink when slots are short: the last one of a segment in place,
+            the owner of a packed one.
         jobs: see :class:`PrefixRecord`, like ``stale``.
     """
 

@@ -274,11 +274,11 @@ class Resizer:
 
     def try_wanted(self, occasion: Occasion) -> int:
         """Let wanted ranges shrink, oldest first; return the token slots released."""
-        won = 0
+        num_released = 0
         for segment in list(self._table.wanted):
             if segment in self._table.wanted and (occasion is Occasion.RELEASED or _is_launched(segment)):
-                won += self._try(segment, occasion) or 0
-        return won
+                num_released += self._try(segment, occasion) or 0
+        return num_released
 
     def between_steps(self) -> None:
         """Use the orders that were computed beside the last step."""
@@ -334,7 +334,7 @@ class Resizer:
         return self._pack(self._regroup(segments), share)
 
     def _pack(self, pieces: Sequence[Segment], share: float | None) -> int:
-        won = 0
+        num_released = 0
         for i, piece in enumerate(pieces):
             num_slots = self.slots_at(piece, share)
             is_ranked = num_slots == piece.num_slots or piece.order is not None or self._rank(piece)
@@ -343,8 +343,8 @@ class Resizer:
                 self._table.wanted.pop(pieces[-1], None)
                 self._discard(pieces[i:])
                 break
-            won += freed
-        return won
+            num_released += freed
+        return num_released
 
     def join(self, path: Sequence[Node]) -> None:
         """Write the last packed segments of a path as one, so that their entries compete for its slots.
@@ -465,7 +465,7 @@ class Resizer:
         for reader in readers:  # from their next forward on, they read the packed tokens of their paths from spans
             last = self._tree.locked_by(reader)
             assert last is not None
-            self._tree.clear_row(reader, self._spans.compressed_len(path_to(last)))
+            self._tree.clear_slots(reader, self._spans.compressed_len(path_to(last)))
 
     def repack(self, owner: Node, end: int) -> Tensor:
         """Move what is left before ``end`` of a packed segment, whose last span was dropped, into fewer slots.

@@ -85,7 +85,7 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
 
     def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Observing]:
         compressed_len = compressed_len_of(*tree.draft_paths([req]))
-        slots = tree.port.row(req, compressed_len, end)
+        slots = tree.port.slots_of(req, compressed_len, end)
         return [SeenQueries(self.rows, slots, compressed_len, min(end - start, NUM_SEEN))]
 
     def plan_step(

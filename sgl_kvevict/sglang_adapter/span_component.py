@@ -108,9 +108,9 @@ class SpanComponent(FullComponent):
         if tracker[FULL] >= self._wanted:
             return None
         top = None if self._heap is None else self._heap.top()
-        won = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL])
-        if won:
-            tracker[FULL] += won
+        num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL])
+        if num_released:
+            tracker[FULL] += num_released
             return None
         if self._heap is None:
             return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)

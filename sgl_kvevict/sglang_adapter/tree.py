@@ -161,12 +161,12 @@ class UnifiedTreePort:
             return None
         return self._cache.tree_core.node_by_id(reader.last_node)
 
-    def row(self, reader: Req, start: int, end: int) -> torch.Tensor:
+    def slots_of(self, reader: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, slots of the tokens ``[start, end)`` in a request's row."""
         rows: torch.Tensor = self._cache.req_to_token_pool.req_to_token
         return rows[reader.kv.req_pool_idx, start:end].long()
 
-    def clear_row(self, reader: Req, end: int) -> None:
+    def clear_slots(self, reader: Req, end: int) -> None:
         """Zero the row up to ``end``: these tokens are now read from spans. A request just admitted has no row yet."""
         if not reader.kv.holds_kv:
             return
@@ -277,11 +277,11 @@ class KVEvictTree(UnifiedRadixCache):
         return int(self.components[FULL].reclaimable_value_len(node))
 
     def evictable_size(self) -> int:
-        """Token slots that can be released at any time: those of nodes without readers, and the reserve."""
+        """Token slots that can be released at any time: those of nodes without readers, and reclaimable ones."""
         return int(super().evictable_size()) + self.prefixes.pressure.reclaimable()
 
     def protected_size(self) -> int:
-        """Token slots of nodes with readers, without the reserve."""
+        """Token slots of nodes with readers, without reclaimable ones."""
         return int(super().protected_size()) - self.prefixes.pressure.reclaimable()
 
     def held_slots(self) -> int:
@@ -457,7 +457,7 @@ class KVEvictTree(UnifiedRadixCache):
     def window_slots(self, req: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, window-pool slots of the tokens ``[start, end)``; 0 if the window is gone."""
         path = path_to(self.tree_core.node_by_id(req.last_node))
-        slots: torch.Tensor = self.components[SWA].window_slots(self.port.row(req, start, end), path, start)
+        slots: torch.Tensor = self.components[SWA].window_slots(self.port.slots_of(req, start, end), path, start)
         return slots
 
     def observe(self, req: Req, start: int, end: int) -> list[PromptObservation | ReaderChunk]:

@@ -28,7 +28,7 @@ class LargePrompt(CacheObservation):
 
 
 class Recorder(CacheListener):
-    """Remembers what it was told."""
+    """Remembers its events."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ class FakeTree:
     """Implements the tree's port, and what a test does to a tree.
 
     Attributes:
-        prefixes: told of everything.
+        prefixes: the objects that it calls.
         free_slots: slots that came back.
         cuts: positions at which nodes were split.
     """
@@ -155,7 +155,7 @@ class FakeTree:
         self.prefixes.prefills.complete(reader, node, RequestOptions(**options))
 
     def release(self, reader: FakeReader, why: Released = Released.FINISHED) -> None:
-        """A request lets go."""
+        """A request is released."""
         self.unlock(reader)
         self.prefixes.released(reader, why)
 
@@ -212,10 +212,10 @@ class FakeTree:
     def free(self, token_slots: Tensor) -> None:
         self.free_slots += token_slots.tolist()
 
-    def row(self, reader: FakeReader, start: int, end: int) -> Tensor:
+    def slots_of(self, reader: FakeReader, start: int, end: int) -> Tensor:
         return reader.row[start:end]
 
-    def clear_row(self, reader: FakeReader, end: int) -> None:
+    def clear_slots(self, reader: FakeReader, end: int) -> None:
         reader.row[:end] = 0
 
     def gather(self, numbers):

@@ -434,9 +434,9 @@ class Harness:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
                 held.update(row[req.kv.cache_protected_len : req.kv.kv_allocated_len].tolist())
         assert held == Counter(range(1, self.num_slots + 1))
-        reserve = self.tree.prefixes.pressure.reclaimable()
+        reclaimable = self.tree.prefixes.pressure.reclaimable()
         counted = (self.tree.protected_size(), self.tree.evictable_size())
-        assert counted == (sizes[True] - reserve, sizes[False] + reserve)
+        assert counted == (sizes[True] - reclaimable, sizes[False] + reclaimable)
         assert cache_state(self.tree)["leaked_slots"] == 0
         check_host(self.host)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers

@@ -53,8 +53,8 @@ def adoption(harness: Harness) -> Adoption:
     return Adoption(tree.port, prefixes.table, prefixes.readers, tree.packer, prefixes.resizer)
 
 
-class Heard(CacheListener):
-    """Remembers what was told of the store."""
+class StoreRecorder(CacheListener):
+    """Remembers the events of the store."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class Server:
         self.prefixes = self.harness.tree.prefixes
         assert self.prefixes.loading is not None and self.prefixes.saving is not None
         self.loading, self.saving = self.prefixes.loading, self.prefixes.saving
-        self.heard = self.prefixes.listener = Heard()
+        self.recorder = self.prefixes.listener = StoreRecorder()
 
     def queue(self, prompt, extra_key=None):
         """A request that is queued, of which ``prompt`` can be found."""
