@@ -162,19 +162,19 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
     reader = TextReader(scheduler, tree)
     passages = passages_of(tree.compressor.config.score_texts)
     *samples, trial = (reader.tokens_of(text, as_chat=i % 2 == 1) for i, text in enumerate(passages))
-    distilling.say(logging.INFO, "learning scores of this model from %d texts, before the first request", len(samples))
+    distilling.log(logging.INFO, "learning scores of this model from %d texts, before the first request", len(samples))
     learner = distilling.new_learner()
     for number, tokens in enumerate(samples, 1):
         since = time.perf_counter()
         learner.add(reader.read(tokens))
         reader.forget()
         size = len(tokens), time.perf_counter() - since
-        distilling.say(logging.INFO, "learning scores: text %d of %d, %d tokens, %.1f s", number, len(samples), *size)
+        distilling.log(logging.INFO, "learning scores: text %d of %d, %d tokens, %.1f s", number, len(samples), *size)
     distilling.finish(learner, lambda: reader.read(trial))
     reader.forget()
     found = 100 * (distilling.learned.weights.recall or 0.0)
     seconds = time.perf_counter() - begin
-    distilling.say(logging.INFO, "learned scores find %.0f %% of what passes keep; it took %.0f s", found, seconds)
+    distilling.log(logging.INFO, "learned scores find %.0f %% of what passes keep; it took %.0f s", found, seconds)
 
 
 def load_tokenizer() -> PreTrainedTokenizerBase:

@@ -384,7 +384,7 @@ class KVEvictTree(UnifiedRadixCache):
         super().checkpoint(req, up_to=up_to, **kwargs)
         node = self.tree_core.node_by_id(req.last_node)
         if record.is_complete:
-            self._say_if_compressed(req, node)
+            self._report_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
                 self.prefixes.prefills.complete(req, node, self._options_of(req))
             if attempt.failed:
@@ -402,7 +402,7 @@ class KVEvictTree(UnifiedRadixCache):
         blocking = self._blocking.find(key)
         return blocking is not None and not self._blocking.drop_subtree(blocking)
 
-    def _say_if_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
+    def _report_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
         """Add to ``meta_info`` how much of a prompt was compressed while it was prefilled."""
         num_tokens = self.prefixes.pressure.compressed_tokens(req, path_to(node))
         if num_tokens:
