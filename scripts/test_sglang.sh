@@ -12,4 +12,9 @@ if [ ! -d "$folder/sglang" ]; then
     .venv/bin/python -m pip install --quiet --no-deps --target "$folder" "sglang==$version"
 fi
 export PYTHONPATH="$PWD/$folder:$PWD:$PWD/kernels"
+export SGLANG_PLATFORM=kvevict_cpu
+echo "test-sglang: functions that we hook or override and that differ in SGLang $version:"
+.venv/bin/python -W ignore -c "
+from sgl_kvevict.sglang_adapter.compat import misfits
+print(*(f'  {each}' for each in misfits() or ['none']), sep='\\n')"
 exec .venv/bin/python -m pytest tests/sglang_adapter/test_contract.py tests/sglang_adapter/test_fences.py "$@"

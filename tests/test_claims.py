@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from sgl_kvevict.cache import eviction, pressure
+from sgl_kvevict.cache import pressure, recency
 from sgl_kvevict.config import LIGHT_SHARE, KVEvictConfig
 from sgl_kvevict.distill import learner, texts
 from sgl_kvevict.policies import scorers
@@ -108,7 +108,7 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
         "NUM_TEXTS": texts.NUM_TEXTS,
         "PREDICTED_WEIGHT": scorers.PREDICTED_WEIGHT,
         "ANSWERS": pressure.ANSWERS,
-        "LOSS_OF_MOVING": eviction.LOSS_OF_MOVING,
+        "LOSS_OF_LOADING": recency.LOSS_OF_LOADING,
         "LIGHT_SHARE": LIGHT_SHARE,
         "floor_share": AllLayersBudget().floor_share,
         **{name: getattr(config, name) for name in KVEvictConfig.model_fields},

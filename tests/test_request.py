@@ -1,4 +1,4 @@
-"""What requests may ask for, and what they send instead: every bad wish is refused by name, nothing else is touched."""
+"""What requests may ask for, and what they send instead: bad options are refused by name, nothing else is touched."""
 
 from __future__ import annotations
 

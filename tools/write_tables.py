@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.totals import REFUSED, Gauges, Totals, descriptions
 from sgl_kvevict.fields import allowed
+from sgl_kvevict.sglang_adapter.hooks import FEATURES
 
 ROOT = Path(__file__).resolve().parents[1]
 LABELLED = {
@@ -73,6 +74,16 @@ def flow_table() -> str:
     return "\n".join([*lines, "", f"Members of enumerations, by folder: {named}."])
 
 
+def hook_table() -> str:
+    """One row per feature: functions of SGLang that it wraps, and what SGLang would have to offer instead."""
+    lines = ["|feature|functions of SGLang that are wrapped|what would replace them|", "|---|---|---|"]
+    for feature in FEATURES:
+        targets = [".".join(hook.target.rsplit(".", 2)[-2:]) for hook in feature.hooks]
+        instead = dict.fromkeys(hook.until for hook in feature.hooks)
+        lines.append(f"|{feature.name}|{' '.join(f'`{target}`' for target in targets)}|{'; '.join(instead)}|")
+    return "\n".join(lines)
+
+
 def _change(before: int | None, now: int | None) -> str:
     """A figure, or two with an arrow; nothing is shown as "-"."""
     figures = [f"{figure:,}" for figure in (before, now) if figure]
@@ -102,6 +113,7 @@ def main() -> None:
         ("docs/operations.md", "sockets", field_table(EventsConfig)),
         ("docs/operations.md", "metrics", metrics_table()),
         ("docs/design.md", "flows", flow_table()),
+        ("docs/design.md", "hooks", hook_table()),
         ("docs/quality.md", "goals", goal_table(read_rows(MODEL_RESULTS)).rstrip()),
     ):
         path = ROOT / document

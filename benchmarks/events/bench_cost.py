@@ -76,7 +76,7 @@ def publishing_share(watched: WatchedHarness, events_per_s: int) -> float:
     begin, seconds = time.clock_gettime(clock), 2.0
     for _ in range(int(seconds * 100)):
         for _ in range(events_per_s // 100):
-            watched.harness.tree.manager.listener.tell(Dropped(node.id, 50, 50, False))
+            watched.harness.tree.prefixes.listener.emit(Dropped(node.id, 50, 50, False))
         time.sleep(0.01)
     return (time.clock_gettime(clock) - begin) / seconds
 
@@ -143,8 +143,8 @@ def main() -> None:
         on = quartile(lambda: per_call(lambda: turn(scheduler), 20_000), repeats)
         row("on: one turn of the loop, nobody asks", on - bare)
         node = SimpleNamespace(id=3, key=[0] * 50)
-        listener = harness.tree.manager.listener
-        dropped = quartile(lambda: per_call(lambda: listener.tell(Dropped(node.id, 50, 50, False)), 2_000), repeats)
+        listener = harness.tree.prefixes.listener
+        dropped = quartile(lambda: per_call(lambda: listener.emit(Dropped(node.id, 50, 50, False)), 2_000), repeats)
         row("on: one event (a node dropped)", dropped)
 
         segment = packed_segment(harness)

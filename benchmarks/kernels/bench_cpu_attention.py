@@ -119,8 +119,8 @@ class Setup:
         self.compiled = self.build("numba")
         self.plain = self.build("torch")
         count, new = case.num_requests, max(case.new, 1)
-        waterline = 3000 if case.span_entries else 0
-        total = waterline + case.cached + new
+        compressed_len = 3000 if case.span_entries else 0
+        total = compressed_len + case.cached + new
         baseline_total = case.full_tokens + new
         width = max(total, baseline_total)
         slots = 1 + torch.arange(count * width)

@@ -62,6 +62,6 @@ class SpanReaders:
             self.path_start.append(len(self.path_span))
 
 
-def waterline_of(path: Iterable[SpanRuns]) -> int:
+def compressed_len_of(path: Iterable[SpanRuns]) -> int:
     """Tokens that were compressed into the spans of a path; every later token has a token slot of its own."""
     return sum(span.num_tokens for span in path if span.is_counted)

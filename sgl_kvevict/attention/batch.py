@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.row_codec import WIDTHS
-from kvevict_kernels.span_runs import SpanRuns, waterline_of
+from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.errors import InvariantError
 
 Path = tuple[SpanRuns, ...]
@@ -35,17 +35,17 @@ class BatchKey(NamedTuple):
 class AttentionBatch:
     """The requests of one forward.
 
-    The tokens ``[0, waterline)`` of a request are compressed into the spans of its path. Each token of
-    ``[waterline, seq_len)`` has a token slot, in the request's row of ``req_to_token``; the last ``extend_len`` are
-    new. A row holds fillers below the waterline, which must not be read.
+    The tokens ``[0, compressed_len)`` of a request are compressed into the spans of its path. Each token of
+    ``[compressed_len, seq_len)`` has a token slot, in the request's row of ``req_to_token``; the last ``extend_len``
+    are new. A row holds fillers in place of compressed tokens, which must not be read.
 
     With ``visible`` the new tokens of a request are nodes of a tree, each after its ancestors: a node sees everything
     before the new tokens, its ancestors and itself, and its position is the first new token's and its depth. Layers
     with a window must not be narrower than the new tokens of a request.
 
     Raises:
-        InvariantError: contradictory lengths, for example a waterline above the first new token, or a tree of more than
-            ``MAX_TREE_TOKENS`` tokens.
+        InvariantError: contradictory lengths, for example more compressed tokens than come before the first new token,
+            or a tree of more than ``MAX_TREE_TOKENS`` tokens.
     """
 
     paths: tuple[Path, ...]  # per request
@@ -64,11 +64,13 @@ class AttentionBatch:
         counts = (len(self.paths), len(new_lens), self.req_pool_indices.numel())
         if any(count != num_requests for count in counts):
             raise InvariantError(f"paths, extend_lens, req_pool_indices: expected {num_requests} of each, got {counts}")
-        for i, (waterline, seq_len, new) in enumerate(zip(self.waterlines, self.seq_lens, new_lens, strict=True)):
-            if not 0 <= waterline <= seq_len - new <= seq_len <= self.req_to_token.shape[1]:
+        for i, (compressed_len, seq_len, new) in enumerate(
+            zip(self.compressed_lens, self.seq_lens, new_lens, strict=True)
+        ):
+            if not 0 <= compressed_len <= seq_len - new <= seq_len <= self.req_to_token.shape[1]:
                 raise InvariantError(
-                    f"request {i}: waterline {waterline}, {new} new of {seq_len} tokens, "
-                    f"rows of {self.req_to_token.shape[1]}: expected waterline <= first new token <= row length"
+                    f"request {i}: compressed_len {compressed_len}, {new} new of {seq_len} tokens, "
+                    f"rows of {self.req_to_token.shape[1]}: expected compressed_len <= first new token <= row length"
                 )
         if self.visible is not None and (self.visible.numel() != sum(new_lens) or max(new_lens) > MAX_TREE_TOKENS):
             raise InvariantError(
@@ -77,9 +79,9 @@ class AttentionBatch:
             )
 
     @cached_property
-    def waterlines(self) -> list[int]:
+    def compressed_lens(self) -> list[int]:
         """Per request, tokens that are compressed into the spans of its path."""
-        return [waterline_of(path) for path in self.paths]
+        return [compressed_len_of(path) for path in self.paths]
 
     @property
     def new_lens(self) -> list[int]:

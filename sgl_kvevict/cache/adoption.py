@@ -9,12 +9,14 @@ from itertools import zip_longest
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, path_to
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.segments import CopiedEntries, CopiedShadow, Segment
+from sgl_kvevict.segments import CopiedEntries, CopiedShadow, Segment, SegmentPacker
 from sgl_kvevict.store import SegmentRecord, StoreIdentity, Wanted
 
 
@@ -27,11 +29,17 @@ class Prompt:
     namespace: NamespaceKey
 
 
-class Adoption(Part):
+class Adoption:
     """Puts stored segments into the tree, as if they had been compressed here."""
 
-    def __init__(self, shared: Shared, resizer: Resizer) -> None:
-        super().__init__(shared)
+    def __init__(
+        self, tree: TreePort, table: PrefixTable, readers: ReaderTable, packer: SegmentPacker, resizer: Resizer
+    ) -> None:
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._readers = readers
+        self._packer = packer
         self._resizer = resizer
 
     def place(self, record: SegmentRecord, prompt: Prompt) -> int:
@@ -46,7 +54,7 @@ class Adoption(Part):
         """What the tree lacks of a prompt; a node is cut where the prompt leaves the tree."""
         path = self._tree.find(prompt.tokens[: prompt.num_tokens + self._tree.lookahead], prompt.namespace)
         tokens = list(prompt.tokens[: prompt.num_tokens])
-        return Wanted(tokens, identity.namespace(*prompt.namespace), self._spans.waterline(path), length_of(path))
+        return Wanted(tokens, identity.namespace(*prompt.namespace), self._spans.compressed_len(path), length_of(path))
 
     def adopt(self, record: SegmentRecord, namespace: NamespaceKey, rest: Sequence[int] = ()) -> int:
         """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
@@ -67,9 +75,9 @@ class Adoption(Part):
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
         tokens = self._key(record.tokens.tolist(), rest)
         there = self._tree.find(tokens, namespace)
-        waterline = self._spans.waterline(there)
-        if record.splittable and record.start < waterline < record.end:
-            record = record.after(waterline)
+        compressed_len = self._spans.compressed_len(there)
+        if record.splittable and record.start < compressed_len < record.end:
+            record = record.after(compressed_len)
         fewest = -self._tree.largest(-record.num_entries)  # among all ranks
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it
@@ -97,7 +105,7 @@ class Adoption(Part):
         tokens = self._key(path + record.tail_tokens.tolist(), rest[slots.numel() :])
         with accounting():
             there = self._tree.find(tokens, namespace)
-            is_free = length_of(there) == len(path) == self._spans.waterline(there)
+            is_free = length_of(there) == len(path) == self._spans.compressed_len(there)
             if not is_free or self._tree.add(tokens, namespace, slots) is None:
                 self._tree.free(slots)
                 return False
@@ -143,8 +151,8 @@ class Adoption(Part):
         )
 
     def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
-        """Whether a segment begins at the path's waterline and ends beyond the path."""
-        return length_of(there) < record.end and self._spans.waterline(there) == record.start
+        """Whether a segment begins where the path's compressed tokens end and ends beyond the path."""
+        return length_of(there) < record.end and self._spans.compressed_len(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
         copied = CopiedEntries(record.keep_lens, record.positions, record.k, record.v, record.order)

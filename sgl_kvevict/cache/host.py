@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.saving import Export, export_path, views_of
 from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
-from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import CacheObservation, Segment, Sources, TokenRange
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.segments import CacheObservation, Compressor, Segment, Sources, TokenRange
 from sgl_kvevict.store import segments_of
 from sgl_kvevict.store.host import HostSegments
 
@@ -19,25 +21,46 @@ MIN_TOKENS = 64
 """Fewer tokens are computed again: looking them up would take as long."""
 
 
-class HostTier(Part):
+class HostTier:
     """Holds what left the pool, compressed; a prompt finds it in the scheduling step that admits it.
 
     Tensor-parallel ranks drop and admit the same, and their segments take equally many blocks, so that each holds its
     part of the same prefixes.
     """
 
-    def __init__(self, shared: Shared, adoption: Adoption, segments: HostSegments) -> None:
-        super().__init__(shared)
+    def __init__(
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        readers: ReaderTable,
+        compressor: Compressor,
+        guard: Guard,
+        adoption: Adoption,
+        segments: HostSegments,
+    ) -> None:
         self.segments = segments
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._readers = readers
+        self._compressor = compressor
+        self._packer = compressor.packer
+        self._config = compressor.config
+        self._guard = guard
         self._adoption = adoption
         self._min_tokens = segments.identity.min_prefix_tokens
         self._slot_bytes = self._packer.slot_bytes
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is memory for it (``host_bytes``)."""
+        return self.segments.num_blocks > 0
 
     def clear(self) -> None:
         """Forget everything: the tree was flushed, or the weights have changed."""
         self.segments.clear()
 
-    def takes(self, segment: Segment) -> bool:
+    def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
         is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
         num_slots = segment.num_slots + 1  # the last one for the lengths of its runs, and the policy's state
@@ -51,6 +74,8 @@ class HostTier(Part):
         Not copied: what is too short, generated (``decode_block``), or of weights that have changed; the rest of an
         unsplittable segment; uncompressed tokens below others, or without learned scores.
         """
+        if not self.is_on:
+            return
         with self._guard.at(Place.HOST):
             path = path_to(node)
             bounds = self._bounds(path)
@@ -71,7 +96,7 @@ class HostTier(Part):
             num_bytes = self.segments.put(record, namespace)
             if num_bytes:
                 pushed_out = self.segments.num_evicted - num_evicted
-                self._table.listener.tell(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
+                self._table.listener.emit(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
 
     def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""
@@ -134,4 +159,4 @@ class HostTier(Part):
                 num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
                 begin, since = time.perf_counter(), begin
                 start, seconds = record.end - num_tokens, begin - since
-                self._table.listener.tell(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))
+                self._table.listener.emit(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))

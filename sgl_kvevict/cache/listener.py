@@ -36,7 +36,7 @@ class CacheListener:
         self._policy = policy
         self._exposes_tokens = exposes_tokens
 
-    def tell(self, event: AnyEvent) -> None:
+    def emit(self, event: AnyEvent) -> None:
         """Count an event, and hand it to the subscribers."""
         with self._guard.at(Place.LISTENER):
             self.totals.count(event)
@@ -65,7 +65,7 @@ class CacheListener:
             released: token slots given back.
             seconds: host time (on a GPU: launching only).
         """
-        self.tell(
+        self.emit(
             Compressed(
                 nodes=[node.id for node in nodes],
                 start=segment.start,

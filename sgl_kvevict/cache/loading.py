@@ -13,10 +13,12 @@ from torch import Tensor
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.host import HostTier
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.events.types import Loaded, LoadFailed, short_key
-from sgl_kvevict.guard import Place
+from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord
 
 READ_AHEAD = 16
@@ -51,7 +53,7 @@ class Answer(IntEnum):
     """There is nothing to fetch, or the store failed."""
 
 
-class Loading(Part):
+class Loading:
     """Fetches prefixes for requests at the head of the queue, and puts them into the tree.
 
     Tensor-parallel ranks have the same queue and tree, and each reads its own part of a prefix. They agree on each
@@ -59,19 +61,29 @@ class Loading(Part):
     """
 
     def __init__(
-        self, shared: Shared, adoption: Adoption, access: StoreAccess, reader: ReadAhead, host: HostTier | None = None
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        readers: ReaderTable,
+        guard: Guard,
+        adoption: Adoption,
+        access: StoreAccess,
+        reader: ReadAhead,
+        host: HostTier,
     ) -> None:
-        super().__init__(shared)
+        self._tree = tree
+        self._table = table
+        self._readers = readers
+        self._guard = guard
         self._host = host
         self._adoption = adoption
         self._access = access
         self._reader = reader
         self._waiting: WeakKeyDictionary[Any, Waiting] = WeakKeyDictionary()
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for their prefix, or for their turn to fetch it."""
-        return len(self._waiting)
+    def state(self) -> tuple[int, int]:
+        """Fetches that were skipped, and requests that wait for their prefix, or for their turn to fetch it."""
+        return self._reader.num_skipped, len(self._waiting)
 
     def clear(self) -> None:
         """Let waiting requests go on without the store."""
@@ -114,8 +126,7 @@ class Loading(Part):
         """Start a fetch if the store may have more of a prompt than the tree and the host."""
         waiting.is_begun = True
         prompt = waiting.prompt
-        if self._host is not None:
-            self._host.load(request, prompt)
+        self._host.load(request, prompt)
         with self._guard.at(Place.STORE):
             waiting.fetch = self._reader.start(self._adoption.wanted(prompt, self._access.identity))
 
@@ -147,9 +158,9 @@ class Loading(Part):
         if waiting.fetch is None:
             return
         if answer is Answer.LATE:
-            self._table.listener.tell(LoadFailed("late"))
+            self._table.listener.emit(LoadFailed("late"))
         for error in tuple(waiting.fetch.errors):
-            self._table.listener.tell(LoadFailed("error", error))
+            self._table.listener.emit(LoadFailed("error", error))
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
                 self._place(request, waiting.fetch.records, waiting.prompt)
@@ -161,11 +172,11 @@ class Loading(Part):
         for record in records:
             num_tokens = self._adoption.place(record, prompt)
             if num_tokens == 0:
-                self._table.listener.tell(LoadFailed("no-place"))
+                self._table.listener.emit(LoadFailed("no-place"))
                 continue
             if reads.store_start is None:
                 reads.store_start = record.end - num_tokens
-            self._table.listener.tell(Loaded(short_key(record.key), record.end - num_tokens, record.end))
+            self._table.listener.emit(Loaded(short_key(record.key), record.end - num_tokens, record.end))
 
 
 def _signature(waiting: Waiting) -> int:

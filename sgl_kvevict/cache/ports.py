@@ -1,4 +1,4 @@
-"""Protocols that the life cycle calls: the tree that holds the nodes, and the scheduler that runs passes."""
+"""Protocols that this package calls: the tree that holds the nodes, and the scheduler that runs passes."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class TreePort(Protocol):
             Last node of their path, which may end before ``end``; None: they may not be cached.
         """
 
-    def row(self, reader: Reader, start: int, end: int) -> Tensor:
+    def slots_of(self, reader: Reader, start: int, end: int) -> Tensor:
         """[end - start], int64, ordinary slots of a reader's tokens ``[start, end)``, including uncached ones."""
 
-    def clear_row(self, reader: Reader, end: int) -> None:
+    def clear_slots(self, reader: Reader, end: int) -> None:
         """From the reader's next forward on, its tokens ``[0, end)`` are read from spans."""
 
     def largest(self, value: int, *same: int) -> int:

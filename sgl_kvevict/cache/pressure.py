@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_kvevict.cache.eviction import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
-from sgl_kvevict.segments import PromptObservation, Segment
+from sgl_kvevict.segments import Compressor, PromptObservation, Segment
 
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
@@ -26,7 +27,7 @@ LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
 7 and 14 % on two seeds; the shipped ones lose 14 and 19 % (docs/quality.md), for which 8 % was not chosen anew."""
 
 
-class Pressure(Part):
+class Pressure:
     """Shrinks segments whose entries are ordered, or can be, above the least share.
 
     They shrink in steps (``KVEvictConfig.shares``): in place they are ranked and packed at the light share, then they
@@ -34,12 +35,23 @@ class Pressure(Part):
     root down.
     """
 
-    def __init__(self, shared: Shared, resizer: Resizer, order: CostAwareRecency, num_slots: int) -> None:
-        super().__init__(shared)
-        self.order = order
-        self._shrinking = self._table.shrinking
+    def __init__(
+        self,
+        table: PrefixTable,
+        readers: ReaderTable,
+        compressor: Compressor,
+        resizer: Resizer,
+        recency: CostAwareRecency,
+    ) -> None:
+        self._table = table
+        self._spans = table.spans
+        self._shrinking = table.shrinking
+        self._readers = readers
+        self._compressor = compressor
+        self._config = compressor.config
         self._resizer = resizer
-        self._round = max(int(num_slots * ROUND_SHARE), 1)
+        self._recency = recency
+        self._round = max(int(compressor.packer.geometry.num_token_slots * ROUND_SHARE), 1)
         self.clear()
 
     def clear(self) -> None:
@@ -66,6 +78,11 @@ class Pressure(Part):
                 if segment in self._table.in_place and self._table.in_place[segment] in self._shrinking:
                     self._compress(segment, share)
 
+    def compressed_tokens(self, reader: Reader, path: Sequence[Node]) -> int:
+        """Tokens of a prompt that were computed, and compressed before its last chunk was computed."""
+        prompt = self._readers.shrinking_prompt(reader)
+        return 0 if prompt is None else max(self._spans.compressed_len(path) - prompt.first_query, 0)
+
     def unmeasured(self, path: Sequence[Node]) -> list[Segment]:
         """Packed segments of a path that may shrink further, and whose order passes would improve.
 
@@ -79,30 +96,30 @@ class Pressure(Part):
             return False
         return segment.num_slots > self._resizer.slots_at(segment, self._config.shares[-1])
 
-    # ---- the reserve ------------------------------------------------------------------------------------------
+    # ---- reclaimable slots ------------------------------------------------------------------------------------
 
-    def reserve(self) -> int:
+    def reclaimable(self) -> int:
         """Token slots that readers hold and that shrinking would release, so that others can have them at any time.
 
-        Prefixes without readers do not count: they can be dropped. Never more than :meth:`relieve` releases.
+        Prefixes without readers do not count: they can be dropped. Never more than :meth:`reclaim` releases.
         """
         if not self._shrinking:
             return 0
-        won = 0
+        num_reclaimable = 0
         for node in self._readers.movable_nodes():
             if node in self._shrinking:
                 span = self._spans.of(node)
                 assert span is not None
-                won += self._reserve_of(span.segment)
-        return won
+                num_reclaimable += self._reclaimable_of(span.segment)
+        return num_reclaimable
 
-    def _reserve_of(self, segment: Segment) -> int:
+    def _reclaimable_of(self, segment: Segment) -> int:
         if segment.packed is not None:
             least = self._least_slots(segment.start, segment.num_tokens)
             return 0 if segment.order is None else max(segment.num_slots - least, 0)
         if not self._resizer.is_long_enough(segment.num_tokens):
             return 0  # it comes along with what is below it
-        start, won, above = segment.start, 0, None
+        start, num_reclaimable, above = segment.start, 0, None
         sizes: list[int] = []
         for node in self._table.nodes_of(segment):
             if above is None or self._resizer.begins_segment(above, node):
@@ -110,9 +127,9 @@ class Pressure(Part):
             sizes[-1] += len(node.key)
             above = node
         for num_tokens in sizes:
-            won += num_tokens - self._least_slots(start, num_tokens)
+            num_reclaimable += num_tokens - self._least_slots(start, num_tokens)
             start += num_tokens
-        return won
+        return num_reclaimable
 
     def _least_slots(self, start: int, num_tokens: int) -> int:
         """Token slots of a segment that begins at ``start``, once it has shrunk as far as it can."""
@@ -125,7 +142,7 @@ class Pressure(Part):
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
-    def relieve(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
+    def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
         Ranges whose entries are being ranked come first: they lose no more than they would two steps later.
@@ -138,27 +155,27 @@ class Pressure(Part):
         Returns:
             Token slots released.
         """
-        won = self._resizer.try_wanted(Occasion.SHORT)
+        num_released = self._resizer.try_wanted(Occasion.SHORT)
         rest: list[Node] = []
-        while won < self._round and (top := self._heap.top()) is not None:
+        while num_released < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top
             priority = tuple(rank)
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
                 break
             self._heap.pop()
-            slots = self._shrink(node, wanted - won)
-            won += slots
+            slots = self._shrink(node, wanted - num_released)
+            num_released += slots
             if node in self._shrinking:
                 rest.append(node)
             if slots:
-                self.order.gave_way(priority)
+                self._recency.raise_level(priority)
             if slots or node not in self._shrinking:
                 for waiting in rest:  # a segment above them was packed, or shrinks no more
                     self._heap.push(waiting)
                 rest.clear()
         for waiting in rest:
             self._heap.push(waiting)
-        return won
+        return num_released
 
     def _priority(self, node: Node) -> Priority:
         """Whether a segment's next step leads below the budget, then its priority on the scale of dropping a leaf."""
@@ -166,10 +183,10 @@ class Pressure(Part):
         assert span is not None
         segment = span.segment
         if segment.packed is None:
-            return False, *self.order.priority(node, LOSS_OF_COMPRESSING)
+            return False, *self._recency.priority(node, LOSS_OF_COMPRESSING)
         is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
         loss = LOSS_OF_LIGHT if is_light else LOSS_OF_SQUEEZING
-        return not is_light, *self.order.priority(node, loss * self.order.saved(node))
+        return not is_light, *self._recency.priority(node, loss * self._recency.saved(node))
 
     def _shrink(self, node: Node, wanted: int) -> int:
         """Let a segment take its next step. 0: not now, or never again if the node left ``shrinking``."""
@@ -203,7 +220,7 @@ class Pressure(Part):
         readers = self._readers.movable(self._table.nodes_of(chain[0])[0])
         if readers is None:
             return 0
-        won = self._resizer.shrink_now(chain, share)
+        num_released = self._resizer.shrink_now(chain, share)
         if any(map(self._readers.shrinking_prompt, readers)):
             self._resizer.join(path)
-        return won
+        return num_released

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from weakref import WeakKeyDictionary
 
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.segments import Generated, PromptObservation
+
+
+class Released(Enum):
+    """Why a reader was released."""
+
+    RETRACTED = auto()
+    """It will come again."""
+    FINISHED = auto()
+    ABORTED = auto()
 
 
 @dataclass(eq=False)
@@ -40,7 +50,7 @@ class ReaderRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole prompt was prefilled, and :meth:`PrefixManager.prompt_complete` is due."""
+        """Whether the whole prompt was prefilled, and :meth:`Prefills.complete` is due."""
         return self.observation is not None and self.observation.is_complete
 
     def sources(self, num_tokens: int) -> tuple[int, int, int]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.job import ScoringJob
 from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.cache.nodes import Node, NodeSet
+from sgl_kvevict.cache.paths import Spans
+from sgl_kvevict.events.types import Split
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.segments import Observation, Order, ReaderObservation, Segment, SegmentPacker, Span
+from sgl_kvevict.segments import Observation, Order, ReaderObservation, Segment, Span
 
 T = TypeVar("T")
 
@@ -144,117 +145,6 @@ class Prompts:
         return lost
 
 
-class Spans(Mapping[Node, Span]):
-    """A read-only view of the packed spans by node, with functions on paths.
-
-    On every path, nodes of packed segments come first, then those of segments in place, then those of none. All spans
-    of a segment lie on consecutive nodes of one path. The spans of an unsplittable packed segment stand and fall
-    together: no request reads only some of them.
-    """
-
-    def __init__(self, records: Mapping[Node, PrefixRecord]) -> None:
-        self._records = records
-
-    def __getitem__(self, node: Node) -> Span:
-        span = self.at(node)
-        if span is None:
-            raise KeyError(node)
-        return span
-
-    def __contains__(self, node: object) -> bool:
-        return self.at(node) is not None  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Node]:
-        return (node for node in self._records if self.at(node) is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def at(self, node: Node | None) -> Span | None:
-        """The packed span of a node; None if its tokens are in ordinary slots."""
-        span = self.of(node)
-        return span if span is not None and span.is_packed else None
-
-    def of(self, node: Node | None) -> Span | None:
-        """A node's part of a segment, in place or packed; None if it belongs to none."""
-        return None if node is None or node not in self._records else self._records[node].span
-
-    def waterline(self, path: Sequence[Node]) -> int:
-        """Number of compressed tokens of a path: where its last span ends."""
-        for node in reversed(path):
-            if (span := self.at(node)) is not None:
-                return span.end
-        return 0
-
-    def uncompressed(self, path: Sequence[Node]) -> list[Node]:
-        """Nodes of a path that hold no span."""
-        return [node for node in path if node not in self]
-
-    def owners(self, path: Sequence[Node]) -> list[Node]:
-        """Nodes of a path that own a segment whose spans all lie on it, root side first."""
-        views = Counter(self[node].segment for node in path if node in self)
-        owned = [node for node in path if node in self and self[node].is_owner]
-        return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
-
-    def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
-        """The spans that a request which locks a path reads, root side first; each by the width of its rows.
-
-        A segment that grew while a request generated, or was joined, has many spans. A path with all reads it as one,
-        unless its last spans were dropped: their entries stay until a repack saves a slot.
-        """
-        spans = [self[node] for node in path if node in self]
-        runs: list[SpanRuns] = []
-        i = 0
-        while i < len(spans):
-            segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
-            is_one = segment.is_generated or segment.is_joined
-            is_whole = is_one and last < len(spans) and spans[last].segment is segment
-            if is_whole and spans[i].is_owner and spans[last].end == segment.end:
-                runs += segment.runs()
-                i = last
-            else:
-                runs += spans[i].runs()
-            i += 1
-        return tuple(runs)
-
-    def blocks(self, node: Node) -> bool:
-        """Whether no request may stop right after a node: it would read only a part of an unsplittable segment."""
-        span = self.at(node)
-        return span is not None and not span.segment.splittable and span.end < span.segment.end
-
-    def owner_of(self, node: Node) -> Node:
-        """Topmost node of a packed node's segment."""
-        return self.nodes_of(node, self[node].segment)[0]
-
-    def last_of(self, owner: Node) -> Node:
-        """Last node with a span of the segment that a node owns."""
-        return self.views_of(owner)[-1]
-
-    def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
-        """Nodes of a segment, from the owner to ``lowest``."""
-        nodes = []
-        node: Node | None = lowest
-        while node is not None and (span := self.of(node)) is not None and span.segment is segment:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return nodes
-
-    def views_of(self, owner: Node) -> list[Node]:
-        """All nodes with spans of the segment that a node owns, root side first."""
-        span = self.of(owner)
-        assert span is not None
-        segment, views = span.segment, [owner]
-        while len(views) < segment.num_spans:
-            views.append(next(child for child in views[-1].children.values() if self.has_part(child, segment)))
-        return views
-
-    def has_part(self, node: Node, segment: Segment) -> bool:
-        """Whether a node holds a part of a segment."""
-        span = self.of(node)
-        return span is not None and span.segment is segment
-
-
 class PrefixTable:
     """All that is known of prefixes: the only table keyed by nodes.
 
@@ -267,13 +157,13 @@ class PrefixTable:
         packed: owner of each packed segment.
         wanted: segments in place that are to shrink to the budget as soon as they are ranked and all their readers can
             move, with those above them; oldest first.
-        shrinking: nodes that stand for segments that may shrink when slots are short: the last one of a segment in
-            place, the owner of a packed one.
+        shrinking: one node of each segment that may shrink when slots are short: the last one of a segment in place,
+            the owner of a packed one.
         jobs: see :class:`PrefixRecord`, like ``stale``.
     """
 
-    def __init__(self, packer: SegmentPacker, listener: CacheListener, *, shrinks: bool) -> None:
-        self._packer = packer
+    def __init__(self, geometry: KVGeometry, listener: CacheListener, *, shrinks: bool) -> None:
+        self._geometry = geometry
         self._shrinks = shrinks
         self._records: dict[Node, PrefixRecord] = {}
         self.listener = listener
@@ -317,7 +207,7 @@ class PrefixTable:
     def cover(self, nodes: Sequence[Node], start: int) -> Segment:
         """Make a segment in place of consecutive nodes without one; ``start`` is where the first one begins."""
         end = start + sum(len(node.key) for node in nodes)
-        segment = Segment(self._packer.geometry, start, end)
+        segment = Segment(self._geometry, start, end)
         for i, node in enumerate(nodes):
             record = self._records.setdefault(node, PrefixRecord())
             record.span = Span(segment, start, start + len(node.key), is_owner=i == 0)
@@ -328,12 +218,12 @@ class PrefixTable:
     def join(self, segments: Sequence[Segment]) -> Segment:
         """Make one segment in place of consecutive ones. It is not ranked, unless they were ranked together.
 
-        Sums of attention of one observation go with it; its prompt and wish are those of the last one.
+        Sums of attention of one observation go with it; its prompt, and whether it is wanted, are the last one's.
         """
         if len(segments) == 1:
             return segments[0]
         nodes, last = [node for segment in segments for node in self.nodes_of(segment)], segments[-1]
-        joined = Segment(self._packer.geometry, segments[0].start, last.end)
+        joined = Segment(self._geometry, segments[0].start, last.end)
         joined.order = _joined_order(segments)
         readers = last.readers
         if readers is not None and all(segment.readers is readers for segment in segments):
@@ -433,16 +323,21 @@ class PrefixTable:
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
-    @accounting()
-    def split(self, upper: Node, lower: Node) -> Span | None:
+    def split(self, upper: Node, lower: Node) -> None:
         """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node.
 
         Prompts that matched the node also matched its upper half. Jobs belong to the lower half, which ends where the
-        node ended; a segment in place is cut, too. Returns the packed span of ``lower``.
+        node ended; a segment in place is cut, too.
         """
         below = self._records.get(lower)
         if below is None:
-            return None
+            return
+        self._divide(below, upper, lower)
+        if below.span is not None and below.span.is_packed:
+            self.listener.emit(Split(upper.id, lower.id, below.span.start))
+
+    @accounting()
+    def _divide(self, below: PrefixRecord, upper: Node, lower: Node) -> None:
         above = self._records[upper] = PrefixRecord(matches=below.matches)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
@@ -455,7 +350,6 @@ class PrefixTable:
                     self.shrinking.add(upper)
         if lower in self.stale:
             self.stale.put(upper, value=True)
-        return below.span if below.span is not None and below.span.is_packed else None
 
     @accounting()
     def drop(self, node: Node) -> DropResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from itertools import pairwise
 from operator import attrgetter
@@ -11,15 +11,17 @@ from operator import attrgetter
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.cache.part import Part, Shared
-from sgl_kvevict.cache.saving import Saving
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.types import Refused, Squeezed
-from sgl_kvevict.guard import Place, accounting
+from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments import (
     CacheObservation,
+    Compressor,
     MeasuredRange,
     Observation,
     ReaderObservation,
@@ -47,7 +49,7 @@ class Occasion(Enum):
     """Token slots are short."""
 
 
-class Resizer(Part):
+class Resizer:
     """Makes segments of paths, has their entries ranked, and changes their size.
 
     :meth:`resize` is the one function in which a segment's token slots, their charges, rows and spans change hands (by
@@ -56,11 +58,23 @@ class Resizer(Part):
     A range that is to shrink to the budget is *wanted* until it does: it may wait for an exact reader, or for its
     order, which on a GPU is computed beside the next step and used :data:`TURNS_OF_RANKING` later, or when slots are
     short.
+
+    Attributes:
+        on_budget: called with the last node of each segment that has reached the budget.
     """
 
-    def __init__(self, shared: Shared, saving: Saving | None) -> None:
-        super().__init__(shared)
-        self._saving = saving
+    def __init__(
+        self, tree: TreePort, table: PrefixTable, readers: ReaderTable, compressor: Compressor, guard: Guard
+    ) -> None:
+        self.on_budget: list[Callable[[Node], None]] = []
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._readers = readers
+        self._compressor = compressor
+        self._packer = compressor.packer
+        self._config = compressor.config
+        self._guard = guard
         self._turn = 0
 
     # ---- ranges -----------------------------------------------------------------------------------------------
@@ -71,7 +85,7 @@ class Resizer(Part):
 
     def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of a path's uncompressed tokens before its tail; None if they are too few."""
-        start, end = self._spans.waterline(path), self.end_of(path)
+        start, end = self._spans.compressed_len(path), self.end_of(path)
         return (start, end) if self.is_long_enough(end - start) else None
 
     def end_of(self, path: Sequence[Node]) -> int:
@@ -146,11 +160,11 @@ class Resizer(Part):
         return max((span.end for node in path if (span := self._spans.of(node)) is not None), default=0)
 
     def _trim(self) -> None:
-        """Give up the oldest prompts beyond ``observation_bytes``, and the wishes that need them."""
+        """Give up the oldest prompts beyond ``observation_bytes``, and the wanted ranges that need them."""
         for segment in self._table.prompts.trim(self._config.observation_bytes):
             if segment in self._table.wanted and segment.order is None and not self.can_rank(segment):
                 del self._table.wanted[segment]
-                self._table.listener.tell(Refused("no-memory", segment.num_tokens))
+                self._table.listener.emit(Refused("no-memory", segment.num_tokens))
 
     # ---- order ------------------------------------------------------------------------------------------------
 
@@ -217,14 +231,14 @@ class Resizer(Part):
 
         Returns whether they wait for an exact reader.
         """
-        if not self.is_long_enough(end - self._spans.waterline(path)):
+        if not self.is_long_enough(end - self._spans.compressed_len(path)):
             return False
         segment = self.range_to(path, end)[-1]
         self._table.prompts.give(segment, prompt, prompt.num_bytes)
         self._table.wanted[segment] = None
         is_in_use = self._try(segment, Occasion.RELEASED) is None
         if is_in_use:
-            self._table.listener.tell(Refused("in-use", end - self._spans.waterline(path)))
+            self._table.listener.emit(Refused("in-use", end - self._spans.compressed_len(path)))
         self._trim()
         return is_in_use
 
@@ -260,11 +274,11 @@ class Resizer(Part):
 
     def try_wanted(self, occasion: Occasion) -> int:
         """Let wanted ranges shrink, oldest first; return the token slots released."""
-        won = 0
+        num_released = 0
         for segment in list(self._table.wanted):
             if segment in self._table.wanted and (occasion is Occasion.RELEASED or _is_launched(segment)):
-                won += self._try(segment, occasion) or 0
-        return won
+                num_released += self._try(segment, occasion) or 0
+        return num_released
 
     def between_steps(self) -> None:
         """Use the orders that were computed beside the last step."""
@@ -320,7 +334,7 @@ class Resizer(Part):
         return self._pack(self._regroup(segments), share)
 
     def _pack(self, pieces: Sequence[Segment], share: float | None) -> int:
-        won = 0
+        num_released = 0
         for i, piece in enumerate(pieces):
             num_slots = self.slots_at(piece, share)
             is_ranked = num_slots == piece.num_slots or piece.order is not None or self._rank(piece)
@@ -329,8 +343,8 @@ class Resizer(Part):
                 self._table.wanted.pop(pieces[-1], None)
                 self._discard(pieces[i:])
                 break
-            won += freed
-        return won
+            num_released += freed
+        return num_released
 
     def join(self, path: Sequence[Node]) -> None:
         """Write the last packed segments of a path as one, so that their entries compete for its slots.
@@ -339,7 +353,7 @@ class Resizer(Part):
         nor while a reader is not movable.
         """
         segments: list[Segment] = []
-        start = self._spans.waterline(path)
+        start = self._spans.compressed_len(path)
         for owner in reversed(self._spans.owners(path)):
             segment = self._spans[owner].segment
             if segment.end != start or not _is_joinable(segment):
@@ -352,8 +366,8 @@ class Resizer(Part):
 
     def at_budget(self, last: Node) -> None:
         """A segment has reached the budget; ``last`` is the last node with a span of it."""
-        if self._saving is not None:
-            self._saving.at_budget(last)
+        for call in self.on_budget:
+            call(last)
 
     # ---- size -------------------------------------------------------------------------------------------------
 
@@ -409,7 +423,7 @@ class Resizer(Part):
             is_cut = self._packer.geometry.has_windows and num_slots < held
             segment.splittable = self._compressor.policy.splittable and not is_cut
         if all_packed and len(segments) == 1:
-            self._table.listener.tell(Squeezed(nodes[0].id, segment.num_slots, num_freed))
+            self._table.listener.emit(Squeezed(nodes[0].id, segment.num_slots, num_freed))
         else:
             merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
             if all_packed:
@@ -451,7 +465,7 @@ class Resizer(Part):
         for reader in readers:  # from their next forward on, they read the packed tokens of their paths from spans
             last = self._tree.locked_by(reader)
             assert last is not None
-            self._tree.clear_row(reader, self._spans.waterline(path_to(last)))
+            self._tree.clear_slots(reader, self._spans.compressed_len(path_to(last)))
 
     def repack(self, owner: Node, end: int) -> Tensor:
         """Move what is left before ``end`` of a packed segment, whose last span was dropped, into fewer slots.
@@ -472,7 +486,7 @@ class Resizer(Part):
 
     def _source(self, segment: Segment) -> TokenRange | View:
         """What a resize reads of a segment."""
-        if isinstance(segment.readers, ReaderObservation) and segment.readers.reach:  # neighbours would be missing
+        if isinstance(segment.readers, ReaderObservation) and segment.readers.radius:  # neighbours would be missing
             self._table.lose_attention(segment)
         if segment.packed is not None:
             return segment.live_view

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
-from sgl_kvevict.cache.part import Part, Shared
+from sgl_kvevict.cache.paths import Spans
 from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.records import Spans
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.events.types import Stored
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.guard import Place
+from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.segments import SegmentPacker, Sources, View
+from sgl_kvevict.segments import Compressor, SegmentPacker, Sources, View
 from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind
 
 
@@ -157,11 +157,18 @@ def _tail_of(node: Node, spans: Spans, num_tail: int) -> Node | None:
     return children[0] if num_tail and len(children) == 1 and children[0] not in spans else None
 
 
-class Saving(Part):
+class Saving:
     """Hands segments that have reached the budget to the store."""
 
-    def __init__(self, shared: Shared, access: StoreAccess) -> None:
-        super().__init__(shared)
+    def __init__(
+        self, tree: TreePort, table: PrefixTable, compressor: Compressor, guard: Guard, access: StoreAccess
+    ) -> None:
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._compressor = compressor
+        self._packer = compressor.packer
+        self._guard = guard
         self._access = access
 
     def at_budget(self, last: Node) -> None:
@@ -177,7 +184,7 @@ class Saving(Part):
             segment = spans[last].segment
             num_bytes = packer.slot_bytes * segment.num_slots
             if not writer.has_room(num_bytes):
-                self._table.listener.tell(Stored("", segment.num_tokens, 0, "too many segments wait"))
+                self._table.listener.emit(Stored("", segment.num_tokens, 0, "too many segments wait"))
                 return
             leaving = export_segment(
                 last, self._tree, spans, packer, self._access.identity, self._compressor.stored_tail
@@ -188,7 +195,7 @@ class Saving(Part):
     def between_steps(self) -> None:
         """Report the results of writes since the last call."""
         while self._access.writer.done:
-            self._table.listener.tell(self._access.writer.done.popleft())
+            self._table.listener.emit(self._access.writer.done.popleft())
 
 
 def _on_host(record: SegmentRecord, copied: torch.cuda.Event) -> SegmentRecord:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies.generated import generated_reasons
 from sgl_kvevict.policies.methods import METHODS
+from sgl_kvevict.policies.methods.streaming_llm import StreamingLLM
 from sgl_kvevict.policies.options import NamedPolicy, PaperSettings
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 
 PAPER_SUFFIX = "@paper"
 """After a policy's name: options and server sizes of its paper."""
+
+NO_POLICY = replace(StreamingLLM.parse({}).build(), name="none", compresses=False)
+"""What a cache works with under policy ``none``; it never asks the parts."""
 
 
 class NoPolicy(NamedPolicy):

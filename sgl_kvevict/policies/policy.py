@@ -39,6 +39,7 @@ class Policy:
         reuse_layers: layers that share the positions chosen in the first of them.
         max_tail_tokens: longest uncompressed tail for which the options have an effect; None = any.
         why_max_tail: the reason, for the error.
+        compresses: False of policy ``none``: nothing is observed, and none of its parts is ever asked.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Policy:
     reuse_layers: int = 1
     max_tail_tokens: int | None = None
     why_max_tail: str = ""
+    compresses: bool = True
 
     def __post_init__(self) -> None:
         have = self.scorer.traits

@@ -29,7 +29,7 @@ class Chunk:
         lse: [n, num_qo_heads], float32, natural log-sum-exp over all keys the query saw.
         query_start: logical position of the first query.
         k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, including the chunk's.
-        key_start: waterline; keys from this logical position on are in ordinary slots.
+        key_start: number of compressed tokens; keys from this logical position on are in ordinary slots.
         token_slots: [num_keys], int64, slots of the tokens from ``key_start`` to the last query's; None if unused.
         sm_scale: softmax scale of the layer.
         k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.

@@ -96,9 +96,9 @@ class PromptObservation:
     ) -> None:
         """Announce the queries ``[start, end)``, which :meth:`record` then gets layer by layer.
 
-        The observation restarts if ``start`` is not the last chunk's end, or the waterline ``key_start`` is below the
-        last chunk's. Per-token data of tokens compressed since the last chunk is dropped. ``is_last``: the prompt ends
-        here. ``token_slots``, [end - key_start], int64, are required if :attr:`needs_slots`.
+        The observation restarts if ``start`` is not the last chunk's end, or ``key_start``, the compressed length, is
+        below the last chunk's. Per-token data of tokens compressed since the last chunk is dropped. ``is_last``: the
+        prompt ends here. ``token_slots``, [end - key_start], int64, are required if :attr:`needs_slots`.
         """
         if start != self.end or key_start < self._key_start or not self._layers:
             kinds, geometry = self.spec.collectors, self.spec.geometry

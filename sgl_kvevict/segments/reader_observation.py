@@ -31,8 +31,8 @@ class ReaderObservation:
         geometry: of the arena.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
         end: logical length of the prefix; queries before it compute it again, and are not counted.
-        reach: sums are averaged over this many tokens on each side. For questions without answers: their queries attend
-            near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
+        radius: sums are averaged over this many tokens on each side. For questions without answers: their queries
+            attend near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
         prompt: observation of a prompt that continues the prefix, whose last queries learned scores look at.
         statistics: by which rows of 8 and 4 bits are read; None: there are none.
 
@@ -48,14 +48,14 @@ class ReaderObservation:
         geometry: KVGeometry,
         k_arena: Tensor,
         end: int,
-        reach: int = 0,
+        radius: int = 0,
         prompt: Observation | None = None,
         statistics: RowStatistics | None = None,
     ) -> None:
         self.geometry = geometry
         self.k_arena = k_arena
         self.end = end
-        self.reach = reach
+        self.radius = radius
         self.prompt = prompt
         self.statistics = statistics
         self.num_bytes = 0
@@ -108,7 +108,7 @@ class MeasuredRange:
     @property
     def is_asked(self) -> bool:
         """Whether the questions are known."""
-        return self.readers.reach > 0
+        return self.readers.radius > 0
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """See :meth:`PromptObservation.show`; the whole range."""
@@ -136,9 +136,9 @@ class MeasuredRange:
         )
 
     def _spread(self, squares: Tensor) -> Tensor:
-        """Squares, averaged over ``reach`` tokens on each side."""
-        reach = self.readers.reach
-        spread: Tensor = avg_pool1d(squares, 2 * reach + 1, 1, reach, count_include_pad=False)
+        """Squares, averaged over ``radius`` tokens on each side."""
+        radius = self.readers.radius
+        spread: Tensor = avg_pool1d(squares, 2 * radius + 1, 1, radius, count_include_pad=False)
         return spread
 
 

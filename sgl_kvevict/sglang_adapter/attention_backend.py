@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -227,10 +226,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int] | None
     ) -> GeneratedStep | None:
         """Observation of generating requests; each has one row, also in a prefill batch."""
-        if self.tree is None or readers is None or self.tree.manager.generations is None:
+        if self.tree is None or readers is None:
             return None
-        ends = itertools.accumulate(extend_lens or [1] * len(seq_lens))
-        return self.tree.manager.step_observed(readers, seq_lens, [end - 1 for end in ends])
+        return self.tree.prefixes.generations.step(readers, seq_lens, extend_lens)
 
     def _observed_rows(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int]
@@ -326,12 +324,12 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _record_step(self, step: GeneratedStep, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
         """Record one layer's queries of generating requests; a failure ends all of these observations."""
-        assert self.tree is not None and self.tree.manager.generations is not None
+        assert self.tree is not None
         with self.tree.guard.at(Place.OBSERVATION) as attempt:
             step.record(index, queries, lse, scale)
         if attempt.failed:
             self._step = None
-            self.tree.manager.generations.clear()
+            self.tree.prefixes.generations.clear()
 
     @property
     def verify_mask(self) -> VerifyMask:

@@ -95,7 +95,7 @@ class Distilling:
         if self._has_weights and self._geometry.full_layers:
             return False
         why = "all layers have sliding windows" if self._has_weights else "the weights are random (--load-format dummy)"
-        self.say(logging.WARNING, "%s, so scores are not learned: values alone choose", why)
+        self.log(logging.WARNING, "%s, so scores are not learned: values alone choose", why)
         self.learned.weights = ScoreWeights.zeros(self._geometry, self._device)
         return True
 
@@ -122,7 +122,7 @@ class Distilling:
     def _use(self, weights: ScoreWeights) -> None:
         self.learned.weights = self._of_rank(weights)
         if weights.recall is not None and weights.recall < MIN_RECALL:
-            self.say(
+            self.log(
                 logging.WARNING,
                 "learned scores find %.0f %% of what passes keep, less than %.0f %%: prefixes that shrink before "
                 "passes have read them lose more than docs/quality.md says; other texts (score_texts) or another "
@@ -149,7 +149,7 @@ class Distilling:
         if path is None or not path.exists():
             return None
         weights = load_weights(path, self._identity)
-        self.say(logging.INFO, "learned scores of %d texts from %s", weights.num_prefixes, path)
+        self.log(logging.INFO, "learned scores of %d texts from %s", weights.num_prefixes, path)
         return weights
 
     def _agreed(self, weights: ScoreWeights | None) -> ScoreWeights | None:
@@ -160,7 +160,7 @@ class Distilling:
         logger.warning("kvevict: tensor-parallel ranks found different score weights: all learn anew")
         return None
 
-    def say(self, level: int, message: str, *values: object) -> None:
+    def log(self, level: int, message: str, *values: object) -> None:
         """Log a line, on the first rank only."""
         if self._ranks.is_first:
             logger.log(level, f"kvevict: {message}", *values)

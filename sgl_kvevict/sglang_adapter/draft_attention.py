@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from kvevict_kernels.span_runs import SpanRuns, waterline_of
+from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.segments import DraftRows
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, Observing
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
@@ -84,9 +84,9 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
         return None
 
     def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Observing]:
-        waterline = waterline_of(*tree.draft_paths([req]))
-        slots = tree.port.row(req, waterline, end)
-        return [SeenQueries(self.rows, slots, waterline, min(end - start, NUM_SEEN))]
+        compressed_len = compressed_len_of(*tree.draft_paths([req]))
+        slots = tree.port.slots_of(req, compressed_len, end)
+        return [SeenQueries(self.rows, slots, compressed_len, min(end - start, NUM_SEEN))]
 
     def plan_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], rows: Tensor, table: Tensor, device_seq_lens: Tensor

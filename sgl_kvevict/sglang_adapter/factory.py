@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.by_name import configured_policy
+from sgl_kvevict.policies.by_name import NO_POLICY, configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.segments import Compressor, SegmentPacker, SideStream, needs_rotary, warm_up
@@ -63,7 +63,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     caution = None if policy is None else policy.caution(backend.geometry.num_kv_heads)
     if caution is not None:
         logger.warning("kvevict: policy %s: %s", config.policy, caution)
-    if tree.manager.scoring is not None and not settings.has_tokenizer:
+    if tree.prefixes.passes.is_on and not settings.has_tokenizer:
         logger.warning("kvevict: no tokenizer (--skip-tokenizer-init): scoring passes repeat a prefix without words")
     return tree
 
@@ -92,7 +92,8 @@ def _assemble(
 ) -> KVEvictTree:
     geometry, arena = backend.geometry, backend.arena
     packer = SegmentPacker(geometry, arena.k, arena.v, None if drafts is None else drafts.rows)
-    compressor = distilling = access = host = None
+    distilling = access = None
+    compressor = Compressor(config, NO_POLICY, packer)
     if policy is not None:
         model = ctx.tp_worker.model_runner.model
         output_grams = (
@@ -112,8 +113,8 @@ def _assemble(
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         access = open_access(config, ctx, geometry, arena.k.dtype, drafts)
-        host = open_host(config, ctx, packer)
-    ours = partial(KVEvictTree, packer=packer, compressor=compressor, access=access, distilling=distilling, host=host)
+    host = open_host(config, ctx, packer)
+    ours = partial(KVEvictTree, compressor=compressor, host=host, access=access, distilling=distilling)
     tree = create_unified_radix_cache(ctx, cache_class=ours)
     assert isinstance(tree, KVEvictTree)
     return tree

@@ -28,17 +28,26 @@ FREE_SHARE = 0.25
 """Part of the free memory that all ranks together take at most by default."""
 
 
-def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: SegmentPacker) -> HostSegments | None:
-    """Allocate host memory for dropped prefixes; None: it is off, or the default is too small for one block.
+def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: SegmentPacker) -> HostSegments:
+    """Allocate host memory for dropped prefixes; no blocks: it is off, or the default is too small for one.
 
     Raises:
         UnsupportedSetupError: ``host_bytes`` is less than one block, or more than is free.
     """
-    if config.host_bytes == 0 or ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
-        return None
     ranks = TensorRanks(ctx.params.attn_tp_cache_group)
-    free = int(free_host_gib() * GIB) // ServerSettings.read().ranks_per_host
+    identity = host_identity(packer, config.min_prefix_tokens, ranks)
     block_bytes = BLOCK_SLOTS * packer.slot_bytes
+    num_blocks = 0
+    if config.policy != "none" and config.host_bytes != 0 and not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):
+        num_blocks = _num_blocks(config, packer, ranks, block_bytes)
+    if ranks.is_first and num_blocks:
+        logger.info("kvevict: %.2f GiB of host memory for what the pool drops", num_blocks * block_bytes / GIB)
+    return HostSegments(num_blocks, block_bytes, packer.k_arena.device, identity, ranks.largest)
+
+
+def _num_blocks(config: KVEvictConfig, packer: SegmentPacker, ranks: TensorRanks, block_bytes: int) -> int:
+    """Blocks of host memory on each rank."""
+    free = int(free_host_gib() * GIB) // ServerSettings.read().ranks_per_host
     wanted: int | None = config.host_bytes
     if wanted is not None and not block_bytes <= wanted <= free:
         raise UnsupportedSetupError(
@@ -47,13 +56,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
     if wanted is None:
         pool = packer.num_bytes + (0 if packer.drafts is None else packer.drafts.num_bytes)
         wanted = min(HOST_PER_POOL * pool, int(free * FREE_SHARE))
-    num_blocks = -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
-    if num_blocks == 0:
-        return None
-    identity = host_identity(packer, config.min_prefix_tokens, ranks)
-    if ranks.is_first:
-        logger.info("kvevict: %.2f GiB of host memory for what the pool drops", num_blocks * block_bytes / GIB)
-    return HostSegments(num_blocks, block_bytes, packer.k_arena.device, identity, ranks.largest)
+    return -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
 
 
 def host_identity(packer: SegmentPacker, min_prefix_tokens: int, ranks: TensorRanks) -> StoreIdentity:
@@ -78,8 +81,8 @@ def host_identity(packer: SegmentPacker, min_prefix_tokens: int, ranks: TensorRa
 
 def before_matching(req: Req, tree_cache: Any = None, *_args: object, **_kwargs: object) -> None:
     """Hook before a request looks up its prompt to be admitted: what the host has of it is put into the tree."""
-    if not isinstance(tree_cache, KVEvictTree) or tree_cache.manager.host is None:
+    if not isinstance(tree_cache, KVEvictTree) or not tree_cache.prefixes.host.is_on:
         return
     if req.positional_embed_overrides is None:  # else SGLang matches nothing
         prompt = tree_cache.prompt_of(req, req.origin_input_ids + req.output_ids)
-        tree_cache.manager.host.admitting(req, prompt)
+        tree_cache.prefixes.host.admitting(req, prompt)

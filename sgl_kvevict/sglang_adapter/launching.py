@@ -18,7 +18,7 @@ from sglang.srt.utils import kill_process_tree
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import KVEvictError
 from sgl_kvevict.policies.by_name import configured_policy
-from sgl_kvevict.sglang_adapter.compat import LAUNCHER_HOOK
+from sgl_kvevict.sglang_adapter.hooks import LAUNCHER_HOOK
 from sgl_kvevict.sglang_adapter.settings import ValueOf, handles_quit, resolving
 from sgl_kvevict.sglang_adapter.start_facts import before_load
 from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, require

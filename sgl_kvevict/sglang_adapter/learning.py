@@ -11,7 +11,6 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.utils import DynamicGradMode
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sgl_kvevict.cache.lesson import Lesson
 from sgl_kvevict.cache.nodes import length_of, path_to, tokens_of
 from sgl_kvevict.cache.probes import repetition_probes
 from sgl_kvevict.distill import ScoredText
@@ -55,6 +54,7 @@ class TextReader:
     def __init__(self, scheduler: Scheduler, tree: KVEvictTree) -> None:
         self._scheduler = scheduler
         self._tree = tree
+        self._served = tree.prefixes.prefills
         self.tokenizer = scheduler.tokenizer or load_tokenizer()
         room = min(scheduler.max_req_input_len, scheduler.max_total_num_tokens) - SPARE_TOKENS
         lead = len(repetition_probes(self.tokenizer, [0]).next(1))
@@ -85,36 +85,37 @@ class TextReader:
         Raises:
             UnsupportedSetupError: the text was not admitted, aborted, or dropped between two passes.
         """
-        tree, manager, passes = self._tree, self._tree.manager, SchedulerPasses(self._scheduler)
-        assert tree.compressor is not None
+        tree, prefixes, passes = self._tree, self._tree.prefixes, SchedulerPasses(self._scheduler)
         geometry = tree.packer.geometry
         spec = ObservationSpec(geometry, frozenset({Signal.WINDOW_QUERIES}), WINDOW_SIZE)
-        lesson = manager.lesson = Lesson(PromptObservation(spec))
+        text = prefixes.prefills = prefixes.sample_text(PromptObservation(spec))
         self._run(passes.prefill(tokens))
-        if lesson.node is None or lesson.prompt.has_failed:
+        if text.node is None or text.prompt.has_failed:
             raise _unreadable(len(tokens), "its prefill was not observed, or is not cached")
-        path = path_to(lesson.node)
-        text = lesson.text = Segment(geometry, 0, length_of(path))
-        lesson.readers = ReaderObservation(geometry, tree.packer.k_arena, text.end)
-        lesson.readers.observe(text)
+        path = path_to(text.node)
+        segment = text.segment = Segment(geometry, 0, length_of(path))
+        observation = text.readers = ReaderObservation(geometry, tree.packer.k_arena, segment.end)
+        observation.observe(segment)
         probes = repetition_probes(self.tokenizer, tokens_of(path))
         while not probes.is_empty:
-            reader = passes.start(lesson.node, probes.next(self._pass_tokens))
-            manager.readers[reader].is_pass = True
+            reader = passes.start(text.node, probes.next(self._pass_tokens))
+            prefixes.readers[reader].is_pass = True
             self._run(reader)
             probes.was_read()
-        if lesson.is_dropped or lesson.readers.has_failed:
-            raise _unreadable(
-                len(tokens), "it was dropped between two passes" if lesson.is_dropped else "a pass failed"
-            )
+        path = path_to(text.node)
+        above = [tree.root_node, *path[:-1]]
+        if any(all(node is not child for child in up.children.values()) for up, node in zip(above, path, strict=True)):
+            raise _unreadable(len(tokens), "it was dropped between two passes")
+        if observation.has_failed:
+            raise _unreadable(len(tokens), "a pass failed")
         slots = tree.port.token_slots(path)[: -tree.compressor.config.tail_tokens]
-        assert text.attention is not None
-        return tree.compressor.scored_text(slots, text.attention, lesson.prompt)
+        assert segment.attention is not None
+        return tree.compressor.scored_text(slots, segment.attention, text.prompt)
 
     def forget(self) -> None:
         """Empty the cache; the server is as before the text."""
         self._scheduler.flush_cache(empty_cache=False)
-        self._tree.manager.lesson = None
+        self._tree.prefixes.prefills = self._served
 
     def _run(self, req: Req) -> None:
         """Take turns of the scheduler until a request is released, and nothing is left in flight."""
@@ -157,23 +158,23 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
         ConfigError: the texts of ``score_texts`` cannot be read, or are too few.
     """
     distilling, begin = tree.distilling, time.perf_counter()
-    assert distilling is not None and tree.compressor is not None
+    assert distilling is not None
     reader = TextReader(scheduler, tree)
     passages = passages_of(tree.compressor.config.score_texts)
-    *lessons, trial = (reader.tokens_of(text, as_chat=i % 2 == 1) for i, text in enumerate(passages))
-    distilling.say(logging.INFO, "learning scores of this model from %d texts, before the first request", len(lessons))
+    *samples, trial = (reader.tokens_of(text, as_chat=i % 2 == 1) for i, text in enumerate(passages))
+    distilling.log(logging.INFO, "learning scores of this model from %d texts, before the first request", len(samples))
     learner = distilling.new_learner()
-    for number, tokens in enumerate(lessons, 1):
+    for number, tokens in enumerate(samples, 1):
         since = time.perf_counter()
         learner.add(reader.read(tokens))
         reader.forget()
         size = len(tokens), time.perf_counter() - since
-        distilling.say(logging.INFO, "learning scores: text %d of %d, %d tokens, %.1f s", number, len(lessons), *size)
+        distilling.log(logging.INFO, "learning scores: text %d of %d, %d tokens, %.1f s", number, len(samples), *size)
     distilling.finish(learner, lambda: reader.read(trial))
     reader.forget()
     found = 100 * (distilling.learned.weights.recall or 0.0)
     seconds = time.perf_counter() - begin
-    distilling.say(logging.INFO, "learned scores find %.0f %% of what passes keep; it took %.0f s", found, seconds)
+    distilling.log(logging.INFO, "learned scores find %.0f %% of what passes keep; it took %.0f s", found, seconds)
 
 
 def load_tokenizer() -> PreTrainedTokenizerBase:

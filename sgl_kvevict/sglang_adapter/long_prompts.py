@@ -57,7 +57,7 @@ def after_chunked_prefill(_result: None, scheduler: Scheduler) -> None:
     They stay with ``--allow-auto-truncate``, with speculative decoding, and for models with windows or several pools.
     """
     tree = scheduler.tree_cache
-    if not isinstance(tree, KVEvictTree) or tree.compressor is None or published("allow_auto_truncate"):
+    if not isinstance(tree, KVEvictTree) or published("allow_auto_truncate"):
         return
     if tree.is_swa_enabled or tree.supports_mamba() or not tree.compressor.splittable:
         return
@@ -101,12 +101,11 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
     num_tokens = len(req.origin_input_ids)
     if admission is None or num_tokens < admission.limit:
         return None
-    assert tree.compressor is not None
     plan, most = admission.plan, admission.limit - 1
     got = f"input_ids: got {num_tokens} tokens, more than the pool's {plan.num_slots} token slots"
     if req.skip_radix_cache_insert:
         return f"{got}, with {why_uncached(req)}; allowed: at most {most}, because nothing of it is cached, or shrinks"
-    if tree.manager.readers[req].is_exact:
+    if tree.prefixes.readers[req].is_exact:
         return f"{got}, with exact; allowed: at most {most}, because an exact request reads nothing compressed"
     if num_tokens > plan.longest():
         share = plan.affordable_share(num_tokens, 1)
@@ -122,7 +121,7 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
             f"{got}, with logprob_start_len {req.logprob_start_len}; allowed: at least {num_tokens - room}, "
             "because tokens with log-probabilities are not compressed while the prompt is prefilled"
         )
-    tree.manager.readers[req].is_long = True
+    tree.prefixes.readers[req].is_long = True
     return None
 
 
@@ -161,7 +160,7 @@ def around_check(
     is_alone = not adder.can_run_list and not adder.running_batch.reqs
     if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.drop_unread_parts(req):
         verdict = original(adder, req, **lens, **kwargs)
-    if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.manager.readers[req].is_pass:
+    if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.prefixes.readers[req].is_pass:
         tree.port.checked = req  # the lock of this check is its own: what it reads may shrink for it, or it never fits
         try:
             verdict = original(adder, req, **lens, **kwargs)
@@ -171,7 +170,7 @@ def around_check(
         return verdict
     # SGLang has locked the prefix for this check, so its slots count as taken; the peak counts the whole prompt.
     prefix = path_to(tree.tree_core.node_by_id(req.last_node))
-    held = 0 if tree.manager.readers.has_exact(prefix) else sum(map(tree.node_slots, prefix))
+    held = 0 if tree.prefixes.readers.has_exact(prefix) else sum(map(tree.node_slots, prefix))
     num_new = total_tokens - extend_input_len + _num_with_logprobs(req)
     peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new
     if peak >= adder.rem_total_tokens + held:
@@ -232,4 +231,4 @@ def _num_with_logprobs(req: Req) -> int:
 
 def is_long(tree: Any, req: Req | None) -> bool:
     """Whether the chunks of a request's prompt shrink while it is prefilled."""
-    return req is not None and isinstance(tree, KVEvictTree) and tree.manager.readers[req].is_long
+    return req is not None and isinstance(tree, KVEvictTree) and tree.prefixes.readers[req].is_long

@@ -29,13 +29,12 @@ class _NoRid(str):
 def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq) -> None:
     """Hook around aborts, which match request ids by prefix: exclude scoring passes, except from ``abort_all``."""
     tree = scheduler.tree_cache
-    scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
-    running = None if scoring is None else scoring.running
-    if scoring is None or running is None:
+    running = tree.prefixes.passes.running if isinstance(tree, KVEvictTree) else None
+    if running is None:
         original(scheduler, recv_req)
     elif recv_req.abort_all:
         with tree.guard.at(Place.PASS):
-            scoring.abort(SchedulerPasses(scheduler))
+            tree.prefixes.passes.abort(SchedulerPasses(scheduler))
         original(scheduler, recv_req)
     else:
         name = running.rid
@@ -49,7 +48,7 @@ def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: 
 def before_flush(scheduler: Scheduler, *_args: Any, **_kwargs: Any) -> None:
     """Hook before a flush: end passes if nothing else runs, so that the server is idle."""
     tree = scheduler.tree_cache
-    if isinstance(tree, KVEvictTree) and tree.manager.scoring is not None:
+    if isinstance(tree, KVEvictTree):
         end_passes(scheduler, tree)
 
 
@@ -59,9 +58,9 @@ def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_a
     Its result is unused: a reloaded adapter gets a new namespace.
     """
     tree = scheduler.tree_cache
-    scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
-    if scoring is not None and scoring.running is not None and scoring.running.lora_id == recv_req.lora_id:
-        scoring.running.lora_id = None
+    running = tree.prefixes.passes.running if isinstance(tree, KVEvictTree) else None
+    if running is not None and running.lora_id == recv_req.lora_id:
+        running.lora_id = None
 
 
 def around_session_change(
@@ -86,8 +85,7 @@ def around_change(
     tree = None if scheduler is None else scheduler.tree_cache
     if scheduler is None or not isinstance(tree, KVEvictTree):
         return original(manager, *args, **kwargs)
-    if tree.manager.scoring is not None:
-        end_passes(scheduler, tree)
+    end_passes(scheduler, tree)
     try:
         return original(manager, *args, **kwargs)
     finally:
@@ -96,9 +94,8 @@ def around_change(
 
 def end_passes(scheduler: Scheduler, tree: KVEvictTree) -> None:
     """End the waiting pass, and the running one if no other request runs."""
-    scoring, readers = tree.manager.scoring, tree.manager.readers
-    assert scoring is not None
-    scoring.withdraw(SchedulerPasses(scheduler))
+    passes, readers = tree.prefixes.passes, tree.prefixes.readers
+    passes.withdraw(SchedulerPasses(scheduler))
     running = admitted(scheduler)
     if not any(readers[req].is_pass for req in running):
         return
@@ -108,7 +105,7 @@ def end_passes(scheduler: Scheduler, tree: KVEvictTree) -> None:
         while scheduler.result_queue:
             scheduler.process_batch_result(*scheduler.result_queue.popleft())
     if scheduler.chunked_req is not None:
-        scoring.let_go()
+        passes.forget_running()
         release_kv_cache(scheduler.chunked_req, tree, checkpoint=False)
         scheduler.chunked_req = None
     scheduler.last_batch = None

@@ -154,4 +154,4 @@ def after_ingest(_received: Sequence[object], scheduler: Scheduler, *_args: obje
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree):
         tree.clock.tick()
-        tree.manager.between_steps(SchedulerPasses(scheduler))
+        tree.prefixes.between_steps(SchedulerPasses(scheduler))

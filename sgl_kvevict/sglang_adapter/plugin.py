@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from sgl_kvevict.sglang_adapter.compat import HOOKS, require_supported_sglang
+from sgl_kvevict.sglang_adapter.compat import require_supported_sglang
+from sgl_kvevict.sglang_adapter.hooks import HOOKS
 from sgl_kvevict.support import BACKEND_NAME
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
     if not isinstance(tree, KVEvictTree):
         return
     limit = scheduler.max_queued_requests
-    if limit is not None and len(scheduler.waiting_queue) >= limit and tree.manager.scoring is not None:
-        tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # it must not take a client's place
+    if limit is not None and len(scheduler.waiting_queue) >= limit:
+        tree.prefixes.passes.withdraw(SchedulerPasses(scheduler))  # it must not take a client's place
     with tree.guard.at(Place.OPTIONS) as attempt:
         reason = refusal(scheduler, tree, req)
         if reason is not None:
@@ -54,7 +54,7 @@ def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinat
 
 def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     """Return why a request cannot be served; None if it can."""
-    config = KVEvictConfig() if tree.compressor is None else tree.compressor.config
+    config = tree.compressor.config
     try:
         check_tokens(_words(req), scheduler.model_config.vocab_size)
         check_sampling(req, scheduler.model_config.vocab_size)
@@ -66,7 +66,7 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
                 raise ConfigError(f"custom_params.{REQUEST_KEY}.warm: got True; allowed: False, because {why}")
             _check_questions(options, req, scheduler, tree, config)
             if options.exact:
-                tree.manager.readers[req].is_exact = True
+                tree.prefixes.readers[req].is_exact = True
     except ConfigError as error:
         return str(error)
     return length_error(admission_of(tree.token_to_kv_pool_allocator), tree, req)
@@ -126,7 +126,7 @@ def _check_questions(
     num_questions = len(options.questions)
     if not num_questions:
         return
-    if tree.manager.scoring is None:
+    if not tree.prefixes.passes.is_on:
         why = "the server's policy makes no scoring passes"
     elif req.multimodal_inputs is not None:
         why = "the prompt has images, which a scoring pass cannot compute again"

@@ -138,10 +138,10 @@ def after_queueing(
 ) -> None:
     """Hook after a request was queued: fetch what the store has of its prompt meanwhile; nothing with an adapter."""
     tree = scheduler.tree_cache
-    loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
+    loading = tree.prefixes.loading if isinstance(tree, KVEvictTree) else None
     if loading is None or is_retracted or req.lora_id is not None or req.to_finish is not None:
         return
-    if req.positional_embed_overrides is not None or tree.manager.readers[req].is_exact:
+    if req.positional_embed_overrides is not None or tree.prefixes.readers[req].is_exact:
         return  # of the former SGLang matches nothing
     loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 
@@ -152,7 +152,7 @@ def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: 
     They stay in the queue for aborts, flushes and counts, as in SGLang's own fetches from storage.
     """
     tree = scheduler.tree_cache
-    loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
+    loading = tree.prefixes.loading if isinstance(tree, KVEvictTree) else None
     if loading is None:
         return original(scheduler, *args, **kwargs)
     waiting = loading.settle(scheduler.waiting_queue)
@@ -171,10 +171,12 @@ def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: 
 def after_shutdown(_result: None, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
     """Hook after SGLang shut a scheduler down, with no request left: write pending segments."""
     tree = scheduler.tree_cache
-    if not isinstance(tree, KVEvictTree) or tree.manager.access is None:
+    access = tree.prefixes.access if isinstance(tree, KVEvictTree) else None
+    if access is None:
         return
     began = time.monotonic()
-    left = tree.manager.close_store(SHUTDOWN_S)
+    tree.prefixes.switch_store_off()
+    left = access.writer.close(SHUTDOWN_S)
     if left:
         logger.warning("kvevict: %d prefixes were not written to the store within %.0f s", left, SHUTDOWN_S)
     else:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, FullComponent
 
-from sgl_kvevict.cache import PrefixManager
-from sgl_kvevict.cache.eviction import CostAwareRecency, NodeHeap
+from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.nodes import NodeSet
-from sgl_kvevict.cache.records import Spans
+from sgl_kvevict.cache.paths import Spans
+from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap
 from sgl_kvevict.guard import accounting
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class SpanComponent(FullComponent):
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
         super().__init__(cache, params)
-        self._manager: PrefixManager = cache.manager
-        self._spans: Spans = self._manager.spans
+        self._prefixes: PrefixCache = cache.prefixes
+        self._spans: Spans = self._prefixes.spans
         self._order: CostAwareRecency | None = None
         self._heap: NodeHeap | None = None
         self._wanted = 0
@@ -48,7 +48,7 @@ class SpanComponent(FullComponent):
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
         """Divide a node's value, and its span, between both halves."""
         super().redistribute_on_node_split(new_parent, child)
-        self._manager.split(new_parent, child)
+        self._prefixes.table.split(new_parent, child)
 
     @accounting()
     def evict_component(
@@ -65,11 +65,11 @@ class SpanComponent(FullComponent):
         """
         is_short = any(part.is_evict_device_ongoing for part in self.tree_core.components)  # else it is being replaced
         if self._order is not None and is_short:
-            self._order.gave_way(self._order.get_priority(node))
+            self._order.raise_level(self._order.get_priority(node))
         if is_short:
-            self._manager.leaving(node)
+            self._prefixes.host.leaving(node)
         charged = self.reclaimable_value_len(node)
-        slots = self._manager.dropped(node)
+        slots = self._prefixes.dropped(node)
         if slots is None:
             released: tuple[int, int] = super().evict_component(node, device_frees, host_frees, cache_actions, target)
             return released
@@ -108,10 +108,9 @@ class SpanComponent(FullComponent):
         if tracker[FULL] >= self._wanted:
             return None
         top = None if self._heap is None else self._heap.top()
-        pressure = self._manager.pressure
-        won = 0 if pressure is None else pressure.relieve(top, self._wanted - tracker[FULL])
-        if won:
-            tracker[FULL] += won
+        num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL])
+        if num_released:
+            tracker[FULL] += num_released
             return None
         if self._heap is None:
             return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)

@@ -24,16 +24,15 @@ from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceS
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.cache import PrefixManager
+from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.adoption import Prompt
-from sgl_kvevict.cache.manager import Released
 from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_of
-from sgl_kvevict.cache.readers import ReaderRecord
+from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.events.types import PrefilledCompressed, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.request import RequestOptions, parse_request_options
-from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk, SegmentPacker
+from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.adapters import AdapterNamespaces, namespace_of_request
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
@@ -71,7 +70,7 @@ class UnifiedTreePort:
 
     def _namespaces_in_use(self) -> Iterator[NamespaceKey]:
         yield from map(namespace_of, self._cache.root_node.children.values())
-        yield from map(namespace_of_request, self._cache.manager.readers)
+        yield from map(namespace_of_request, self._cache.prefixes.readers)
 
     def adapter_of(self, namespace: NamespaceKey) -> str | None:
         """See :meth:`AdapterNamespaces.of`."""
@@ -162,12 +161,12 @@ class UnifiedTreePort:
             return None
         return self._cache.tree_core.node_by_id(reader.last_node)
 
-    def row(self, reader: Req, start: int, end: int) -> torch.Tensor:
+    def slots_of(self, reader: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, slots of the tokens ``[start, end)`` in a request's row."""
         rows: torch.Tensor = self._cache.req_to_token_pool.req_to_token
         return rows[reader.kv.req_pool_idx, start:end].long()
 
-    def clear_row(self, reader: Req, end: int) -> None:
+    def clear_slots(self, reader: Req, end: int) -> None:
         """Zero the row up to ``end``: these tokens are now read from spans. A request just admitted has no row yet."""
         if not reader.kv.holds_kv:
             return
@@ -183,37 +182,34 @@ class UnifiedTreePort:
 
 
 class KVEvictTree(UnifiedRadixCache):
-    """Unified tree whose nodes may hold spans. It reports events to the manager, which decides what to do.
+    """Unified tree whose nodes may hold spans. It reports events to the objects of ``prefixes``, which decide.
 
-    Without ``compressor`` (policy ``none``) it works as stock, without ``access`` there is no store, without
-    ``distilling`` no scores are learned, without ``host`` what is dropped is computed again. ``guard``
-    catches errors that concern one request or job.
+    With policy ``none`` it works as stock. ``host`` is memory for what is dropped, maybe none; without ``access`` there
+    is no store, without ``distilling`` no scores are learned. ``guard`` catches errors that concern one request or job.
     """
 
     def __init__(
         self,
         params: CacheInitParams,
-        packer: SegmentPacker,
-        compressor: Compressor | None,
+        compressor: Compressor,
+        host: HostSegments,
         access: StoreAccess | None = None,
         distilling: Distilling | None = None,
-        host: HostSegments | None = None,
     ) -> None:
-        self.packer = packer
+        self.packer = compressor.packer
         self.compressor = compressor
         self.distilling = distilling
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
         self.guard = Guard(self.ranks.size)
-        states = state_slots(params, packer.k_arena)
-        self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access, host)
-        self.spans = self.manager.spans
+        states = state_slots(params, self.packer.k_arena)
+        self.prefixes = PrefixCache(self.port, compressor, self.guard, access_counter, host, access, states)
+        self.spans = self.prefixes.spans
         self.clock = AccessClock()
         self.acceptance = Acceptance()
         # Prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess it: SGLang
         # reports removed and aborted requests by id.
         self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"
-        is_splittable = compressor is None or compressor.splittable
-        self._blocking = BlockingNodes(self, self.manager.table, splittable=is_splittable)
+        self._blocking = BlockingNodes(self, self.prefixes.table, splittable=compressor.splittable)
         self._weighs_recency = False
         # SGLang's constructor builds the components and calls reset, so this comes after our attributes.
         ours = {FULL: SpanComponent, SWA: SpanAwareSWA}
@@ -229,30 +225,29 @@ class KVEvictTree(UnifiedRadixCache):
 
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""
-        self.manager.cleared()
+        self.prefixes.cleared()
         super().reset()
         self._order_leaves()
 
     def _order_leaves(self) -> None:
         """Use our eviction order if SGLang's default (lru) is set; other policies are followed."""
         if self._weighs_recency:
-            self.components[FULL].order_by(self.manager.order)
+            self.components[FULL].order_by(self.prefixes.recency)
 
     def forget_compressed(self) -> None:
         """The weights changed: no compressed prefix, score or observation is used for new requests.
 
         Learned scores stay in use: to learn anew would take seconds to minutes, in which nobody is served.
         """
-        learned = None if self.compressor is None else self.compressor.learned
+        learned = self.compressor.learned
         if learned is not None and not learned.is_stale:
             learned.is_stale = True
             logger.warning(
                 "kvevict: the weights are not those that were loaded: scores learned for those stay in use until a "
                 "restart (/server_info: learned_scores.is_stale)"
             )
-        self.manager.forget_seen()
-        if self.manager.access is not None and self.manager.access.is_on:
-            self.manager.switch_store_off()
+        self.prefixes.keep_only_spans()
+        if self.prefixes.switch_store_off():
             logger.warning("kvevict: the weights are not those that were loaded: the store is off until a restart")
         self._blocking.add_compressed()
 
@@ -282,12 +277,12 @@ class KVEvictTree(UnifiedRadixCache):
         return int(self.components[FULL].reclaimable_value_len(node))
 
     def evictable_size(self) -> int:
-        """Token slots that can be released at any time: those of nodes without readers, and the reserve."""
-        return int(super().evictable_size()) + self._reserve()
+        """Token slots that can be released at any time: those of nodes without readers, and reclaimable ones."""
+        return int(super().evictable_size()) + self.prefixes.pressure.reclaimable()
 
     def protected_size(self) -> int:
-        """Token slots of nodes with readers, without the reserve."""
-        return int(super().protected_size()) - self._reserve()
+        """Token slots of nodes with readers, without reclaimable ones."""
+        return int(super().protected_size()) - self.prefixes.pressure.reclaimable()
 
     def held_slots(self) -> int:
         """Token slots that the tree holds, evictable or protected."""
@@ -307,10 +302,6 @@ class KVEvictTree(UnifiedRadixCache):
         allocator = self.token_to_kv_pool_allocator
         return allocator.full_attn_allocator if self.is_swa_enabled else allocator
 
-    def _reserve(self) -> int:
-        pressure = self.manager.pressure
-        return 0 if pressure is None else pressure.reserve()
-
     def total_size(self) -> tuple[int, int]:
         """Token slots of the tree, and of its other components."""
         return sum(self.node_slots(node) for node in self.nodes()), super().total_size()[1]
@@ -318,7 +309,7 @@ class KVEvictTree(UnifiedRadixCache):
     def all_values_flatten(self) -> torch.Tensor:
         """Every token slot that the tree holds; for SGLang's leak checker."""
         held = [node.component_data[FULL].value for node in self.nodes() if node not in self.spans]
-        held += [segment.storage.token_slots for segment in self.manager.table.packed]
+        held += [segment.storage.token_slots for segment in self.prefixes.table.packed]
         return torch.cat(held) if held else torch.tensor([], dtype=torch.int64)
 
     # ---- matching ---------------------------------------------------------------------------------------------
@@ -332,13 +323,13 @@ class KVEvictTree(UnifiedRadixCache):
         record = None
         if req is not None:
             self.port.adapters.note(req)
-            record = self.manager.matched(req, is_cached=not req.skip_radix_cache_insert)
+            record = self.prefixes.prefills.matched(req, is_cached=not req.skip_radix_cache_insert)
             if record.is_exact and self._blocking.begins_compressed(key):
                 key = key[:0]
         key = self._allowed(key)
         result = super().match_prefix(params if key is params.key else replace(params, key=key))
         if record is not None:
-            _tell_sources(req, record, result.device_prefix_len)
+            _report_sources(req, record, result.device_prefix_len)
         return result
 
     def touch_prefix(self, key: RadixKey) -> None:
@@ -373,7 +364,7 @@ class KVEvictTree(UnifiedRadixCache):
     # ---- life of a request ------------------------------------------------------------------------------------
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        """Insert as stock, then notify the manager if the prompt is complete.
+        """Insert as stock, then report it if the prompt is complete.
 
         A prompt that would cut an unsplittable span replaces it if it has no readers; else the prompt is not cached and
         keeps its slots.
@@ -381,26 +372,26 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        record, key = self.manager.readers[req], self._key_of(req, up_to)
+        record, key = self.prefixes.readers[req], self._key_of(req, up_to)
         is_private = record.is_exact and self._blocking.begins_compressed(key)
         if is_private or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return
         if self._is_kept_out(key):
-            self.manager.listener.tell(Refused("not-cached", up_to))
+            self.prefixes.listener.emit(Refused("not-cached", up_to))
             self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         node = self.tree_core.node_by_id(req.last_node)
         if record.is_complete:
-            self._say_if_compressed(req, node)
+            self._report_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
-                self.manager.prompt_complete(req, node, self._wish_of(req))
+                self.prefixes.prefills.complete(req, node, self._options_of(req))
             if attempt.failed:
                 record.observation = None
         elif not req.finished():
             with self.guard.at(Place.PROMPT):
-                self.manager.chunk_complete(req, node)
+                self.prefixes.prefills.chunk_complete(req, node)
 
     def must_wait(self, req: Req) -> bool:
         """Whether a prompt stays out of the cache because requests read prefixes of old weights that begin like it."""
@@ -411,12 +402,12 @@ class KVEvictTree(UnifiedRadixCache):
         blocking = self._blocking.find(key)
         return blocking is not None and not self._blocking.drop_subtree(blocking)
 
-    def _say_if_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
+    def _report_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
         """Add to ``meta_info`` how much of a prompt was compressed while it was prefilled."""
-        num_tokens = self.manager.prefilled_compressed(req, node)
+        num_tokens = self.prefixes.pressure.compressed_tokens(req, path_to(node))
         if num_tokens:
             req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
-            self.manager.listener.tell(PrefilledCompressed(num_tokens))
+            self.prefixes.listener.emit(PrefilledCompressed(num_tokens))
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""
@@ -431,7 +422,7 @@ class KVEvictTree(UnifiedRadixCache):
             super().release_swa_prefix_lock(req)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
-        """Release a request's path as stock, then notify the manager."""
+        """Release a request's path as stock, then report it."""
         is_finished = req.finished()
         if is_finished and req.spec_verify_ct:  # before its path, which may be stale, can be dropped
             path = path_to(self.tree_core.node_by_id(req.last_node))
@@ -441,23 +432,22 @@ class KVEvictTree(UnifiedRadixCache):
         why = Released.RETRACTED
         if is_finished:
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
-        self.manager.released(req, why)
+        self.prefixes.released(req, why)
 
-    def _wish_of(self, req: Req) -> RequestOptions | None:
+    def _options_of(self, req: Req) -> RequestOptions:
         """The request's cache options; ``max_new_tokens=0`` without log-probabilities means ``warm``."""
-        assert self.compressor is not None
         options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
         wants_nothing = req.sampling_params.max_new_tokens == 0 and not req.return_logprob
         if wants_nothing and (options is None or not options.warm):
             return RequestOptions(warm=True)
-        return options
+        return options or RequestOptions()
 
     # ---- what a forward reads ---------------------------------------------------------------------------------
 
     def read_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
-        """Span runs that each request of a batch reads now; see :meth:`PrefixManager.reads`."""
+        """Span runs that each request of a batch reads now; see :meth:`PrefixCache.reads`."""
         node_by_id = self.tree_core.node_by_id
-        return self.manager.reads([node_by_id(req.last_node) for req in readers])
+        return self.prefixes.reads([node_by_id(req.last_node) for req in readers])
 
     def draft_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Rows that the draft model reads of each request's compressed prefix, root first."""
@@ -467,13 +457,13 @@ class KVEvictTree(UnifiedRadixCache):
     def window_slots(self, req: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, window-pool slots of the tokens ``[start, end)``; 0 if the window is gone."""
         path = path_to(self.tree_core.node_by_id(req.last_node))
-        slots: torch.Tensor = self.components[SWA].window_slots(self.port.row(req, start, end), path, start)
+        slots: torch.Tensor = self.components[SWA].window_slots(self.port.slots_of(req, start, end), path, start)
         return slots
 
     def observe(self, req: Req, start: int, end: int) -> list[PromptObservation | ReaderChunk]:
-        """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`PrefixManager.chunk_observed`."""
+        """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`Prefills.observe`."""
         node = self.tree_core.node_by_id(req.last_node)
-        return self.manager.chunk_observed(req, node, start, end, len(req.full_untruncated_fill_ids))
+        return self.prefixes.prefills.observe(req, node, start, end, len(req.full_untruncated_fill_ids))
 
 
 def _keeps_own_chunks(req: Req, up_to: int) -> bool:
@@ -485,7 +475,7 @@ def _keeps_own_chunks(req: Req, up_to: int) -> bool:
     return bool(req.return_logprob and 0 <= req.logprob_start_len < up_to < len(req.origin_input_ids))
 
 
-def _tell_sources(req: Req, record: ReaderRecord, num_tokens: int) -> None:
+def _report_sources(req: Req, record: ReaderRecord, num_tokens: int) -> None:
     """Set what SGLang reports as ``cached_tokens_details`` of a request that was loaded from the host or the store.
 
     Of the tokens found at the first admission, as in SGLang, which does not report again after a retraction.

@@ -41,7 +41,7 @@ class HostSegment:
 class HostSegments:
     """Segments of one pool in ``num_blocks`` blocks of ``block_bytes`` bytes, which are allocated once.
 
-    As in the pool (``cache/eviction.py``), what saves the fewest tokens of prefill per byte, and was not used for
+    As in the pool (``cache/recency.py``), what saves the fewest tokens of prefill per byte, and was not used for
     long, goes first (GreedyDual-Size). A segment that was loaded goes before all others, until the pool drops it.
 
     On a GPU the arena is pinned, and copies run on a stream of their own.

@@ -15,7 +15,7 @@ from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.row_codec import RowStatistics, encode_rows, load_rows, rows_per_slot, write_rows
-from kvevict_kernels.span_runs import SpanRuns, waterline_of
+from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
@@ -44,7 +44,7 @@ class World:
         self.req_to_token = torch.zeros(32, CONTEXT, dtype=torch.int32)
         self.free_rows = torch.randperm(32).tolist()
         self.paths: list[tuple[SpanRuns, ...]] = []
-        self.waterlines: list[int] = []
+        self.compressed_lens: list[int] = []
         self.seq_lens: list[int] = []
         self.rows: list[int] = []
         self.statistics: RowStatistics | None = None
@@ -100,8 +100,8 @@ class World:
     def add(self, path: tuple[SpanRuns, ...], num_uncompressed: int) -> None:
         """Add a request with this path and so many tokens after it."""
         self.paths.append(path)
-        self.waterlines.append(waterline_of(path))
-        self.seq_lens.append(self.waterlines[-1])
+        self.compressed_lens.append(compressed_len_of(path))
+        self.seq_lens.append(self.compressed_lens[-1])
         self.rows.append(self.free_rows.pop())
         self.grow(len(self.paths) - 1, num_uncompressed)
 
@@ -117,11 +117,11 @@ class World:
     def remove(self, i: int) -> None:
         """Delete a request and poison what it owned."""
         row = self.req_to_token[self.rows[i]]
-        slots = row[self.waterlines[i] : self.seq_lens[i]].long()
+        slots = row[self.compressed_lens[i] : self.seq_lens[i]].long()
         self.k[:, slots] = self.v[:, slots] = torch.nan
         self.free.extend(slots.tolist())
         row.zero_()
-        for per_request in (self.paths, self.waterlines, self.seq_lens, self.rows):
+        for per_request in (self.paths, self.compressed_lens, self.seq_lens, self.rows):
             del per_request[i]
 
     def batch(self, extend_lens: list[int] | None = None) -> AttentionBatch:
@@ -187,7 +187,7 @@ class World:
         bounds = [(int(span.starts[layer, head]), int(span.lens[layer, head])) for span in self.paths[i]]
         places = [slice(start, start + length) for start, length in bounds]
         runs = [(span.rows[place].long(), span.bits) for span, place in zip(self.paths[i], places, strict=True)]
-        own_positions = torch.arange(self.waterlines[i], self.seq_lens[i])
+        own_positions = torch.arange(self.compressed_lens[i], self.seq_lens[i])
         slots = self.req_to_token[self.rows[i], own_positions].long()
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
         statistics = (None, None) if self.statistics is None else self.statistics.of_run(layer, head)

@@ -267,7 +267,7 @@ def test_large_and_hidden_scores(make_numba_world: MakeNumbaWorld) -> None:
     """Scores far apart: weights vanish, sums stay finite, whichever key comes first."""
     world = make_numba_world(1, 1, 16, num_layers=1, dtype=torch.float32)
     world.add((world.uneven_span(200),), 300)
-    slots = world.req_to_token[world.rows[0], world.waterlines[0] : world.seq_lens[0]].long()
+    slots = world.req_to_token[world.rows[0], world.compressed_lens[0] : world.seq_lens[0]].long()
     world.k[0, slots] *= torch.linspace(-60, 60, 300)[:, None, None]
     check(world)
 
@@ -295,7 +295,7 @@ def test_other_queries_than_planned_are_refused(make_numba_world: MakeNumbaWorld
 def test_slots_outside_of_the_arena_are_refused(make_numba_world: MakeNumbaWorld) -> None:
     world = make_numba_world()
     world.add((world.uneven_span(50),), 20)
-    place = world.rows[0], world.waterlines[0] + 5
+    place = world.rows[0], world.compressed_lens[0] + 5
     before = int(world.req_to_token[place])
     for wrong in (world.geometry.num_token_slots, -1):
         world.req_to_token[place] = wrong

@@ -205,8 +205,8 @@ ALL_FOUR = SpanRuns(torch.zeros(0, dtype=torch.int32), EMPTY_RUNS, EMPTY_RUNS, n
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"paths": ((ALL_FOUR,),)}, "request 0: waterline 4, 1 new of 4 tokens"),
-        ({"extend_lens": [5]}, "request 0: waterline 0, 5 new of 4 tokens"),
+        ({"paths": ((ALL_FOUR,),)}, "request 0: compressed_len 4, 1 new of 4 tokens"),
+        ({"extend_lens": [5]}, "request 0: compressed_len 0, 5 new of 4 tokens"),
         ({"seq_lens": [5000]}, "rows of 1500"),
         ({"paths": ()}, r"expected 1 of each, got \(0, 1, 1\)"),
         ({"extend_lens": [1, 1]}, r"expected 1 of each, got \(1, 2, 1\)"),

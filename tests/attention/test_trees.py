@@ -47,7 +47,7 @@ def batch_of(world: World, trees: list[list[int]]) -> AttentionBatch:
 
 def unrolled(world: World, trees: list[list[int]], layer: int, q: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Per node, what a decode step gives whose request ends with the node and its ancestors (``World.expected``)."""
-    paths, waterlines, rows, seq_lens = world.paths, world.waterlines, world.rows, world.seq_lens
+    paths, compressed_lens, rows, seq_lens = world.paths, world.compressed_lens, world.rows, world.seq_lens
     scratch, results, first = world.free_rows[-1], [], 0
     try:
         for i, tree in enumerate(trees):
@@ -57,12 +57,12 @@ def unrolled(world: World, trees: list[list[int]], layer: int, q: Tensor) -> lis
                 row = world.req_to_token[rows[i]]
                 world.req_to_token[scratch] = row
                 world.req_to_token[scratch, start : start + len(kept)] = row[start + torch.tensor(kept)]
-                world.paths, world.waterlines, world.rows = [paths[i]], [waterlines[i]], [scratch]
+                world.paths, world.compressed_lens, world.rows = [paths[i]], [compressed_lens[i]], [scratch]
                 world.seq_lens = [start + len(kept)]
                 results.append(world.expected(layer, q[first + node : first + node + 1]))
             first += len(tree)
     finally:
-        world.paths, world.waterlines, world.rows, world.seq_lens = paths, waterlines, rows, seq_lens
+        world.paths, world.compressed_lens, world.rows, world.seq_lens = paths, compressed_lens, rows, seq_lens
     return results
 
 

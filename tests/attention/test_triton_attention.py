@@ -171,7 +171,7 @@ def test_keys_of_a_few_tiles_are_split(make_world: MakeWorld, device: str, dtype
     q = world.queries(new_lens)
     out, lse = runner.attend(1, q, new_lens)
     for i in (2, 1):
-        for per_request in (world.paths, world.waterlines, world.seq_lens, world.rows):
+        for per_request in (world.paths, world.compressed_lens, world.seq_lens, world.rows):
             del per_request[i]
     alone = runner.attend(1, q[:45], [45])
     assert_same_bits("out", alone[0], out[:45])
@@ -252,7 +252,7 @@ def test_a_row_does_not_depend_on_its_batch(
     out, lse = runner.attend(1, q)
     monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl._num_programs", lambda *args: 7)
     for i in (4, 3, 0):
-        for per_request in (world.paths, world.waterlines, world.seq_lens, world.rows):
+        for per_request in (world.paths, world.compressed_lens, world.seq_lens, world.rows):
             del per_request[i]
     kept = [1, 2, 5]
     again = runner.attend(1, q[kept])

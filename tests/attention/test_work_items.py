@@ -64,9 +64,9 @@ def of_suffixes(tables: Tables, step: Step, which: int) -> list[Item]:
     heads, group = tables.sizes.num_kv_heads, tables.sizes.group_size
     found = []
     for request in tables.classes[which].requests.tolist():
-        new, waterline = tables.new_lens[request], int(tables.waterlines[request])
+        new, compressed_len = tables.new_lens[request], int(tables.compressed_lens[request])
         row = step.req_to_token[int(step.pool_rows[request])]
-        length = int(step.seq_lens[request]) - waterline
+        length = int(step.seq_lens[request]) - compressed_len
         chunk = SMALL_CHUNKS[which]
         while chunk * tables.sizes.num_items < length * heads:  # a long suffix gets no more items than fill the device
             chunk += 16
@@ -77,7 +77,7 @@ def of_suffixes(tables: Tables, step: Step, which: int) -> list[Item]:
                 for head in range(heads):
                     first = partial + (split * heads + head) * new * group
                     left = length - begin
-                    address = row[waterline + begin :].data_ptr()
+                    address = row[compressed_len + begin :].data_ptr()
                     found.append(
                         (address, min(chunk, left), member, with_bits(new, 16), tile * heads + head, first, left)
                     )

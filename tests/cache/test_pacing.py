@@ -198,4 +198,4 @@ def test_a_prefix_is_scored_while_users_never_leave():
     assert [step for step, did in enumerate(ran) if did] == [5, 9, 13]
     assert [len(probe) for _, probe in passes.started] == [128, 128, 46]
     assert sum(len(probe) for _, probe in passes.started) == 302
-    assert len(tree.manager.spans) == 1
+    assert len(tree.prefixes.spans) == 1

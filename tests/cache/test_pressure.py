@@ -24,37 +24,37 @@ def cached(tree: FakeTree, num_tokens: int, parent: FakeNode | None = None, *, a
     return node.parent
 
 
-def relieve(tree: FakeTree, leaf=None) -> int:
+def reclaim(tree: FakeTree, leaf=None) -> int:
     before = len(tree.free_slots)
-    won = tree.manager.pressure.relieve(leaf)
+    won = tree.prefixes.pressure.reclaim(leaf)
     assert won == len(tree.free_slots) - before
     return won
 
 
 def spans(tree: FakeTree) -> dict[FakeNode, int]:
-    return {node: span.segment.num_slots for node, span in tree.manager.spans.items()}
+    return {node: span.segment.num_slots for node, span in tree.prefixes.spans.items()}
 
 
 def test_nothing_is_compressed_while_there_is_room():
     tree = cache()
     cached(tree, 22)
-    assert spans(tree) == {} and len(tree.manager.table.shrinking) == 1
+    assert spans(tree) == {} and len(tree.prefixes.table.shrinking) == 1
 
 
 def test_it_shrinks_in_steps_before_it_would_be_dropped():
     tree = cache()
     node = cached(tree, 22)
-    assert relieve(tree) == 10 and spans(tree) == {node: 10} and node.charged == 10
-    assert relieve(tree) == 5 and spans(tree) == {node: 5} and node.charged == 5
-    assert relieve(tree) == 0
+    assert reclaim(tree) == 10 and spans(tree) == {node: 10} and node.charged == 10
+    assert reclaim(tree) == 5 and spans(tree) == {node: 5} and node.charged == 5
+    assert reclaim(tree) == 0
 
 
 def test_the_first_step_is_a_light_one():
     tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
     node = cached(tree, 22)
     reader = tree.reader(node)
-    assert tree.manager.pressure.reserve() == 18
-    assert [relieve(tree) for _ in range(4)] == [10, 5, 3, 0] and spans(tree) == {node: 2}
+    assert tree.prefixes.pressure.reclaimable() == 18
+    assert [reclaim(tree) for _ in range(4)] == [10, 5, 3, 0] and spans(tree) == {node: 2}
     tree.release(reader)
 
 
@@ -63,7 +63,7 @@ def test_a_light_prefix_is_compressed_before_one_is_squeezed_below_the_budget():
     first, second = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
     slots = []
     for _ in range(6):
-        relieve(tree)
+        reclaim(tree)
         slots.append((spans(tree)[first], spans(tree).get(second)))
     assert slots == [(10, None), (10, 10), (5, 10), (5, 5), (2, 5), (2, 2)]
 
@@ -71,26 +71,26 @@ def test_a_light_prefix_is_compressed_before_one_is_squeezed_below_the_budget():
 def test_an_old_span_gives_up_nothing_more_while_a_new_prefix_is_uncompressed():
     tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
     old = cached(tree, 22, at=1.0)
-    assert [relieve(tree) for _ in range(2)] == [10, 5]
+    assert [reclaim(tree) for _ in range(2)] == [10, 5]
     tree.now = 3.0
     new = cached(tree, 22, at=2.0)
-    tree.manager.pressure.order.gave_way((20.0, 0.0))  # the level of what is used from now on
+    tree.prefixes.recency.raise_level((20.0, 0.0))  # the level of what is used from now on
     new.last_access_time = tree.now
-    assert [relieve(tree, ((0.0, 0.0), old)) for _ in range(3)] == [10, 5, 0]
+    assert [reclaim(tree, ((0.0, 0.0), old)) for _ in range(3)] == [10, 5, 0]
     assert spans(tree) == {old: 5, new: 5}
 
 
 def test_a_squeeze_keeps_the_first_in_order():
     tree = cache()
     node = cached(tree, 22)
-    relieve(tree)
-    segment = tree.manager.spans[node].segment
+    reclaim(tree)
+    segment = tree.prefixes.spans[node].segment
     (before,), kept = (
         segment.storage.parts,
         segment.order.keys.sort(descending=True).values[: 5 * tree.geometry.num_runs],
     )
-    relieve(tree)
-    assert segment is tree.manager.spans[node].segment
+    reclaim(tree)
+    assert segment is tree.prefixes.spans[node].segment
     (after,) = segment.storage.parts
     assert segment.order.keys.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.num_runs
@@ -103,21 +103,21 @@ def test_a_squeeze_keeps_the_first_in_order():
 def test_views_of_a_segment_are_squeezed_together():
     tree = cache()
     node = cached(tree, 22)
-    relieve(tree)
+    reclaim(tree)
     upper = tree.cut([node], 8)
-    assert relieve(tree) == 5
-    assert tree.manager.spans[upper].segment is tree.manager.spans[node].segment
+    assert reclaim(tree) == 5
+    assert tree.prefixes.spans[upper].segment is tree.prefixes.spans[node].segment
     assert (upper.charged, node.charged) == (5, 0)
 
 
 def test_what_was_used_last_shrinks_last():
     tree = cache()
     old, new = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
-    relieve(tree)
+    reclaim(tree)
     assert spans(tree) == {old: 10}
-    relieve(tree)
+    reclaim(tree)
     assert spans(tree) == {old: 10, new: 10}
-    relieve(tree)
+    reclaim(tree)
     assert spans(tree) == {old: 5, new: 10}
 
 
@@ -125,19 +125,19 @@ def test_a_leaf_that_costs_less_is_dropped_instead():
     tree = cache()
     cached(tree, 22)
     leaf = tree.add(3)
-    assert relieve(tree, ((LOSS_OF_COMPRESSING / 2, 0.0), leaf)) == 0
-    assert relieve(tree, ((LOSS_OF_COMPRESSING, 1.0), leaf)) == 10
+    assert reclaim(tree, ((LOSS_OF_COMPRESSING / 2, 0.0), leaf)) == 0
+    assert reclaim(tree, ((LOSS_OF_COMPRESSING, 1.0), leaf)) == 10
     squeezing = 2 * LOSS_OF_SQUEEZING  # two tokens a slot
-    assert relieve(tree, ((squeezing, -1.0), leaf)) == 0 and relieve(tree, ((squeezing + 1, -1.0), leaf)) == 5
+    assert reclaim(tree, ((squeezing, -1.0), leaf)) == 0 and reclaim(tree, ((squeezing + 1, -1.0), leaf)) == 5
 
 
 def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
     tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
     old, new = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
-    assert [relieve(tree) for _ in range(2)] == [10, 10]
+    assert [reclaim(tree) for _ in range(2)] == [10, 10]
     cheap = ((-1.0, 0.0), old)
-    assert relieve(tree, ((-1.0, 0.0), tree.add(3))) == 0
-    assert [relieve(tree, cheap) for _ in range(3)] == [5, 5, 0] and spans(tree) == {old: 5, new: 5}
+    assert reclaim(tree, ((-1.0, 0.0), tree.add(3))) == 0
+    assert [reclaim(tree, cheap) for _ in range(3)] == [5, 5, 0] and spans(tree) == {old: 5, new: 5}
 
 
 def test_readers_move_along_when_their_prefix_shrinks():
@@ -145,10 +145,10 @@ def test_readers_move_along_when_their_prefix_shrinks():
     node = tree.add(22)
     tree.release(tree.prompt(node))
     reader = tree.reader(node)
-    assert tree.manager.pressure.reserve() == 15
-    assert relieve(tree) == 10 and reader.row[:20].eq(0).all() and reader.row[20:22].ne(0).all()
-    assert tree.manager.pressure.reserve() == 5
-    assert relieve(tree) == 5 and tree.manager.pressure.reserve() == 0
+    assert tree.prefixes.pressure.reclaimable() == 15
+    assert reclaim(tree) == 10 and reader.row[:20].eq(0).all() and reader.row[20:22].ne(0).all()
+    assert tree.prefixes.pressure.reclaimable() == 5
+    assert reclaim(tree) == 5 and tree.prefixes.pressure.reclaimable() == 0
 
 
 def test_what_somebody_reads_exactly_does_not_shrink_nor_count():
@@ -156,11 +156,11 @@ def test_what_somebody_reads_exactly_does_not_shrink_nor_count():
     node = tree.add(22)
     tree.release(tree.prompt(node))
     exact = tree.reader(node)
-    tree.manager.readers[exact].is_exact = True
+    tree.prefixes.readers[exact].is_exact = True
     other = tree.reader(node)
-    assert tree.manager.pressure.reserve() == 0 and relieve(tree) == 0
+    assert tree.prefixes.pressure.reclaimable() == 0 and reclaim(tree) == 0
     tree.release(exact)
-    assert tree.manager.pressure.reserve() == 15 and relieve(tree) == 10 and other.row[:20].eq(0).all()
+    assert tree.prefixes.pressure.reclaimable() == 15 and reclaim(tree) == 10 and other.row[:20].eq(0).all()
 
 
 def test_below_what_does_not_shrink_nothing_does():
@@ -168,11 +168,11 @@ def test_below_what_does_not_shrink_nothing_does():
     upper = tree.add(22)
     tree.release(tree.prompt(upper))
     exact = tree.reader(upper)
-    tree.manager.readers[exact].is_exact = True
+    tree.prefixes.readers[exact].is_exact = True
     lower = tree.add(22, upper)
     tree.release(tree.prompt(lower, upper))
     tree.reader(lower)
-    assert tree.manager.pressure.reserve() == 0 and relieve(tree) == 0
+    assert tree.prefixes.pressure.reclaimable() == 0 and reclaim(tree) == 0
 
 
 def test_ends_do_not_overlap():
@@ -182,17 +182,17 @@ def test_ends_do_not_overlap():
     lower = tree.add(12, upper)
     tree.release(tree.prompt(lower))
     lower.parent.last_access_time, upper.last_access_time = 1.0, 2.0
-    assert len(tree.manager.table.shrinking) == 2
-    assert relieve(tree) == 6 and set(spans(tree)) == {upper}
-    assert relieve(tree) == 5 and len(spans(tree)) == 2
+    assert len(tree.prefixes.table.shrinking) == 2
+    assert reclaim(tree) == 6 and set(spans(tree)) == {upper}
+    assert reclaim(tree) == 5 and len(spans(tree)) == 2
 
 
 def test_an_end_that_is_cut_stays_two_ends():
     tree = cache()
     node = cached(tree, 22)
     upper = tree.cut([node], 10)
-    assert relieve(tree) == 5 and spans(tree) == {upper: 5}
-    assert relieve(tree) == 5 and set(spans(tree)) == {upper, node}
+    assert reclaim(tree) == 5 and spans(tree) == {upper: 5}
+    assert reclaim(tree) == 5 and set(spans(tree)) == {upper, node}
 
 
 def test_short_parts_are_compressed_with_what_follows():
@@ -200,7 +200,7 @@ def test_short_parts_are_compressed_with_what_follows():
     header = tree.add(3)
     node = tree.add(20, header)
     tree.release(tree.prompt(node))
-    assert relieve(tree) == 10 and set(spans(tree)) == {header, node.parent}
+    assert reclaim(tree) == 10 and set(spans(tree)) == {header, node.parent}
     assert header.charged == 11
 
 
@@ -208,14 +208,14 @@ def test_a_round_wins_slots_for_several_requests():
     tree = cache(num_slots=1280)  # 20 at once
     for _ in range(3):
         cached(tree, 22)
-    assert relieve(tree) == 20
+    assert reclaim(tree) == 20
 
 
 def test_nothing_is_squeezed_without_a_lower_budget():
     for fields in ({"min_budget": None}, {"min_budget": 0.5}, {"min_budget": 0.9}):
         tree = cache(**fields)
         cached(tree, 22)
-        assert relieve(tree) == 10 and relieve(tree) == 0
+        assert reclaim(tree) == 10 and reclaim(tree) == 0
 
 
 def test_what_is_dropped_or_flushed_does_not_shrink():
@@ -225,10 +225,10 @@ def test_what_is_dropped_or_flushed_does_not_shrink():
     end = node.parent
     tree.drop(node)
     tree.drop(end)
-    assert relieve(tree) == 0
+    assert reclaim(tree) == 0
     cached(tree, 22)
-    tree.manager.cleared()
-    assert relieve(tree) == 0
+    tree.prefixes.cleared()
+    assert reclaim(tree) == 0
 
 
 def test_a_failing_policy_shrinks_nothing(monkeypatch):
@@ -236,10 +236,10 @@ def test_a_failing_policy_shrinks_nothing(monkeypatch):
     cached(tree, 22)
     monkeypatch.setattr(PseudoRandomPolicy, "order", lambda *args, **kwargs: 1 / 0)
     reader = tree.reader(cached(tree, 22))
-    assert tree.manager.pressure.reserve() > 0
-    assert relieve(tree) == 0 and spans(tree) == {}
+    assert tree.prefixes.pressure.reclaimable() > 0
+    assert reclaim(tree) == 0 and spans(tree) == {}
     assert sum(tree.guard.errors.values()) == 2
-    assert tree.manager.pressure.reserve() == 0  # admission counts on neither any more
+    assert tree.prefixes.pressure.reclaimable() == 0  # admission counts on neither any more
     tree.release(reader)
 
 
@@ -249,8 +249,8 @@ def test_what_is_too_short_by_itself_does_not_keep_what_is_below_it_from_shrinki
     node = tree.add(22)
     reader = tree.prompt(node)
     tree.cut([node.parent], 1).last_access_time = 1.0
-    assert tree.manager.pressure.reserve() == 14
-    assert relieve(tree) == 10
+    assert tree.prefixes.pressure.reclaimable() == 14
+    assert reclaim(tree) == 10
     tree.release(reader)
 
 
@@ -261,12 +261,12 @@ def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
     upper = tree.add(3)  # too short for a segment of its own
     node = tree.add(22, upper)
     tree.release(tree.prompt(node))
-    assert relieve(tree) > 0
+    assert reclaim(tree) > 0
     lower = node.parent
-    assert set(spans(tree)) == {upper, lower} and tree.manager.spans.blocks(upper)
+    assert set(spans(tree)) == {upper, lower} and tree.prefixes.spans.blocks(upper)
     tree.drop(node)
     tree.drop(lower)
-    assert relieve(tree) == 0 and tree.manager.spans.blocks(upper)
+    assert reclaim(tree) == 0 and tree.prefixes.spans.blocks(upper)
 
 
 def test_segments_that_cannot_be_split_are_promised_one_by_one():
@@ -276,7 +276,7 @@ def test_segments_that_cannot_be_split_are_promised_one_by_one():
     upper = tree.add(3)  # too short for a segment of its own
     node = tree.add(23, upper)
     readers = [tree.prompt(node), tree.reader(upper)]
-    promised = tree.manager.pressure.reserve()
+    promised = tree.prefixes.pressure.reclaimable()
     assert promised == 24 - 6 - 1
-    assert sum(iter(lambda: relieve(tree), 0)) == promised
+    assert sum(iter(lambda: reclaim(tree), 0)) == promised
     assert set(spans(tree).values()) == {6, 1} and len(readers) == 2

@@ -8,7 +8,7 @@ import torch
 from helpers.fake_tree import CONFIG, FakeNode, FakePasses, FakeReader, FakeTree
 from helpers.late_stream import LateStream
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from sgl_kvevict.cache.manager import Released
+from sgl_kvevict.cache.readers import Released
 from sgl_kvevict.cache.resize import TURNS_OF_RANKING
 from sgl_kvevict.guard import Place
 
@@ -20,7 +20,7 @@ class Cache:
         self.stream = LateStream()
         policy = PseudoRandomPolicy(splittable=splittable)
         self.tree = FakeTree(policy, CONFIG.model_copy(update=fields), stream=self.stream)
-        self.resizer = self.tree.manager.resizer
+        self.resizer = self.tree.prefixes.resizer
         self._live: list[FakeReader] = []
 
     def prompt(self, node: FakeNode) -> FakeReader:
@@ -30,12 +30,12 @@ class Cache:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        return sorted((span.start, span.end) for span in self.tree.manager.spans.values())
+        return sorted((span.start, span.end) for span in self.tree.prefixes.spans.values())
 
     @property
     def stages(self) -> list[str]:
         """Of the ranges that are to shrink, oldest first."""
-        orders = [segment.order for segment in self.tree.manager.table.wanted]
+        orders = [segment.order for segment in self.tree.prefixes.table.wanted]
         return ["waits" if order is None or order.turn is None else "is ranked" for order in orders]
 
     def turns(self, count: int = TURNS_OF_RANKING) -> None:
@@ -62,7 +62,7 @@ def test_the_same_entries_are_kept_as_where_nothing_runs_beside():
     cache.turns()
     reader = other.prompt(same := other.add(20))
     one, two = (
-        tree.manager.spans[end.parent].segment.storage.parts[0] for tree, end in ((cache.tree, node), (other, same))
+        tree.prefixes.spans[end.parent].segment.storage.parts[0] for tree, end in ((cache.tree, node), (other, same))
     )
     assert torch.equal(one.positions, two.positions) and torch.equal(one.rows, two.rows)
     assert cache.tree.free_slots == other.free_slots and reader.row[:18].eq(0).all()
@@ -76,13 +76,13 @@ def test_segments_that_cannot_be_split_are_chosen_one_by_one():
     assert cache.stream.num_launched == 2
     cache.turns()
     assert cache.spans == [(0, 5), (5, 11), (11, 19)]
-    assert len({span.segment for span in cache.tree.manager.spans.values()}) == 2
+    assert len({span.segment for span in cache.tree.prefixes.spans.values()}) == 2
 
 
 def test_where_slots_are_short_the_exchange_does_not_wait_for_its_turn():
     cache = Cache()
     cache.prompt(cache.tree.add(20))
-    assert cache.tree.manager.pressure.relieve(None) == 9
+    assert cache.tree.prefixes.pressure.reclaim(None) == 9
     assert cache.spans == [(0, 18)] and not cache.stages
 
 
@@ -107,11 +107,11 @@ def test_a_dropped_range_is_forgotten():
     cache.stream.catch_up()
 
 
-@pytest.mark.parametrize("forget", ["forget_seen", "cleared"])
+@pytest.mark.parametrize("forget", ["keep_only_spans", "cleared"])
 def test_nothing_is_exchanged_after_a_flush_or_with_other_weights(forget):
     cache = Cache()
     cache.prompt(cache.tree.add(20))
-    getattr(cache.tree.manager, forget)()
+    getattr(cache.tree.prefixes, forget)()
     cache.turns(3)
     assert not cache.stages and not cache.spans
 
@@ -122,7 +122,7 @@ def test_a_split_range_is_exchanged_whole():
     cache.tree.cut([node.parent], 7)
     cache.turns()
     assert cache.spans == [(0, 7), (7, 18)]
-    assert len({span.segment for span in cache.tree.manager.spans.values()}) == 1
+    assert len({span.segment for span in cache.tree.prefixes.spans.values()}) == 1
 
 
 def test_an_exact_reader_that_comes_meanwhile_is_waited_for():
@@ -130,7 +130,7 @@ def test_an_exact_reader_that_comes_meanwhile_is_waited_for():
     node = cache.tree.add(20)
     cache.prompt(node)
     exact = cache.tree.reader(node)
-    cache.tree.manager.readers[exact].is_exact = True
+    cache.tree.prefixes.readers[exact].is_exact = True
     cache.turns()
     assert not cache.spans and len(cache.stages) == 1 and exact.row[:20].ne(0).all()
     cache.turns(3)
@@ -194,7 +194,7 @@ def test_a_new_branch_inside_what_cannot_be_split_is_chosen_anew():
     assert not cache.spans and cache.stream.num_launched == 3
     cache.turns()
     assert cache.spans == [(0, 8), (8, 18)]
-    assert len({span.segment for span in cache.tree.manager.spans.values()}) == 2
+    assert len({span.segment for span in cache.tree.prefixes.spans.values()}) == 2
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -202,7 +202,7 @@ def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch, is_late):
     """At its launch, or when its result is asked for."""
     cache = Cache()
     broken = "_order" if is_late else "rank"
-    monkeypatch.setattr(type(cache.tree.manager.compressor), broken, lambda *_: 1 / 0)
+    monkeypatch.setattr(type(cache.tree.prefixes.compressor), broken, lambda *_: 1 / 0)
     cache.prompt(cache.tree.add(20))
     assert cache.tree.guard.errors[Place.COMPRESSION] == (0 if is_late else 1)
     cache.turns()
@@ -218,5 +218,5 @@ def test_what_passes_have_read_is_exchanged_in_turn():
     while passes.run():
         pass
     for _ in range(TURNS_OF_RANKING):
-        tree.manager.resizer.between_steps()
-    assert [(span.start, span.end) for span in tree.manager.spans.values()] == [(0, 22)]
+        tree.prefixes.resizer.between_steps()
+    assert [(span.start, span.end) for span in tree.prefixes.spans.values()] == [(0, 22)]

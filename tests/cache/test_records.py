@@ -9,7 +9,7 @@ from helpers.pseudo_random_policy import PseudoRandomPolicy
 def test_a_record_goes_as_a_whole():
     """Split, drop, new weights and a flush leave no part of a record behind."""
     tree = FakeTree(PseudoRandomPolicy(needs_passes=True), scores_any_range=True)
-    table = tree.manager.table
+    table = tree.prefixes.table
     node = tree.add(24)
     tree.release(tree.prompt(node, warm=True))
     tree.release(tree.prompt(tree.add(4, node), found=node))
@@ -26,7 +26,7 @@ def test_a_record_goes_as_a_whole():
     tree.drop(upper)
     assert not table._records and not table.shrinking
     tree.release(tree.prompt(tree.add(24), warm=True))
-    tree.manager.forget_seen()
+    tree.prefixes.keep_only_spans()
     assert not len(table.jobs) and not table.shrinking and table.prompts.num_bytes == 0
-    tree.manager.cleared()
+    tree.prefixes.cleared()
     assert not table._records

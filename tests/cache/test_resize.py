@@ -20,13 +20,13 @@ def in_place(harness: Harness):
     """Segments in place of 40 tokens."""
     harness.finish(harness.run(list(range(40))))
     path = path_to(max(harness.tree.nodes(), key=lambda node: length_of(path_to(node))))
-    return harness.tree.manager.resizer.range_to(path, length_of(path))
+    return harness.tree.prefixes.resizer.range_to(path, length_of(path))
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_growth_and_other_widths_are_refused(is_packed):
     harness = Harness(policy=PseudoRandomPolicy(needs_passes=True), scores_any_range=True)
-    segments, resizer = in_place(harness), harness.tree.manager.resizer
+    segments, resizer = in_place(harness), harness.tree.prefixes.resizer
     if is_packed:
         resizer.shrink_now(segments, 0.5)
         segments = [span.segment for span in harness.tree.spans.values()]

@@ -30,7 +30,7 @@ def tree(tape, monkeypatch):
     tree.free = tape.noting("slots are released", tree.free)
     prompt, live = tree.prompt, []
     tree.prompt = lambda node: live.append(prompt(node)) or live[-1]  # requests live on
-    tree.manager.compressor.packer.k_arena.normal_()
+    tree.prefixes.compressor.packer.k_arena.normal_()
     return tree
 
 
@@ -44,12 +44,12 @@ def step(tape):
 
 def test_a_step_runs_beside_the_choice_and_only_rows_wait_for_both(tape, tree):
     with tape:
-        tree.manager.between_steps(None)
+        tree.prefixes.between_steps(None)
         step(tape)
         tree.prompt(tree.add(20))  # SGLang reads the results of the step before, while this one runs
-        tree.manager.between_steps(None)
+        tree.prefixes.between_steps(None)
         step(tape)
-        tree.manager.between_steps(None)
+        tree.prefixes.between_steps(None)
         step(tape)
     (begins,), (chosen,) = tape.places("side", "wait for scheduler"), tape.places("side", "record")
     assert tape.places("side") == list(range(begins, chosen + 1)) and chosen - begins > 10
@@ -63,7 +63,7 @@ def test_a_step_runs_beside_the_choice_and_only_rows_wait_for_both(tape, tree):
 
 
 def test_the_choice_writes_to_its_own_memory_only(tape, tree):
-    packed = tree.manager.compressor.packer
+    packed = tree.prefixes.compressor.packer
     known = {x.untyped_storage().data_ptr() for x in (packed.k_arena, packed.v_arena)}
     node = tree.add(20)
     known.add(node.slots.untyped_storage().data_ptr())
@@ -76,7 +76,7 @@ def test_the_choice_writes_to_its_own_memory_only(tape, tree):
 def test_where_slots_are_short_the_streams_wait_not_the_host(tape, tree):
     with tape:
         tree.prompt(tree.add(20))
-        assert tree.manager.pressure.relieve(None) == 9
+        assert tree.prefixes.pressure.reclaim(None) == 9
     (chosen,), (waits,) = tape.places("side", "record"), tape.places("scheduler", "wait for event")
     (moves,) = tape.places("scheduler", "rows move")
     assert chosen < waits < moves
@@ -90,7 +90,7 @@ def test_a_range_given_up_is_waited_for_by_no_one(tape, tree):
         tree.drop(node)
         tree.drop(end)
         for _ in range(3):
-            tree.manager.between_steps(None)
+            tree.prefixes.between_steps(None)
     assert not tape.places("scheduler", "wait for event") and not tape.places("scheduler", "rows move")
 
 

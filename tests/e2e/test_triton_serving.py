@@ -28,15 +28,15 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 SITE = """
 from dataclasses import replace
 
-from sgl_kvevict.sglang_adapter import compat
+from sgl_kvevict.sglang_adapter import hooks
 
 # Before SGLang asks for platforms, which loads the plugin.
 model_executor = "sglang.srt.model_executor."
-for target, hook in (
+for target, function in (
     ("model_runner_components.cuda_graph_setup.capture_decode_graph", "around_capture_decode_graph"),
     ("runner.decode_cuda_graph_runner.resolve_decode_backend", "around_resolve_decode_backend"),
 ):
-    compat.HOOKS += (compat.Hook(model_executor + target, "helpers.tape_runner." + hook, why=""),)
+    hooks.HOOKS += (hooks.Hook(model_executor + target, "helpers.tape_runner." + function, why="", until=""),)
 
 import helpers.quick_interpreter
 import torch

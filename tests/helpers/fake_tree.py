@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from helpers.learned import LearnedCompressor
-from sgl_kvevict.cache import PrefixManager
-from sgl_kvevict.cache.manager import Released
+from helpers.stored import identity
+from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.nodes import NamespaceKey, path_to
 from sgl_kvevict.cache.ports import PassPort, PassState, TreePort
+from sgl_kvevict.cache.readers import Released
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import Guard
+from sgl_kvevict.request import RequestOptions
 from sgl_kvevict.segments import Compressor, SegmentPacker
 from sgl_kvevict.segments.streams import ChoiceStream
+from sgl_kvevict.store.host import HostSegments
 
 CONFIG = KVEvictConfig(
     budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, scoring_pass_tokens=16, score_after_matches=1
@@ -68,7 +71,7 @@ class FakeTree:
     """Implements the tree's port, and what a test does to a tree.
 
     Attributes:
-        manager: told of everything.
+        prefixes: the objects that it calls.
         free_slots: slots that came back.
         cuts: positions at which nodes were split.
     """
@@ -88,7 +91,8 @@ class FakeTree:
         store = SegmentPacker(self.geometry, arena, arena.clone())
         self.guard = Guard()
         compressor = (LearnedCompressor if scores_any_range else Compressor)(config, policy, store, stream=stream)
-        self.manager = PrefixManager(cast("TreePort", self), store, compressor, self.guard, lambda: self.now)
+        host = HostSegments(0, 1, arena.device, identity())
+        self.prefixes = PrefixCache(cast("TreePort", self), compressor, self.guard, lambda: self.now, host)
         self.root = FakeNode(0, FakeKey([]))
         self.free_slots: list[int] = []
         self.cuts: list[int] = []
@@ -115,7 +119,7 @@ class FakeTree:
         """A request that matches a path, and locks it."""
         row = torch.cat([each.slots for each in fake_path(node)] + [torch.zeros(64, dtype=torch.int64)])
         reader = FakeReader(None, row)
-        self.manager.matched(reader)
+        self.prefixes.prefills.matched(reader)
         self.lock(reader, node)
         return reader
 
@@ -133,35 +137,33 @@ class FakeTree:
                 each.locks -= 1
         reader.node = None
 
-    def prompt(self, node: FakeNode, found: FakeNode | None = None, **wish: Any) -> FakeReader:
+    def prompt(self, node: FakeNode, found: FakeNode | None = None, **options: Any) -> FakeReader:
         """A request whose prompt was prefilled to the end of ``node``; the cache held it up to ``found``."""
         reader = self.reader(node)
         start = 0 if found is None else sum(len(each.key) for each in fake_path(found))
         end = sum(len(each.key) for each in fake_path(node))
         self.observe(reader, found or self.root, start, end)
-        self.complete(reader, node, **wish)
+        self.complete(reader, node, **options)
         return reader
 
     def observe(self, reader: FakeReader, node: FakeNode, start: int, end: int, prompt_len: int | None = None) -> list:
         """A prefill runs."""
-        return self.manager.chunk_observed(reader, node, start, end, end if prompt_len is None else prompt_len)
+        return self.prefixes.prefills.observe(reader, node, start, end, end if prompt_len is None else prompt_len)
 
-    def complete(self, reader: FakeReader, node: FakeNode, **wish: Any) -> None:
+    def complete(self, reader: FakeReader, node: FakeNode, **options: Any) -> None:
         """A prompt is in the tree."""
-        from sgl_kvevict.request import RequestOptions
-
-        self.manager.prompt_complete(reader, node, RequestOptions(**wish) if wish else None)
+        self.prefixes.prefills.complete(reader, node, RequestOptions(**options))
 
     def release(self, reader: FakeReader, why: Released = Released.FINISHED) -> None:
-        """A request lets go."""
+        """A request is released."""
         self.unlock(reader)
-        self.manager.released(reader, why)
+        self.prefixes.released(reader, why)
 
     def drop(self, node: FakeNode) -> int:
         """A leaf leaves the tree; returns the slots that came back."""
         assert node.locks == 0 and not node.children and node.parent is not None
         del node.parent.children[node.id]
-        slots = self.manager.dropped(node)
+        slots = self.prefixes.dropped(node)
         slots = node.slots if slots is None else slots
         self.free(slots)
         return len(slots)
@@ -192,9 +194,9 @@ class FakeTree:
         del node.parent.children[node.id]
         node.parent.children[upper.id] = upper
         node.parent, node.key = upper, FakeKey(node.key.token_ids[size:], node.key.extra_key)
-        self.manager.split(upper, node)
+        self.prefixes.table.split(upper, node)
         for each in (upper, node):
-            span = self.manager.spans.get(each)
+            span = self.prefixes.spans.get(each)
             each.charged = len(each.key) if span is None else span.charged_slots
         return upper
 
@@ -210,10 +212,10 @@ class FakeTree:
     def free(self, token_slots: Tensor) -> None:
         self.free_slots += token_slots.tolist()
 
-    def row(self, reader: FakeReader, start: int, end: int) -> Tensor:
+    def slots_of(self, reader: FakeReader, start: int, end: int) -> Tensor:
         return reader.row[start:end]
 
-    def clear_row(self, reader: FakeReader, end: int) -> None:
+    def clear_slots(self, reader: FakeReader, end: int) -> None:
         reader.row[:end] = 0
 
     def gather(self, numbers):
@@ -260,11 +262,11 @@ class FakePasses:
 
     def run(self, why: Released = Released.FINISHED) -> bool:
         """Run the next pass to its end; False if there is none."""
-        self.tree.manager.between_steps(cast("PassPort", self))
+        self.tree.prefixes.between_steps(cast("PassPort", self))
         if not self.waiting:
             return False
         reader, (node, _) = self.waiting.pop(), self.started[-1]
-        self.tree.manager.matched(reader)
+        self.tree.prefixes.prefills.matched(reader)
         self.tree.lock(reader, node)
         length = sum(len(each.key) for each in fake_path(node))
         reader.row[:length] = torch.cat([each.slots for each in fake_path(node)])

@@ -20,18 +20,18 @@ from sgl_kvevict.policies.policy import Policy
 
 FAULT_FILE = "KVEVICT_TEST_FAULT_FILE"
 ADAPTER = "sgl_kvevict.sglang_adapter"
-LIFECYCLE = "sgl_kvevict.cache"
+CACHE = "sgl_kvevict.cache"
 FAULTS: Mapping[Place, str] = {
     Place.OPTIONS: f"{ADAPTER}.request_check.parse_request_options",
-    Place.PROMPT: f"{LIFECYCLE}.manager.PrefixManager.prompt_complete",
-    Place.PASS: f"{LIFECYCLE}.scoring.repetition_probes",
+    Place.PROMPT: f"{CACHE}.prefills.RequestPrefills.complete",
+    Place.PASS: f"{CACHE}.passes.repetition_probes",
     Place.OBSERVATION: "sgl_kvevict.segments.ReaderChunk.record",
     Place.COMPRESSION: "sgl_kvevict.segments.Compressor.rank",
-    Place.HOST: f"{LIFECYCLE}.host.HostTier._bounds",
-    Place.RELEASE: f"{LIFECYCLE}.resize.Resizer.try_wanted",
+    Place.HOST: f"{CACHE}.host.HostTier._bounds",
+    Place.RELEASE: f"{CACHE}.resize.Resizer.try_wanted",
     Place.LISTENER: "sgl_kvevict.events.totals.Totals.count",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",
-    Place.STORE: f"{LIFECYCLE}.saving.export_segment",
+    Place.STORE: f"{CACHE}.saving.export_segment",
     Place.STATE: f"{ADAPTER}.monitoring.server_info.cache_state",
 }
 """A function that runs at each guarded place."""

@@ -37,6 +37,7 @@ from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy, Rotary
+from sgl_kvevict.policies.by_name import NO_POLICY
 from sgl_kvevict.segments import Compressor, DraftRows, Segment, SegmentPacker, Span
 from sgl_kvevict.segments.streams import ChoiceStream
 from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
@@ -128,16 +129,15 @@ class Harness:
         store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts())
         kind = LearnedCompressor if self.scores_any_range else Compressor
         stream = None if self.make_stream is None else self.make_stream()
-        compressor = None
-        if self.policy is not None:
-            compressor = kind(self.config, cast("Policy", self.policy), store, NO_ROTARY, stream=stream)
-        self.host = None
-        if self.host_blocks:
-            ranks = TensorRanks(self.group)
-            identity = host_identity(store, self.config.min_prefix_tokens, ranks)
-            block_bytes = 2 * store.slot_bytes
-            self.host = HostSegments(self.host_blocks, block_bytes, self.k.device, identity, ranks.largest)
-        self.tree = KVEvictTree(params, store, compressor, self.access, host=self.host)
+        policy = cast("Policy", self.policy or NO_POLICY)
+        if self.policy is None:
+            self.config = self.config.model_copy(update={"policy": "none"})
+        compressor = kind(self.config, policy, store, NO_ROTARY, stream=stream)
+        ranks = TensorRanks(self.group)
+        identity = host_identity(store, self.config.min_prefix_tokens, ranks)
+        block_bytes = 2 * store.slot_bytes
+        self.host = HostSegments(self.host_blocks, block_bytes, self.k.device, identity, ranks.largest)
+        self.tree = KVEvictTree(params, compressor, self.host, self.access)
         if self.cache_grid > 1:
             full = self.tree.components[FULL]
             full.floor_cache_len = lambda length: length // self.cache_grid * self.cache_grid
@@ -272,7 +272,7 @@ class Harness:
 
     def _record_step(self, req: Req, seq_len: int) -> None:
         """Hand the query of a decode step to the request's suffix."""
-        step = self.tree.manager.step_observed([req], [seq_len], [0])
+        step = self.tree.prefixes.generations.step([req], [seq_len], None)
         if step is not None:
             queries = self._queries(1)
             lse = torch.full((1, self.geometry.num_qo_heads), math.log(seq_len))
@@ -281,11 +281,9 @@ class Harness:
 
     def turn(self) -> None:
         """Between two steps: compress what requests have generated."""
-        manager = self.tree.manager
-        if manager.resizer is not None:
-            manager.resizer.between_steps()
-        if manager.generations is not None:
-            manager.generations.between_steps()
+        prefixes = self.tree.prefixes
+        prefixes.resizer.between_steps()
+        prefixes.generations.between_steps()
         self.check()
 
     def finish(self, req: Req) -> None:
@@ -371,9 +369,9 @@ class Harness:
 
     def _forward(self, req: Req, seq_len: int) -> None:
         """Read everything a forward of this request would read, and check every entry."""
-        if self.tree.manager.readers[req].is_exact:
+        if self.tree.prefixes.readers[req].is_exact:
             assert self.tree.read_paths([req]) == ((),)
-        codes, waterline = self._codes(req, seq_len), 0
+        codes, compressed_len = self._codes(req, seq_len), 0
         assert len(codes) == seq_len
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         (path,) = self.tree.read_paths([req])
@@ -382,17 +380,20 @@ class Harness:
             ends = {span.segment: span.end for node in nodes if (span := self.tree.spans.get(node)) is not None}
             assert all(segment.splittable or segment.end == end for segment, end in ends.items())
         for runs in path:
-            expected = {code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
+            expected = {
+                code: compressed_len + i
+                for i, code in enumerate(codes[compressed_len : compressed_len + runs.num_tokens])
+            }
             bounds = zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
             for run, (begin, length) in enumerate(bounds):
                 slots = runs.rows[begin : begin + length].long()
                 for arena, sign in self.arenas:
                     self._check_run(run, sign * arena.view(-1, 2)[slots], expected)
-            waterline += runs.num_tokens
-        assert row[:waterline].eq(0).all()
-        suffix = row[waterline:seq_len].long()
+            compressed_len += runs.num_tokens
+        assert row[:compressed_len].eq(0).all()
+        suffix = row[compressed_len:seq_len].long()
         assert suffix.ne(0).all()
-        want = torch.tensor(codes[waterline:]).view(1, -1, 1).expand(2, -1, self.geometry.num_kv_heads)
+        want = torch.tensor(codes[compressed_len:]).view(1, -1, 1).expand(2, -1, self.geometry.num_kv_heads)
         assert all(torch.equal(sign * arena[:, suffix, :, 0], want) for arena, sign in self.arenas)
 
     def _check_run(self, run: int, rows: torch.Tensor, expected: dict[float, int]) -> None:
@@ -416,7 +417,9 @@ class Harness:
             else:
                 assert node.component_data[FULL].value.eq(0).all() and span.num_tokens == len(node.key)
                 parent = node.parent
-                assert parent is self.tree.root_node or parent in self.tree.spans, "waterline broken"
+                assert parent is self.tree.root_node or parent in self.tree.spans, (
+                    "a compressed node below an uncompressed one"
+                )
                 segments.setdefault(span.segment, []).append(span)
         assert len(self.tree.spans) == sum(len(spans) for spans in segments.values())
         for segment, spans in segments.items():
@@ -431,12 +434,11 @@ class Harness:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
                 held.update(row[req.kv.cache_protected_len : req.kv.kv_allocated_len].tolist())
         assert held == Counter(range(1, self.num_slots + 1))
-        reserve = 0 if self.tree.manager.pressure is None else self.tree.manager.pressure.reserve()
+        reclaimable = self.tree.prefixes.pressure.reclaimable()
         counted = (self.tree.protected_size(), self.tree.evictable_size())
-        assert counted == (sizes[True] - reserve, sizes[False] + reserve)
+        assert counted == (sizes[True] - reclaimable, sizes[False] + reclaimable)
         assert cache_state(self.tree)["leaked_slots"] == 0
-        if self.host is not None:
-            check_host(self.host)
+        check_host(self.host)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers
 
     def _check_known(self, segment: Segment) -> None:
@@ -450,7 +452,7 @@ class Harness:
 
     def _check_in_place(self) -> None:
         """Segments in place have all tokens of consecutive nodes, below packed ones and above those without one."""
-        table = self.tree.manager.table
+        table = self.tree.prefixes.table
         found: dict[Segment, list[Span]] = {}
         packed: dict[Segment, Any] = {}
         for node in self.tree.nodes():

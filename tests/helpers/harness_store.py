@@ -10,7 +10,6 @@ from helpers.harness import Harness
 from helpers.stored import identity as identity_of
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.listener import CacheListener
-from sgl_kvevict.cache.part import Shared
 from sgl_kvevict.cache.saving import StoreAccess, export_segment
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
@@ -50,21 +49,19 @@ def exported(
 
 def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
-    tree, manager = harness.tree, harness.tree.manager
-    assert manager.resizer is not None and tree.compressor is not None
-    shared = Shared(tree.port, manager.table, manager.readers, tree.packer, tree.compressor, tree.guard)
-    return Adoption(shared, manager.resizer)
+    tree, prefixes = harness.tree, harness.tree.prefixes
+    return Adoption(tree.port, prefixes.table, prefixes.readers, tree.packer, prefixes.resizer)
 
 
-class Heard(CacheListener):
-    """Remembers what was told of the store."""
+class StoreRecorder(CacheListener):
+    """Remembers the events of the store."""
 
     def __init__(self):
         super().__init__()
         self.stored_segments, self.loads, self.failures = [], [], []
 
-    def tell(self, event):
-        super().tell(event)
+    def emit(self, event):
+        super().emit(event)
         match event:
             case Stored():
                 self.stored_segments.append(event)
@@ -84,10 +81,10 @@ class Server:
         self.reader = ReadAhead(self.segments, 1.0, lambda: self.now)
         self.access = StoreAccess(identity, self.writer, self.reader)
         self.harness = make(access=self.access, **kind)
-        self.manager = self.harness.tree.manager
-        assert self.manager.loading is not None and self.manager.saving is not None
-        self.loading, self.saving = self.manager.loading, self.manager.saving
-        self.heard = self.manager.listener = Heard()
+        self.prefixes = self.harness.tree.prefixes
+        assert self.prefixes.loading is not None and self.prefixes.saving is not None
+        self.loading, self.saving = self.prefixes.loading, self.prefixes.saving
+        self.recorder = self.prefixes.listener = StoreRecorder()
 
     def queue(self, prompt, extra_key=None):
         """A request that is queued, of which ``prompt`` can be found."""

@@ -45,7 +45,7 @@ class LongMachine(PressureMachine):
     @rule(rounds=st.integers(1, 12))
     def prefill_long(self, rounds):
         for _ in range(rounds):
-            readers = self.harness.tree.manager.readers
+            readers = self.harness.tree.prefixes.readers
             must_run = not self.harness.live and any(readers[req].is_long for req in self.admission.queue[:1])
             done = self.admission.round()
             assert done or not must_run, "a prompt longer than the pool is admitted by an idle pool"

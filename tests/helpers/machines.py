@@ -21,7 +21,6 @@ from helpers.passes import MiniScheduler
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import Policy, build_policy
-from sgl_kvevict.segments import Compressor
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -163,7 +162,7 @@ class PassesMachine(CacheMachine):
         super().__init__()
         self.scheduler = MiniScheduler(self.harness)
 
-    @precondition(lambda self: self.harness.tree.manager.scoring.jobs)
+    @precondition(lambda self: self.harness.tree.prefixes.passes.jobs)
     @rule(chunk=st.sampled_from([None, 7]))
     def run_pass(self, chunk):
         self.scheduler.run_pass(chunk)
@@ -224,7 +223,7 @@ class ExactMachine(PressureMachine):
 
     def _admit(self, req, first_chunk):
         if sum(req.origin_input_ids) % 3 == 0:
-            self.harness.tree.manager.readers[req].is_exact = True
+            self.harness.tree.prefixes.readers[req].is_exact = True
         super()._admit(req, first_chunk)
 
 
@@ -342,7 +341,7 @@ class GenerationMachine(CacheMachine):
 
     def _admit(self, req, first_chunk):
         if sum(req.origin_input_ids) % 7 == 0:
-            self.harness.tree.manager.readers[req].is_exact = True
+            self.harness.tree.prefixes.readers[req].is_exact = True
         super()._admit(req, first_chunk)
 
     @rule()
@@ -374,7 +373,7 @@ class BesideMachine(CacheMachine):
 
     def _admit(self, req, first_chunk):
         if sum(req.origin_input_ids) % 7 == 0:
-            self.harness.tree.manager.readers[req].is_exact = True
+            self.harness.tree.prefixes.readers[req].is_exact = True
         super()._admit(req, first_chunk)
 
     @rule(count=st.integers(1, 3))
@@ -385,19 +384,18 @@ class BesideMachine(CacheMachine):
     @rule(at=st.integers(6, 40))
     def shrink_beginning(self, at):
         """The first tokens of a range whose entries are being chosen are compressed for another reason."""
-        manager = self.harness.tree.manager
-        assert manager.compressor is not None and manager.resizer is not None
-        for segment in list(manager.table.wanted):
-            if segment not in manager.table.wanted or segment.order is None or not manager.compressor.splittable:
+        prefixes = self.harness.tree.prefixes
+        for segment in list(prefixes.table.wanted):
+            if segment not in prefixes.table.wanted or segment.order is None or not prefixes.compressor.splittable:
                 continue
-            end = manager.spans.waterline(path := path_to(manager.table.in_place[segment])) + at
+            end = prefixes.spans.compressed_len(path := path_to(prefixes.table.in_place[segment])) + at
             if end < segment.end:
-                manager.resizer.shrink_now(manager.resizer.range_to(path, end), 1.0)
+                prefixes.resizer.shrink_now(prefixes.resizer.range_to(path, end), 1.0)
         self.harness.check()
 
     @rule()
     def catch_up(self):
-        stream = cast("Compressor", self.harness.tree.compressor).stream
+        stream = self.harness.tree.compressor.stream
         cast("TwiceStream", stream).catch_up()
 
     def teardown(self):

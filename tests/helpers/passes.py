@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness
-from sgl_kvevict.cache.manager import Released
+from sgl_kvevict.cache.readers import Released
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
 
@@ -70,7 +70,7 @@ class MiniScheduler:
     def turn(self) -> None:
         """One turn of the loop, in which nothing is run."""
         self.now += self.turn_s
-        self.harness.tree.manager.between_steps(self.port(self))
+        self.harness.tree.prefixes.between_steps(self.port(self))
 
     def run_pass(self, chunk: int | None = None) -> bool:
         """Admit and run the waiting pass, as far as slots last; False if there is none."""
@@ -84,7 +84,7 @@ class MiniScheduler:
         total = len(req.full_untruncated_fill_ids)
         while req in self.harness.live:
             if not self.harness.prefill(req, total if chunk is None else req.prefix_len + chunk):
-                self.harness.tree.manager.released(req, Released.ABORTED)
+                self.harness.tree.prefixes.released(req, Released.ABORTED)
         self.harness.check()
         return True
 

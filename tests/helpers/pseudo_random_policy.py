@@ -21,6 +21,7 @@ class PseudoRandomPolicy:
     needs: frozenset[Signal] = frozenset()
     splittable: bool = True
     needs_passes: bool = False
+    compresses: bool = True
     reuse_layers: int = 1
     rank: int = 0
 

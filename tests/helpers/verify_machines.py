@@ -53,18 +53,18 @@ class VerifyingHarness(Harness):
     def _forward(self, req: Req, seq_len: int) -> None:
         """Also what the draft reads: tokens of each span, in every head others."""
         super()._forward(req, seq_len)
-        codes, waterline = self._codes(req, seq_len), 0
+        codes, compressed_len = self._codes(req, seq_len), 0
         (path,) = self.tree.draft_paths([req])
         for runs in path:
-            expected = {code: i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
+            expected = {code: i for i, code in enumerate(codes[compressed_len : compressed_len + runs.num_tokens])}
             for head, (begin, length) in enumerate(zip(runs.starts[0].tolist(), runs.lens[0].tolist(), strict=True)):
                 slots = runs.rows[begin : begin + length].long()
                 for rows in (self.draft_k, -self.draft_v):
                     self._check_run(head, rows.view(-1, 2)[slots], expected)
                 self.num_draft_rows_read += length
-            waterline += runs.num_tokens
-        suffix = self.rows.req_to_token[req.kv.req_pool_idx, waterline:seq_len].long()
-        assert self.draft_k[0, suffix, 0, 0].tolist() == codes[waterline:]
+            compressed_len += runs.num_tokens
+        suffix = self.rows.req_to_token[req.kv.req_pool_idx, compressed_len:seq_len].long()
+        assert self.draft_k[0, suffix, 0, 0].tolist() == codes[compressed_len:]
 
     def finish(self, req: Req, num_beyond_stop: int = 0) -> None:
         """Finish a request; its last ``num_beyond_stop`` tokens were accepted with the one that ended it."""

@@ -25,16 +25,16 @@ class WatchedHarness:
         tree, totals = self.harness.tree, Totals()
         self.service = EventService(config, description_of(config, started=started), totals=totals)
         self.listener = CacheListener(tree.guard, totals, policy="pseudo-random", exposes_tokens=config.expose_tokens)
-        self.told: list[AnyEvent] = []  # every event, oldest first
-        self.listener.subscribers += [self.service.publish, self.told.append]
+        self.emitted: list[AnyEvent] = []  # every event, oldest first
+        self.listener.subscribers += [self.service.publish, self.emitted.append]
         self.listener.each_turn.append(Inspection(tree, self.service, started).each_turn)
-        tree.manager.listener = self.listener
+        tree.prefixes.listener = self.listener
         self._turning: threading.Thread | None = None
         self._stop = threading.Event()
 
     def turn(self) -> None:
         """One turn of the scheduler's loop."""
-        self.harness.tree.manager.listener.between_steps()
+        self.harness.tree.prefixes.listener.between_steps()
 
     def keep_turning(self, *, with_traffic: bool = False) -> None:
         """Turn in a thread of its own, the scheduler's, until closed."""

@@ -47,9 +47,9 @@ class Reader:
 ARENA = torch.stack(KEYS)
 
 
-def observed(reach: int = 0, end: int = END) -> tuple[ReaderObservation, Segment]:
+def observed(radius: int = 0, end: int = END) -> tuple[ReaderObservation, Segment]:
     """Nobody has read the range yet, which is in place."""
-    segment, observation = Segment(GEOMETRY, START, end), ReaderObservation(GEOMETRY, ARENA, END, reach)
+    segment, observation = Segment(GEOMETRY, START, end), ReaderObservation(GEOMETRY, ARENA, END, radius)
     observation.observe(segment)
     return observation, segment
 
@@ -97,7 +97,7 @@ def test_a_reader_that_runs_again_counts_once() -> None:
 
 
 def test_attention_counts_for_the_tokens_around_it() -> None:
-    observation, segment = observed(reach=3)
+    observation, segment = observed(radius=3)
     reader = Reader(1, 9)
     forward(observation, segment, (reader, 0, 9))
     for layer in range(2):

@@ -110,10 +110,10 @@ def test_batches_of_other_sizes(stored: torch.dtype, has_extras: bool) -> None:
             (((span,), (other,)), [3, 17]),
             (((), (span,), (other,)), [long, 5, long + 30]),
         ):
-            waterlines = [sum(one.num_tokens for one in path) for path in paths]
+            compressed_lens = [sum(one.num_tokens for one in path) for path in paths]
             batch = AttentionBatch(
                 paths=paths,
-                seq_lens=[start + 41 + new for start, new in zip(waterlines, new_lens, strict=True)],
+                seq_lens=[start + 41 + new for start, new in zip(compressed_lens, new_lens, strict=True)],
                 extend_lens=None if max(new_lens) == 1 else new_lens,
                 req_pool_indices=torch.arange(9)[1 : len(paths) + 1],
                 req_to_token=torch.randint(1, 1003, (10, 400), dtype=torch.int32),

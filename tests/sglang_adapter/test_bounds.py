@@ -10,7 +10,7 @@ import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
-from sgl_kvevict.cache.jobs import MAX_BEGUN_JOBS, MAX_REMEMBERED
+from sgl_kvevict.cache.passes import MAX_BEGUN_JOBS, MAX_REMEMBERED
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.request import ticket_digest
@@ -35,7 +35,7 @@ def cache(*, needs_passes: bool, **fields) -> tuple[Harness, MiniScheduler]:
 
 
 def lost(harness) -> int:
-    return harness.tree.manager.listener.totals.refused_no_memory
+    return harness.tree.prefixes.listener.totals.refused_no_memory
 
 
 def test_a_job_without_memory_says_so():
@@ -56,7 +56,7 @@ def test_ranges_that_wait_for_readers_have_a_limit():
     for i in range(4):
         half_way = harness.request([i, *DOCUMENT, 1])
         assert harness.admit(half_way) and harness.prefill(half_way, 30)
-        harness.tree.manager.readers[half_way].is_exact = True
+        harness.tree.prefixes.readers[half_way].is_exact = True
         readers += [half_way, harness.run([i, *DOCUMENT, 2])]
         assert read_gauges(harness.tree).observation_bytes == size * min(i + 1, 2)
     assert lost(harness) == 2
@@ -71,7 +71,7 @@ def test_few_jobs_are_begun_at_once():
         harness.finish(harness.run([i, *DOCUMENT], f"tenant {i}", options={"warm": True}))
     seen = []
     while scheduler.run_pass():
-        seen.append(harness.tree.manager.scoring.num_bytes)
+        seen.append(harness.tree.prefixes.passes.num_bytes)
     # Sums of 57 tokens of 2 layers and 2 KV heads; 61 are read, 20 a pass: the tail is repeated like the rest.
     assert max(seen) == MAX_BEGUN_JOBS * 4 * 4 * 57 and len(scheduler.passes) == 8 * 4
 
@@ -89,7 +89,7 @@ def week_of_traffic(harness: Harness, scheduler: MiniScheduler, rng: random.Rand
             harness.retract(req)
         else:
             harness.finish(req)
-        if harness.tree.manager.scoring is not None and rng.random() < 0.5:
+        if harness.tree.prefixes.passes.is_on and rng.random() < 0.5:
             scheduler.run_pass()
 
 

@@ -51,12 +51,14 @@ from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
+from sgl_kvevict.sglang_adapter.hooks import FEATURES
 from sgl_kvevict.sglang_adapter.span_component import SpanComponent
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.window_component import SpanAwareSWA
 from sgl_kvevict.support import BACKENDS, FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
+ALL_HOOKS = [hook for feature in FEATURES for hook in feature.hooks]
 
 FIELDS = {
     ForwardBatch: (
@@ -256,9 +258,9 @@ OURS = {
         "is_parked",
         "is_pass",
         "is_stale",
-        "lesson",
+        "prefills",
         "readers",
-        "text",
+        "segment",
         "weights",
         "listener",
         "observation",
@@ -323,9 +325,7 @@ def test_what_we_write_is_what_the_list_says():
 
 def test_hooked_private_functions_are_documented():
     documented = (ROOT / "docs" / "design.md").read_text()
-    private = {
-        hook.target for hook in (*compat.HOOKS, compat.LAUNCHER_HOOK) if hook.target.rsplit(".", 1)[-1][0] == "_"
-    }
+    private = {hook.target for hook in ALL_HOOKS if hook.target.rsplit(".", 1)[-1][0] == "_"}
     names = {".".join(target.rsplit(".", 2)[1:]) for target in private}
     assert names and [name for name in names if f"`{name}`" not in documented] == []
 
@@ -364,13 +364,13 @@ def test_arguments_that_the_start_is_checked_by_exist(name, default_args):
     assert hasattr(default_args, name)
 
 
-@pytest.mark.parametrize("hook", (*compat.HOOKS, compat.LAUNCHER_HOOK), ids=lambda hook: hook.target.rsplit(".", 1)[-1])
+@pytest.mark.parametrize("hook", ALL_HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[-1])
 def test_hook_targets_resolve(hook):
     if hook.is_step:
         assert hook.target in resolution_hooks._OVERRIDABLE_HOOKS
     else:
         assert callable(pkgutil.resolve_name(hook.target)) and hook.kind in HookType.__members__
-    assert callable(hook.load()) and len(hook.why) > 20
+    assert callable(hook.load()) and len(hook.why) > 20 and len(hook.until) > 20
 
 
 @pytest.mark.parametrize("place", Place, ids=lambda place: place.value)
@@ -381,10 +381,10 @@ def test_what_the_tests_of_faults_break_exists(place):
 @pytest.fixture
 def next_sglang(monkeypatch):
     """Another version is installed, with the same functions."""
-    compat._misfits.cache_clear()
+    compat.misfits.cache_clear()
     monkeypatch.setattr(compat, "version", lambda name: "0.5.99")
     yield
-    compat._misfits.cache_clear()
+    compat.misfits.cache_clear()
 
 
 def test_the_signatures_on_file_are_those_of_the_supported_version():

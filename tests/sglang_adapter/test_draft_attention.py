@@ -97,12 +97,12 @@ def test_a_prefill_reads_shadows_and_is_recorded(world):
     world.backend.init_forward_metadata(batch)
     queries = torch.randn(3, 6)
     out = world.backend.forward_extend(queries, None, None, LAYER, batch, save_kv_cache=False).view(3, 3, 2)
-    waterline = world.harness.tree.draft_paths(world.reqs)[0][0].num_tokens
+    compressed_len = world.harness.tree.draft_paths(world.reqs)[0][0].num_tokens
     for place, (i, end) in enumerate(((0, world.lens[0] - 1), (0, world.lens[0]), (1, world.lens[1]))):
-        own = world.row(i)[waterline:end]
+        own = world.row(i)[compressed_len:end]
         torch.testing.assert_close(out[place], world.attend(i, queries.view(3, 3, 2)[place], own))
         assert (world.backend.rows.paid[0, own] > 0).all() and (world.backend.rows.paid[0, own] <= 2).all()
-    read = torch.cat([world.row(i)[waterline : world.lens[i]] for i in range(2)]).unique()
+    read = torch.cat([world.row(i)[compressed_len : world.lens[i]] for i in range(2)]).unique()
     assert world.backend.rows.paid[0].any(-1).nonzero().squeeze(-1).tolist() == read.tolist()
 
 
@@ -125,14 +125,14 @@ def test_a_step_reads_its_own_branch(world, topk):
     assert len(steps.attn_backends) == 2
     batch = world.batch(ForwardMode.DECODE, world.lens)
     steps.init_forward_metadata(batch)
-    waterline = world.harness.tree.draft_paths(world.reqs)[0][0].num_tokens
+    compressed_len = world.harness.tree.draft_paths(world.reqs)[0][0].num_tokens
     for i, step in enumerate(steps.attn_backends):
         queries = torch.randn(2 * topk, 6)
         out = step.forward_decode(queries, None, None, LAYER, batch, save_kv_cache=False).view(-1, 3, 2)
         for place, query in enumerate(queries.view(-1, 3, 2)):
             request, branch = divmod(place, topk)
             row, length = world.row(request), world.lens[request]
-            own = torch.cat([row[waterline:length], row[length + 3 * branch :][: i + 1]])
+            own = torch.cat([row[compressed_len:length], row[length + 3 * branch :][: i + 1]])
             torch.testing.assert_close(out[place], world.attend(request, query, own))
 
 

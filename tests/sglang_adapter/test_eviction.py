@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.mem_cache.evict_policy import LRUStrategy
 
 from helpers.harness import Harness, publish_server_args
-from sgl_kvevict.cache import eviction
-from sgl_kvevict.cache.eviction import CostAwareRecency
+from sgl_kvevict.cache import recency as recency_module
+from sgl_kvevict.cache.recency import CostAwareRecency
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,12 +63,13 @@ def test_questions_go_before_the_compressed_prefixes_they_hang_off(harness):
     harness.check()
 
 
-def test_plain_recency_would_drop_a_prefix_first(harness):
+def test_plain_recency_would_drop_a_prefix_first(harness, monkeypatch):
     """What the test above is about: two leaves of the first document's branch are older than the last questions."""
     for number in (0, 1, 2):
         ask(harness, number, 6, 7, 8, 9)
     fifo = Harness(num_slots=400, eviction_policy="fifo")
-    fifo.tree.manager.pressure = None  # else prefixes would be squeezed first
+    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaim", lambda *_: 0)  # else prefixes would be squeezed first
+    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaimable", lambda: 0)
     for number in range(3):
         ask(fifo, number, 1, 2, 3, 4, 5)
     for tree in (harness, fifo):
@@ -96,7 +97,7 @@ def drop_all(nodes, strategy):
     while nodes:
         node = min(nodes, key=strategy.get_priority)
         if isinstance(strategy, CostAwareRecency):
-            strategy.gave_way(strategy.get_priority(node))
+            strategy.raise_level(strategy.get_priority(node))
         nodes.remove(node)
         order.append(node.name)
         if nodes and chooser.random() < 0.5:
@@ -117,7 +118,7 @@ def credits(strategy, nodes):
 
 @pytest.mark.parametrize("max_levels", [1024, 3])
 def test_leaves_that_save_the_same_go_in_order_of_recency(monkeypatch, max_levels):
-    monkeypatch.setattr(eviction, "MAX_LEVELS", max_levels)
+    monkeypatch.setattr(recency_module, "MAX_LEVELS", max_levels)
     assert drop_all(leaves(60), CostAwareRecency({}, time.monotonic)) == drop_all(leaves(60), LRUStrategy())
 
 
@@ -126,24 +127,24 @@ def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
     span = SimpleNamespace(segment=SimpleNamespace(tokens_per_slot=5.0))
     recency = CostAwareRecency({nodes[1]: span}, time.monotonic)
     assert credits(recency, nodes) == [1.0, 5.0]
-    recency.gave_way((1.0, 0.0))
+    recency.raise_level((1.0, 0.0))
     nodes += leaves(1)
     assert credits(recency, nodes) == [1.0, 5.0, 2.0]
-    recency.gave_way((0.5, 0.0))
+    recency.raise_level((0.5, 0.0))
     assert credits(recency, leaves(1)) == [2.0]
 
 
 def test_the_levels_do_not_grow_without_bound(monkeypatch):
-    monkeypatch.setattr(eviction, "MAX_LEVELS", 4)
+    monkeypatch.setattr(recency_module, "MAX_LEVELS", 4)
     recency, old = CostAwareRecency({}, time.monotonic), leaves(1)
     for level in range(1, 20):
-        recency.gave_way((float(level), 0.0))
+        recency.raise_level((float(level), 0.0))
     assert credits(recency, [*old, *leaves(1)]) == [16.0, 20.0]
 
 
 @pytest.mark.parametrize("leave", ["discard", "remove"])
 def test_a_node_that_left_is_not_kept_alive(leave):
-    nodes = eviction.NodeSet()
+    nodes = recency_module.NodeSet()
     first, second = leaves(2)
     nodes.add(first)
     nodes.add(second)

@@ -9,6 +9,7 @@ import pytest
 from helpers.harness import Harness, publish_server_args
 from helpers.own_policies import OWN_POLICIES
 from helpers.settings import refused, settings
+from sgl_kvevict.cache.generation import NoGenerations
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -124,7 +125,7 @@ def test_a_request_may_end_at_any_time(steps, end):
     req = start(harness)
     generate(harness, req, steps)
     getattr(harness, end)(req)
-    assert not harness.tree.manager.generations._suffixes()
+    assert not harness.tree.prefixes.generations._suffixes()
     assert harness.tree.protected_size() == 0
     harness.evict(harness.num_slots)
     assert harness.allocator.available_size() == harness.num_slots
@@ -187,7 +188,7 @@ def test_what_reads_exactly_is_not_compressed():
     harness = make()
     req = harness.request(PROMPT)
     req.sampling_params.max_new_tokens = 10_000
-    harness.tree.manager.readers[req].is_exact = True
+    harness.tree.prefixes.readers[req].is_exact = True
     assert harness.admit(req)
     harness.prefill(req)
     generate(harness, req, 60)
@@ -286,7 +287,7 @@ def test_off_by_default():
     harness = make(block=None)
     req = start(harness)
     generate(harness, req, 60)
-    assert harness.tree.manager.generations is None and not generated_segments(harness)
+    assert type(harness.tree.prefixes.generations) is NoGenerations and not generated_segments(harness)
     harness.finish(req)
 
 
@@ -318,4 +319,4 @@ def test_an_answer_is_not_begun_anew_by_a_step_beside_other_requests_prefills():
         assert harness.decode(req)
         end = req.kv.kv_allocated_len
         harness.tree.observe(req, end - 1, end)
-    assert harness.tree.manager.readers[req].suffix.start == 3
+    assert harness.tree.prefixes.readers[req].suffix.start == 3

@@ -34,7 +34,7 @@ def found_by_source(req) -> tuple[int, int, int]:
 
 
 def totals(harness):
-    return harness.tree.manager.listener.totals
+    return harness.tree.prefixes.listener.totals
 
 
 def drop_all(harness):
@@ -156,7 +156,7 @@ def test_an_exact_request_finds_nothing_there():
     serve(harness, DOCUMENTS[0])
     drop_all(harness)
     req = harness.request(DOCUMENTS[0])
-    harness.tree.manager.readers[req].is_exact = True
+    harness.tree.prefixes.readers[req].is_exact = True
     assert harness.admit(req) and req.prefix_len == 0
     harness.abort(req)
     assert totals(harness).moved_in_segments == 0
@@ -187,7 +187,7 @@ def test_uncompressed_tokens_are_compressed_on_their_way():
     policy = PseudoRandomPolicy(needs_passes=True)
     harness = Harness(host_blocks=60, policy=policy, scores_any_range=True)
     serve(harness, DOCUMENTS[0])
-    table = harness.tree.manager.table
+    table = harness.tree.prefixes.table
     for node in list(table.shrinking):
         table.shrinking.discard(node)
     drop_all(harness)

@@ -55,7 +55,7 @@ def test_the_test_above_notices_requests_that_are_known_by_name(monkeypatch):
     read_paths = KVEvictTree.read_paths
 
     def by_name(tree, readers):
-        named = {req.rid: req for req in tree.manager.readers}
+        named = {req.rid: req for req in tree.prefixes.readers}
         return read_paths(tree, [named[req.rid] for req in readers])
 
     monkeypatch.setattr(KVEvictTree, "read_paths", by_name)

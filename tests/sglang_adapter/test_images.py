@@ -112,9 +112,9 @@ def test_hashes_are_taken_from_sglang_only():
 
 
 def test_questions_about_images_are_refused():
-    wish = {"warm": True, "questions": ["a"]}
-    assert asked(TEXT, None, **wish) is None
-    assert "because the prompt has images" in str(asked(TEXT + IMAGE, TEXT + [7] * 12, **wish))
+    options = {"warm": True, "questions": ["a"]}
+    assert asked(TEXT, None, **options) is None
+    assert "because the prompt has images" in str(asked(TEXT + IMAGE, TEXT + [7] * 12, **options))
 
 
 # ---- positions ------------------------------------------------------------------------------------------------------

@@ -56,8 +56,8 @@ def ask(watched: WatchedHarness, request, answer):
 
 def published(watched: WatchedHarness) -> list:
     """Events since the last call."""
-    events = list(watched.told)
-    watched.told.clear()
+    events = list(watched.emitted)
+    watched.emitted.clear()
     return events
 
 
@@ -96,7 +96,7 @@ def test_split_drop_repack_and_flush_are_published(watched):
 def test_what_could_not_be_done_is_published_with_its_reason(watched, tmp_path):
     harness = watched.harness
     first = harness.request(DOCUMENT)
-    harness.tree.manager.readers[first].is_exact = True
+    harness.tree.prefixes.readers[first].is_exact = True
     harness.admit(first)
     harness.prefill(first, 30)
     harness.run([*DOCUMENT[:30], 8, 8])

@@ -80,8 +80,8 @@ class Learned:
         policy = build_policy("distilled", {})
         policy = policy if scorer is None else replace(policy, scorer=scorer)
         self.harness = Harness(num_slots=num_slots, config=KVEvictConfig(**values, **fields), policy=policy)
-        self.manager = self.harness.tree.manager
-        compressor = self.manager.compressor
+        self.prefixes = self.harness.tree.prefixes
+        compressor = self.prefixes.compressor
         self.learned = compressor.learned = LearnedScores(ROTARY)
         compressor.observes = replace(compressor.observes, rotary=ROTARY)
         if is_known:
@@ -95,7 +95,7 @@ class Learned:
     def work(self):
         """Passes until nothing is left to do; the number of passes."""
         before = len(self.scheduler.passes)
-        while len(self.manager.scoring.jobs):
+        while len(self.prefixes.passes.jobs):
             self.scheduler.run_pass()
             self.harness.check()
         return len(self.scheduler.passes) - before
@@ -107,7 +107,7 @@ class Learned:
 
     @property
     def spans(self):
-        return sorted((span.start, span.end) for span in self.manager.spans.values())
+        return sorted((span.start, span.end) for span in self.prefixes.spans.values())
 
 
 def document(number):
@@ -128,13 +128,13 @@ def test_a_text_is_prefilled_and_repeated_and_leaves_nothing_behind():
     cache, scheduler, reader, text = read([i % 11 for i in range(140)])
     assert text.tokens.token_slots.numel() == 136 and text.scores.shape == (NUM_LAYERS, 2, 136)
     assert (text.scores > 0).all()
-    assert not cache.spans and not len(cache.manager.scoring.jobs)
+    assert not cache.spans and not len(cache.prefixes.passes.jobs)
     # 140 tokens in chunks of 50, then passes of 142 tokens (pool and context have room for no longer ones)
     assert scheduler.num_batches > 3
     assert "window_queries" in {signal.value for signal in text.show(0).signals}
     reader.forget()
     cache.harness.check()
-    assert cache.harness.tree.total_size()[0] == 0 and cache.manager.lesson is None
+    assert cache.harness.tree.total_size()[0] == 0 and cache.prefixes.prefills is reader._served
 
 
 def test_weights_learned_from_texts_are_in_use_and_requests_are_as_always():
@@ -252,7 +252,7 @@ def test_passes_that_come_late_score_what_is_left():
     assert cache.scheduler.run_pass()
     assert cache.harness.evict(1) and cache.spans == [(0, 55)]
     assert cache.work() == 2
-    assert {span.segment.is_measured for span in cache.manager.spans.values() if span.end == 55} == {True}
+    assert {span.segment.is_measured for span in cache.prefixes.spans.values() if span.end == 55} == {True}
     assert cache_state(cache.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
 
 
@@ -265,7 +265,7 @@ def test_without_waiting_the_first_prompt_is_compressed_at_once():
     assert cache.work() == 0
 
 
-def test_wishes_are_granted_at_once_but_for_those_with_questions():
+def test_warm_requests_are_answered_at_once_but_for_those_with_questions():
     cache = Learned(wait_for_passes=False)
     cache.ask(document(2), warm=True, ticket=TICKET)
     assert cache.work() == 0 and (0, 56) in cache.spans

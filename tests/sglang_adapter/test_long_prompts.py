@@ -60,7 +60,7 @@ def test_four_times_the_pool_is_served_and_found_again():
     assert prefill(scheduler, first) == 4 * POOL // CHUNK
     (compressed,) = first.customized_info[PREFILLED_COMPRESSED]
     assert compressed > 3 * POOL
-    assert scheduler.tree_cache.manager.listener.totals.prefilled_compressed == 1
+    assert scheduler.tree_cache.prefixes.listener.totals.prefilled_compressed == 1
     scheduler.harness.finish(first)
     again = submit(scheduler, [*tokens, 1, 2])
     prefill(scheduler, again)
@@ -119,7 +119,7 @@ def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk
     assert scheduler.harness.allocator.available_size() < CHUNK
     before, held = joined.order.keys, joined.num_slots
     scheduler.harness.finish(req)
-    assert tree.manager.resizer.resize([joined], held // 2) == held - held // 2
+    assert tree.prefixes.resizer.resize([joined], held // 2) == held - held // 2
     most = before.sort(descending=True).values[: joined.num_entries]
     assert joined.order.keys.sort(descending=True).values.equal(most) and joined.num_slots == held // 2
 
@@ -140,7 +140,7 @@ def test_with_prefill_budget_chunks_shrink_where_slots_are_ample():
 def test_with_prefill_budget_neither_exact_requests_nor_what_they_read_shrink():
     scheduler = serve(pool=1000, prefill_budget=0.5)
     exact = scheduler.harness.request(text(200))
-    scheduler.tree_cache.manager.readers[exact].is_exact = True
+    scheduler.tree_cache.prefixes.readers[exact].is_exact = True
     scheduler.submit(exact)
     prefill(scheduler, exact)
     assert len(scheduler.tree_cache.spans) == 0
@@ -292,13 +292,13 @@ def test_what_cannot_be_served_is_refused_with_the_numbers():
     assert f"min_budget {share} would do" in too_long and 0 < share < 0.1
     assert "no min_budget would do" in scheduler.submit(harness.request(text(3 * longest)))
     exact = harness.request(text(2 * POOL))
-    scheduler.tree_cache.manager.readers[exact].is_exact = True
+    scheduler.tree_cache.prefixes.readers[exact].is_exact = True
     assert f"with exact; allowed: at most {POOL - 7}" in scheduler.submit(exact)
     uncached = harness.uncached_request(text(2 * POOL))
     assert f"with bootstrap_host '2.2.2.2'; allowed: at most {POOL - 7}, because" in scheduler.submit(uncached)
     uncached.positional_embed_overrides = object()
     assert f"with positional_embed_overrides; allowed: at most {POOL - 7}," in scheduler.submit(uncached)
-    assert not scheduler.tree_cache.manager.readers[uncached].is_long and scheduler.queue == []
+    assert not scheduler.tree_cache.prefixes.readers[uncached].is_long and scheduler.queue == []
     with_logprobs = harness.request(text(2 * POOL))
     with_logprobs.return_logprob, with_logprobs.logprob_start_len = True, 0
     room = POOL - 2 - 8 - scheduler.plan.slots_at_peak(2 * POOL)
@@ -322,7 +322,7 @@ def test_prompts_that_are_never_cached_are_served_beside_others_and_leave_nothin
             scheduler.chunked_req = None
             scheduler.queue.insert(0, req)
         prefill(scheduler, req)
-        assert harness.tree.manager.readers[req].observation is None
+        assert harness.tree.prefixes.readers[req].observation is None
         harness.decode(req)
         harness.finish(req)
     assert not scheduler.aborted and not any(harness.tree.guard.errors.values())

@@ -22,7 +22,7 @@ LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
 def harness(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
     harness = Harness(num_slots=200)
-    listener = harness.tree.manager.listener
+    listener = harness.tree.prefixes.listener
     harness.metrics = Metrics(harness.tree, listener.totals, LABELS)
     listener.subscribers.append(harness.metrics.observe)
     listener.each_turn.append(harness.metrics.each_turn)
@@ -35,7 +35,7 @@ def value(name: str, **labels: str) -> float | None:
 
 
 def test_an_empty_cache_has_all_series_at_zero(harness):
-    harness.tree.manager.listener.between_steps()
+    harness.tree.prefixes.listener.between_steps()
     assert (value("spans"), value("tokens_per_slot"), value("compressions_total")) == (0, 1, 0)
     assert value("refusals_total", reason="not-cached") == 0
     assert value("pool_slots", holder="free") == value("pool_slots", holder="compressed") + 200
@@ -51,7 +51,7 @@ def test_series_follow_the_cache(harness):
         if len(readers) > 3:
             harness.finish(readers.pop(0))
     harness.metrics.refresh()
-    gauges, totals = read_gauges(harness.tree), harness.tree.manager.listener.totals
+    gauges, totals = read_gauges(harness.tree), harness.tree.prefixes.listener.totals
     assert gauges.spans > 0 and totals.dropped_spans > 0 and gauges.max_readers_per_span > 0
     assert value("spans") == gauges.spans and value("segments") == gauges.segments
     assert value("logical_tokens") == sum(len(node.key) for node in harness.tree.nodes())
@@ -71,13 +71,13 @@ def test_series_follow_the_cache(harness):
 
 def test_counters_are_written_at_most_once_a_second(harness, monkeypatch):
     monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: 1e9)
-    harness.tree.manager.listener.between_steps()
+    harness.tree.prefixes.listener.between_steps()
     before = value("dropped_nodes_total")
     harness.evict(10)
-    harness.tree.manager.listener.between_steps()
+    harness.tree.prefixes.listener.between_steps()
     assert value("dropped_nodes_total") == before
     monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: 1e9 + 1)
-    harness.tree.manager.listener.between_steps()
+    harness.tree.prefixes.listener.between_steps()
     assert value("dropped_nodes_total") > before
 
 

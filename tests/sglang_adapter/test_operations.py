@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
-from sgl_kvevict.cache import jobs
+from sgl_kvevict.cache import passes
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import operations
@@ -127,7 +127,7 @@ def test_a_waiting_pass_yields_and_its_job_goes_on_later():
     warm(harness, ticket="the-ticket-of-this")
     scheduler.turn()
     operations.before_flush(idle_scheduler(scheduler))
-    assert not scheduler.waiting_queue and len(harness.tree.manager.scoring.jobs) == 1
+    assert not scheduler.waiting_queue and len(harness.tree.prefixes.passes.jobs) == 1
     assert scheduler.run_all() == 3 and outcome(harness, "the-ticket-of-this") == "compressed"
 
 
@@ -198,11 +198,11 @@ def test_jobs_of_several_namespaces_take_turns():
     scheduler.run_all()
     order = [req.extra_key for req in scheduler.passes]
     assert len(order) == 16 and order[:8] == ["busy", "other"] * 4 and set(order[8:]) == {"busy"}
-    assert scheduler.harness.tree.manager.scoring.jobs._turns == {}
+    assert scheduler.harness.tree.prefixes.passes.jobs._last_served == {}
 
 
 def test_who_asks_for_more_than_can_wait_is_told(monkeypatch):
-    monkeypatch.setattr(jobs, "MAX_JOBS", 2)
+    monkeypatch.setattr(passes, "MAX_JOBS", 2)
     harness, scheduler = cache()
     for i in range(3):
         warm(harness, [i, *DOCUMENT], ticket=f"ticket-of-number-{i}")
@@ -319,7 +319,7 @@ def test_a_change_that_needs_a_session_is_refused_without_one_and_forgets_nothin
     assert found(harness, [*DOCUMENT, 3]) < 57
 
 
-def test_a_wish_of_which_nothing_can_be_cached_is_too_short():
+def test_a_warm_request_of_which_nothing_can_be_cached_is_too_short():
     """Models with a window or a recurrent state cache prompts at certain places only."""
     harness, _ = cache()
     harness = Harness(num_slots=400, config=harness.config, policy=harness.policy, cache_grid=64)

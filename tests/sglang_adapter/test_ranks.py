@@ -67,7 +67,7 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
             harness.run(prompt, chunk=rng.choice([None, None, 13]))
         elif action == "drop":
             harness.evict(rng.choice([5, 20, 60]))
-        elif decoding and action == "decode" and harness.tree.manager.generations is not None:
+        elif decoding and action == "decode" and harness.config.decode_block is not None:
             req = rng.choice(decoding)
             while harness.decode(req) and rng.random() < 0.9:
                 harness.turn()
@@ -91,7 +91,7 @@ def test_trees_and_slots_stay_equal(policy, seed):
         harness = cache_of_rank(rank, group, **policy)
         scheduler = MiniScheduler(harness) if policy.get("needs_passes") else None
         looks = traffic(harness, scheduler, seed, steps=900)
-        return looks, harness.tree.ranks.offered, harness.tree.manager.listener.totals, rank_states(harness.tree)
+        return looks, harness.tree.ranks.offered, harness.tree.prefixes.listener.totals, rank_states(harness.tree)
 
     (looks, offered, totals, states), (others_looks, others_offered, others_totals, others_states) = on_two_ranks(run)
     for look, others in zip(looks, others_looks, strict=True):
@@ -113,7 +113,7 @@ def test_answers_take_the_same_slots_though_other_entries_are_kept():
         looks = traffic(harness, None, seed=3, steps=300)
         segments = {span.segment for span in harness.tree.spans.values() if span.segment.is_generated}
         kept = sorted((segment.start, segment.storage.positions.tolist()) for segment in segments)
-        return looks, harness.tree.manager.listener.totals.released_slots, kept
+        return looks, harness.tree.prefixes.listener.totals.released_slots, kept
 
     (looks, released, kept), (others_looks, others_released, others_kept) = on_two_ranks(run)
     for look, others in zip(looks, others_looks, strict=True):

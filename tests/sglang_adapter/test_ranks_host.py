@@ -32,7 +32,7 @@ def test_ranks_drop_and_load_the_same(host_blocks):
             harness.decode(req)
             harness.finish(req)
         held = {(each.record.start, each.record.end, len(each.blocks)) for each in harness.host._segments.values()}
-        totals = harness.tree.manager.listener.totals
+        totals = harness.tree.prefixes.listener.totals
         return found, held, totals.moved_in_segments, rank_states(harness.tree)
 
     ours, theirs = on_two_ranks(run)

@@ -57,7 +57,7 @@ def refusals(custom_params, needs_passes=True, tokenizer=None, **fields) -> list
         (False, {**WARM, "questions": ["a"]}, Letters(), "questions: got 1 questions; allowed: none, because"),
     ],
 )
-def test_impossible_wishes_are_refused_with_a_reason(needs_passes, options, tokenizer, message):
+def test_impossible_options_are_refused_with_a_reason(needs_passes, options, tokenizer, message):
     (reason,) = refusals({"kvevict": options}, needs_passes, tokenizer, max_question_tokens=30)
     assert message in reason
 

@@ -47,7 +47,7 @@ def segment_of(harness, start=0):
 
 def shrink(harness, num_slots=1):
     """Slots are short: one round of shrinking."""
-    assert harness.tree.manager.pressure.relieve(None) >= num_slots
+    assert harness.tree.prefixes.pressure.reclaim(None) >= num_slots
     harness.check()
 
 
@@ -102,7 +102,7 @@ def test_a_pass_in_the_middle_goes_on_with_the_entries():
     (req,) = scheduler.waiting_queue
     scheduler.waiting_queue.clear()
     assert harness.admit(req) and harness.prefill(req, 80)
-    (segment,) = harness.tree.manager.table.in_place
+    (segment,) = harness.tree.prefixes.table.in_place
     before = segment.attention[0, 0, 0].clone()
     shrink(harness)
     assert segment is segment_of(harness) and before > 0
@@ -117,7 +117,7 @@ def test_a_job_that_ends_early_leaves_its_segments_to_the_next_one():
     shrink(harness)
     ask(harness, 4, 5, 6)
     assert scheduler.run_pass()
-    harness.tree.manager.scoring.abort(SchedulerPasses(scheduler))
+    harness.tree.prefixes.passes.abort(SchedulerPasses(scheduler))
     assert segment_of(harness).attention is None and scheduler.run_all() == 0
     ask(harness, 7, 8, 9)
     assert scheduler.run_all() == 3 and segment_of(harness).is_measured

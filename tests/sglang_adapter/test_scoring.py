@@ -15,8 +15,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import TURN_S, Letters, MiniScheduler
 from sgl_kvevict.cache.pacing import ASSUMED_PASS_S, BUSY_TOKENS, QUIET_S
+from sgl_kvevict.cache.passes import ANSWER_RADIUS
 from sgl_kvevict.cache.probes import REPEAT
-from sgl_kvevict.cache.scoring import ANSWER_REACH
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.segments import MeasuredRange
@@ -113,7 +113,7 @@ def test_what_is_still_read_is_compressed_under_its_readers():
 def test_what_is_read_exactly_is_compressed_when_that_reader_leaves():
     harness, scheduler = cache()
     reader = harness.run([*DOCUMENT, 1, 2, 3], options=WARM)
-    harness.tree.manager.readers[reader].is_exact = True
+    harness.tree.prefixes.readers[reader].is_exact = True
     assert scheduler.run_all() == 4
     assert spans(harness) == [] and outcome(harness) == "in-use"
     harness.decode(reader)
@@ -123,7 +123,7 @@ def test_what_is_read_exactly_is_compressed_when_that_reader_leaves():
 
 def test_listeners_are_told_of_every_pass():
     harness, scheduler = cache()
-    counting = harness.tree.manager.listener
+    counting = harness.tree.prefixes.listener
     harness.finish(harness.run(DOCUMENT, options=WARM))
     scheduler.run_all()
     assert (counting.totals.scoring_passes, counting.totals.compressions) == (3, 1)
@@ -182,10 +182,10 @@ def test_no_pass_starts_while_a_request_waits_and_a_waiting_one_makes_room():
     assert scheduler.waiting_queue == [user]
     scheduler.waiting_queue.clear()
     scheduler.turn()
-    assert len(scheduler.waiting_queue) == 1 and harness.tree.manager.scoring.running in scheduler.waiting_queue
+    assert len(scheduler.waiting_queue) == 1 and harness.tree.prefixes.passes.running in scheduler.waiting_queue
     scheduler.waiting_queue.append(user)
     scheduler.turn()
-    assert scheduler.waiting_queue == [user] and harness.tree.manager.scoring.running is None
+    assert scheduler.waiting_queue == [user] and harness.tree.prefixes.passes.running is None
     scheduler.waiting_queue.clear()
     assert scheduler.run_all() == 3 and spans(harness) == [(0, 56)]  # nothing of it is lost
 
@@ -278,17 +278,17 @@ def test_questions_given_with_a_prefix_replace_its_repetition():
     assert tail == [encode("who\n\n", False), encode("where\n\n", False)]
 
 
-@pytest.mark.parametrize(("options", "reach"), [(WARM, 0), ({"warm": True, "questions": ["who"]}, ANSWER_REACH)])
-def test_what_questions_attend_to_reaches_around(monkeypatch, options, reach):
+@pytest.mark.parametrize(("options", "radius"), [(WARM, 0), ({"warm": True, "questions": ["who"]}, ANSWER_RADIUS)])
+def test_what_questions_attend_to_reaches_around(monkeypatch, options, radius):
     harness, scheduler = cache()
     build, built = MeasuredRange.show, set()
     monkeypatch.setattr(
-        MeasuredRange, "show", lambda one, *args: built.add((one.readers.reach, one.is_asked)) or build(one, *args)
+        MeasuredRange, "show", lambda one, *args: built.add((one.readers.radius, one.is_asked)) or build(one, *args)
     )
     harness.finish(harness.run(DOCUMENT, options=options))
     scheduler.run_all()
     ask(harness, 1, 2, 3)
-    assert built == {(reach, reach > 0)} and spans(harness) == [(0, 56)]
+    assert built == {(radius, radius > 0)} and spans(harness) == [(0, 56)]
 
 
 def test_namespaces_are_scored_apart():

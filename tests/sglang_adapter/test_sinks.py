@@ -26,7 +26,7 @@ def test_the_rest_of_a_document_keeps_the_sinks_that_another_prompt_reads():
     assert harness.admit(reader) and reader.prefix_len == 4 and harness.prefill(reader)
     while harness.evict(1):
         pass
-    while harness.tree.manager.pressure.relieve(None):
+    while harness.tree.prefixes.pressure.reclaim(None):
         pass
     (rest,) = (span for span in harness.tree.spans.values() if span.end == 4)
     assert rest.segment.num_slots == 4 and rest.runs()[0].lens.eq(4).all()

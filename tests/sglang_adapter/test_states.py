@@ -81,7 +81,7 @@ def test_what_is_below_no_state_goes_first():
 def test_a_state_counts_as_the_slots_that_its_memory_would_make():
     harness = StatesHarness(num_slots=200)
     harness.finish(harness.run(DOCUMENT))
-    order = harness.tree.manager.order
+    order = harness.tree.prefixes.recency
     (tail,) = (node for node in harness.tree.nodes() if node.component_data[MAMBA].value is not None)
     state_bytes = 2 * 4 * (1 * 2 * 2 + 2 * 3)  # layers, bytes, numbers of both parts
     slot_bytes = 2 * 2 * 4 * (2 * 2)  # layers, keys and values, bytes, heads and their width
@@ -93,7 +93,7 @@ def test_a_finished_request_that_is_not_cached_gives_its_state_back():
     harness = StatesHarness()
     req = harness.request([*DOCUMENT, 1], options={"exact": True})
     harness.finish(harness.run(DOCUMENT))
-    harness.tree.manager.readers[req].is_exact = True
+    harness.tree.prefixes.readers[req].is_exact = True
     harness.admit(req)
     harness.prefill(req)
     harness.finish(req)  # checks that no state is lost

@@ -122,7 +122,7 @@ def test_who_reads_exactly_is_left_alone():
     (record,) = stored([DOCUMENT])
     harness = Harness(num_slots=240, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
     reader = harness.request(DOCUMENT[:20])
-    harness.tree.manager.readers[reader].is_exact = True
+    harness.tree.prefixes.readers[reader].is_exact = True
     harness.admit(reader)
     harness.prefill(reader)
     free = harness.allocator.available_size()

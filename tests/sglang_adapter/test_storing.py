@@ -47,14 +47,14 @@ def server_args(tmp_path_factory):
 def test_a_prefix_outlives_its_server(tmp_path):
     first = Server(tmp_path)
     assert first.serve(DOCUMENT) == 0
-    assert [(done.tokens, len(done.key), done.error) for done in first.heard.stored_segments] == [(56, 16, None)]
+    assert [(done.tokens, len(done.key), done.error) for done in first.recorder.stored_segments] == [(56, 16, None)]
     second = Server(tmp_path, num_slots=200)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9]) == 56
-    assert second.heard.loads == [(0, 56)] and second.heard.stored_segments == []
-    totals = second.heard.totals
+    assert second.recorder.loads == [(0, 56)] and second.recorder.stored_segments == []
+    totals = second.recorder.totals
     assert (totals.loaded_segments, totals.loaded_tokens, totals.late_loads) == (1, 56, 0)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9, 8]) == 59  # of the tree: nothing is fetched twice
-    assert len(second.heard.loads) == 1
+    assert len(second.recorder.loads) == 1
 
 
 def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
@@ -64,7 +64,7 @@ def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
     rows = {}
     for name, draft in {"same": DRAFT, "other": dataclasses.replace(DRAFT, model="cd" * 32)}.items():
         server = Server(tmp_path, draft=draft, make=VerifyingHarness, num_slots=200)
-        assert server.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and server.heard.loads == [(0, 56)]
+        assert server.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and server.recorder.loads == [(0, 56)]
         rows[name] = server.harness.num_draft_rows_read
         assert server.serve([*DOCUMENT[:30], 8, 8]) == 30  # a split
         again = Server(tmp_path, draft=draft, make=VerifyingHarness, num_slots=200)
@@ -72,7 +72,7 @@ def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
     assert rows["same"] > 0 == rows["other"]
     without = Server(tmp_path, num_slots=200)
-    assert without.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and without.heard.loads == [(0, 56)]
+    assert without.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and without.recorder.loads == [(0, 56)]
 
 
 def test_a_draft_model_is_known_by_its_weights_and_configuration(tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_requests_that_wait_for_the_same_prefix_bring_it_once(tmp_path):
     twins = [server.queue([*DOCUMENT[:56], i]) for i in range(3)]
     assert server.settle(*twins) == set()
     server.harness.check()
-    assert (server.heard.totals.loaded_segments, server.heard.totals.not_placed) == (1, 2)
+    assert (server.recorder.totals.loaded_segments, server.recorder.totals.not_placed) == (1, 2)
     assert cache_state(server.harness.tree)["free_slots"] == 30 - 17
     for req in twins:
         assert server.harness.admit(req) and req.prefix_len == 56
@@ -151,7 +151,7 @@ def test_namespaces_find_their_own(tmp_path):
 def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
     config = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=50)
     server = Server(tmp_path, config=config, num_slots=120)
-    manager = server.harness.tree.manager
+    manager = server.harness.tree.prefixes
     server.harness.finish(server.harness.run(DOCUMENT[:50]))
     (last,) = [node for node in server.harness.tree.nodes() if len(node.key) >= 50]
     resizer, done = manager.resizer, {}
@@ -164,7 +164,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
         server.harness.check()
         assert server.writer.drain(300)
         server.saving.between_steps()
-        done[share] = len(server.heard.stored_segments)
+        done[share] = len(server.recorder.stored_segments)
     assert done == {0.6: 0, 0.3: 1, 0.1: 1}
     (key,) = keys_in(server.segments)
     assert server.segments.get(key).num_entries == 15 * 4
@@ -177,8 +177,8 @@ def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
     req = server.queue([*DOCUMENT[:56], 9])
     assert server.begin(req) == {req}
     server.now = 1.0
-    assert server.loading.settle([req]) == set() and server.heard.failures == ["late"]
-    assert server.heard.totals.late_loads == 1
+    assert server.loading.settle([req]) == set() and server.recorder.failures == ["late"]
+    assert server.recorder.totals.late_loads == 1
 
 
 def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatc
     monkeypatch.setattr(server.segments.backend, "put", fail)
     monkeypatch.setattr(server.segments.backend, "exists", fail)
     assert server.serve(DOCUMENT) == 0
-    assert server.heard.failures == ["error"] and server.heard.stored_segments[0].error == "unreachable"
+    assert server.recorder.failures == ["error"] and server.recorder.stored_segments[0].error == "unreachable"
     assert cache_state(server.harness.tree)["leaked_slots"] == 0
 
 
@@ -216,14 +216,14 @@ def test_new_weights_switch_the_store_off(tmp_path, monkeypatch):
     for fetch in fetches:
         fetch()  # it comes when nothing may be loaded any more
     assert server.loading.settle([waiting]) == set() and not server.access.is_on
-    assert server.heard.loads == []
+    assert server.recorder.loads == []
     late = server.harness.request([*DOCUMENT, 8])
     after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), late)
-    assert server.loading.num_waiting == 0
+    assert server.loading.state()[1] == 0
     server.harness.finish(server.harness.run(DOCUMENT))
     assert server.writer.drain(300)
     server.saving.between_steps()
-    assert server.heard.stored_segments == [] and server.heard.loads == []
+    assert server.recorder.stored_segments == [] and server.recorder.loads == []
 
 
 def test_a_document_behind_a_shared_header_needs_no_other_document(tmp_path):
@@ -236,10 +236,10 @@ def test_a_document_behind_a_shared_header_needs_no_other_document(tmp_path):
     for i in (0, 1):
         second = Server(tmp_path, num_slots=200)
         assert second.serve([*documents[i][:56], 9, 9, 9]) >= 56  # the tail's first token may be the question's
-        assert second.heard.loads == [(0, 56)]
+        assert second.recorder.loads == [(0, 56)]
         other = documents[1 - i]
         assert second.serve([*other[:56], 8, 8, 8]) >= 56  # the header is there; the rest of it comes
-        assert second.heard.loads == [(0, 56), (10, 56)]
+        assert second.recorder.loads == [(0, 56), (10, 56)]
         assert cache_state(second.harness.tree)["leaked_slots"] == 0
 
 
@@ -252,7 +252,7 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     (owner,) = server.harness.tree.spans
     segment = server.harness.tree.spans[owner].segment
     segment.order = replace(segment.order, is_measured=True)
-    server.harness.tree.manager.resizer.at_budget(owner)
+    server.harness.tree.prefixes.resizer.at_budget(owner)
     assert server.writer.drain(300) and server.segments.get(key).is_read
 
 
@@ -265,7 +265,7 @@ def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
     assert server.reader._workers.drain(300)
     assert server.loading.settle([short, *queue]) == set(queue[READ_AHEAD - 1 :])  # it is not yet their turn
     assert server.settle(*queue[READ_AHEAD - 1 :]) == set()
-    assert server.loading.num_waiting == 0 and server.heard.totals.loaded_segments == 1
+    assert server.loading.state()[1] == 0 and server.recorder.totals.loaded_segments == 1
 
 
 def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypatch):
@@ -277,7 +277,7 @@ def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypat
     assert server.reader._workers.drain(300)
     assert server.loading.settle(queue) == set()
     assert server.settle(*queue[READ_AHEAD:]) == set()  # when it is their turn in the end, they are looked for
-    assert server.loading.num_waiting == 0
+    assert server.loading.state()[1] == 0
 
 
 def test_a_working_set_of_many_times_the_pool_comes_back_from_the_store(tmp_path):
@@ -289,7 +289,7 @@ def test_a_working_set_of_many_times_the_pool_comes_back_from_the_store(tmp_path
     for turn in range(4):
         for number, document in enumerate(documents):
             assert server.serve([*document[:56], turn, number % 11, 9]) >= 55, (turn, number)
-    assert server.heard.totals.loaded_segments >= 30 and server.heard.totals.late_loads == 0
+    assert server.recorder.totals.loaded_segments >= 30 and server.recorder.totals.late_loads == 0
     assert cache_state(server.harness.tree)["leaked_slots"] == 0
 
 
@@ -321,7 +321,7 @@ def test_a_prompt_with_overridden_embeddings_waits_for_no_fetch(tmp_path):
     req = server.harness.request([*DOCUMENT, 9])
     req.positional_embed_overrides = object()
     after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), req)
-    assert server.loading.num_waiting == 0
+    assert server.loading.state()[1] == 0
 
 
 def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
@@ -337,7 +337,7 @@ def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
         assert len(keys_in(server.segments)) == num_stored
         req = server.harness.request([*DOCUMENT, 9], extra_key, lora_id=lora_id)
         after_queueing(None, scheduler, req)
-        assert server.loading.num_waiting == (lora_id is None)
+        assert server.loading.state()[1] == (lora_id is None)
         server.loading.clear()
 
 
@@ -346,8 +346,8 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     gate, put = threading.Event(), server.segments.put
     monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(300) and put(*args))
     server.harness.finish(server.harness.run(DOCUMENT))
-    assert server.manager.store_state()["waiting"] == 1
-    assert server.manager.close_store(0.01) == 1  # in bounded time
+    assert server.prefixes.store_state()["waiting"] == 1
+    assert server.prefixes.switch_store_off() and server.writer.close(0.01) == 1  # in bounded time
     gate.set()
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
     after_shutdown(None, scheduler)
@@ -369,7 +369,7 @@ def test_what_is_told_is_counted_and_published(tmp_path):
         LoadFailed("error", "unreachable"),
         LoadFailed("no-place"),
     ):
-        listener.tell(event)
+        listener.emit(event)
     totals = listener.totals
     assert (totals.stored_segments, totals.stored_bytes, totals.not_stored, totals.already_stored) == (1, 900, 1, 1)
     assert (totals.loaded_segments, totals.loaded_tokens, totals.not_placed) == (1, 36, 1)
@@ -389,7 +389,7 @@ def test_random_traffic_with_restarts_keeps_every_slot(tmp_path):
             server.serve([*document[: 60 - 7 * (i % 3)], *([i] * 6)])
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
         assert server.harness.tree.guard.errors == dict.fromkeys(server.harness.tree.guard.errors, 0)
-        assert (server.heard.totals.loaded_segments > 0) == (start > 0)
+        assert (server.recorder.totals.loaded_segments > 0) == (start > 0)
 
 
 def test_who_waits_is_passed_over_and_keeps_its_place(tmp_path):

@@ -120,7 +120,7 @@ def test_a_request_that_was_admitted_but_not_begun_moves_along():
     harness.finish(harness.run([*DOCUMENT, 1, 2]))
     harness.tree.forget_compressed()
     exact = harness.request(DOCUMENT)
-    harness.tree.manager.readers[exact].is_exact = True
+    harness.tree.prefixes.readers[exact].is_exact = True
     harness.admit(exact)
     harness.prefill(exact)
     waiting = harness.request([*DOCUMENT, 3])
@@ -137,7 +137,7 @@ def test_a_request_that_reads_exactly_finds_and_leaves_nothing_compressed():
     harness.finish(harness.run(DOCUMENT))
     nodes = len(list(harness.tree.nodes()))
     exact = harness.request([*DOCUMENT, 1, 2, 3])
-    harness.tree.manager.readers[exact].is_exact = True
+    harness.tree.prefixes.readers[exact].is_exact = True
     assert harness.admit(exact) and exact.prefix_len == 0
     harness.prefill(exact, 20)
     harness.prefill(exact)
@@ -150,11 +150,11 @@ def test_a_request_that_reads_exactly_finds_and_leaves_nothing_compressed():
 def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
     harness = Harness(num_slots=400)
     exact = harness.request(DOCUMENT)
-    harness.tree.manager.readers[exact].is_exact = True
+    harness.tree.prefixes.readers[exact].is_exact = True
     harness.admit(exact)
     harness.prefill(exact)
     other = harness.request([*DOCUMENT, 1])
-    harness.tree.manager.readers[other].is_exact = True
+    harness.tree.prefixes.readers[other].is_exact = True
     assert harness.admit(other) and other.prefix_len == 60
     harness.prefill(other)
     harness.finish(exact)
@@ -167,7 +167,7 @@ def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
 def test_chunked_prefill_compresses_once_at_the_end():
     harness = Harness()
     req = harness.run(DOCUMENT, chunk=13)
-    assert harness.tree.manager.listener.totals.compressions == 1
+    assert harness.tree.prefixes.listener.totals.compressions == 1
     assert min(harness.tree.spans.values(), key=lambda span: span.start).is_owner
     harness.decode(req)
 
@@ -196,10 +196,10 @@ def test_next_turn_compresses_the_answer_of_the_last():
 def test_short_ranges_stay_uncompressed():
     harness = Harness()
     harness.finish(harness.run(DOCUMENT))
-    compressions = harness.tree.manager.listener.totals.compressions
+    compressions = harness.tree.prefixes.listener.totals.compressions
     harness.finish(harness.run([*DOCUMENT, 1]))
     harness.finish(harness.run(DOCUMENT[:5]))
-    assert harness.tree.manager.listener.totals.compressions == compressions
+    assert harness.tree.prefixes.listener.totals.compressions == compressions
 
 
 def test_namespaces_never_share():

@@ -29,7 +29,7 @@ def unit(seed: int, share: float) -> Counts:
     config = EventsConfig(endpoint=f"ipc://{folder}/events", max_queue_size=100)
     service = EventService(config, description_of(config))
     service._followers[b"nobody"] = float("inf")  # so events are queued, encoded and sent to a client that is gone
-    listener = harness.tree.manager.listener
+    listener = harness.tree.prefixes.listener
     listener.subscribers.append(service.publish)
     rng = random.Random(seed)
     half = int(10_000 * share)
@@ -54,12 +54,12 @@ def _traffic(harness, rng: random.Random, num_requests: int) -> None:
         document = rng.choice([rng.randrange(10**6), rng.randrange(5)])
         tokens = [document // 11**i % 11 for i in range(6)] + [i * 7 % 11 for i in range(30)]
         options = None
-        if harness.tree.manager.scoring is not None and rng.random() < 0.2:
+        if harness.tree.prefixes.passes.is_on and rng.random() < 0.2:
             options = {"warm": True, "questions": ["who?"], "ticket": f"ticket {rng.random():.12f}"}
         req = harness.run([*tokens, rng.randrange(11)], rng.choice([None, f"tenant {document}"]), options=options)
         if req is not None:
             harness.retract(req) if rng.random() < 0.2 else harness.finish(req)
-        if harness.tree.manager.scoring is not None and rng.random() < 0.5:
+        if harness.tree.prefixes.passes.is_on and rng.random() < 0.5:
             scheduler.run_pass()
             scheduler.passes.clear()
 

@@ -105,7 +105,7 @@ def build(name: str, options: dict[str, Any], rank: int = 0, group: distributed.
 
 def drive(harness: Harness, rng: random.Random, steps: int) -> None:
     """Do random operations; the harness checks contents and conservation after each."""
-    scheduler = None if harness.tree.manager.scoring is None else MiniScheduler(harness)
+    scheduler = MiniScheduler(harness) if harness.tree.prefixes.passes.is_on else None
     for _ in range(steps):
         action = rng.choice(RARE) if rng.random() < 0.01 else rng.choice(ACTIONS)
         _act(harness, scheduler, rng, action)
@@ -162,7 +162,7 @@ def _pause(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random
 def _submit(harness: Harness, rng: random.Random) -> None:
     base = rng.choice(DOCUMENTS)[: rng.choice([0, 9, 20, 35, 50, 70])]
     options = None
-    if harness.tree.manager.scoring is not None and rng.random() < 0.3:
+    if harness.tree.prefixes.passes.is_on and rng.random() < 0.3:
         options = {"warm": True, "questions": ["who?"] * rng.randrange(3), "ticket": f"ticket {rng.random():.12f}"}
     suffix = [rng.randrange(11) for _ in range(rng.randrange(1, 12))]
     extra_key, salt = rng.choice(NAMESPACES)
@@ -212,7 +212,7 @@ def requests_known_by_name() -> Iterator[None]:
     original = KVEvictTree.read_paths
 
     def by_name(tree: Any, readers: Any) -> Any:
-        named = {req.rid: req for req in sorted(tree.manager.readers, key=lambda req: req.rid)}
+        named = {req.rid: req for req in sorted(tree.prefixes.readers, key=lambda req: req.rid)}
         return original(tree, [named.get(req.rid, req) for req in readers])
 
     KVEvictTree.read_paths = by_name  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from kvevict_kernels.transfer import to_device
 BATCH_FIELDS = (
     *("run_address", "run_lens", "partial_start", "span_members", "span_member_start"),
     *("span_chunk", "span_cap", "span_bits"),
-    *("members", "request_members", "new_lens_device", "waterlines", "request_chunk", "suffix_partial"),
+    *("members", "request_members", "new_lens_device", "compressed_lens", "request_chunk", "suffix_partial"),
     *("path_start", "path_span", "path_member", "merge_request", "merge_token"),
     *("span_positions", "member_request", "row_ends"),
     *("tile_request", "tile_index", "tile_split", "tile_share", "tile_shares", "num_splits", "extend_partial"),
@@ -52,7 +52,7 @@ class TableAddresses:
         Raises:
             ValueError: the scratch is too small, or has another dtype or device.
         """
-        device = tables.waterlines.device
+        device = tables.compressed_lens.device
         check_tensor("partials", partials[0], (None, None), torch.float32, device)
         check_tensor("partials", partials[1], (partials[0].shape[0],), torch.float32, device)
         if partials[0].shape[0] < tables.num_partials:

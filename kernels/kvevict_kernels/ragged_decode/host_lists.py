@@ -18,7 +18,7 @@ from kvevict_kernels.ragged_decode.chunks import (
 )
 from kvevict_kernels.ragged_decode.tile_table import EXTEND
 from kvevict_kernels.row_codec import WIDTHS
-from kvevict_kernels.span_runs import SpanReaders, SpanRuns, waterline_of
+from kvevict_kernels.span_runs import SpanReaders, SpanRuns, compressed_len_of
 
 SPLIT_ROWS = 128
 """Requests with more q rows per KV head are left to ``ragged_extend``."""
@@ -193,7 +193,7 @@ class HostLists:
             "row_ends": row_ends if self.sizes.has_windows else [],
             "request_members": [len(members) + row for row in self.first_rows],
             "new_lens_device": list(self.new_lens),
-            "waterlines": [waterline_of(path) for path in self.paths],
+            "compressed_lens": [compressed_len_of(path) for path in self.paths],
             "request_chunk": [MIN_CHUNKS[which] for which in self.request_class],
             "num_splits": self.num_splits,
             "path_start": self.readers.path_start,

@@ -143,7 +143,7 @@ def start_step(
         addresses: of the batch's tables.
         req_to_token: [num_rows, max_context_len], int32, token slots.
         pool_rows: [num_requests], int64, each request's row of it.
-        seq_lens: [num_requests], int32, logical tokens including new ones: at least waterline + new tokens.
+        seq_lens: [num_requests], int32, logical tokens including new ones: at least compressed_len + new tokens.
         previous: the previous step with the same tables, whose buffers are reused.
         visible: [num_new], int64: bit j is set if the token sees its request's j-th new token (at most 64 each); None:
             it sees those before it.
@@ -152,7 +152,7 @@ def start_step(
         ValueError: wrong shape, dtype or device.
     """
     tables = addresses.tables
-    num_requests, device = len(tables.new_lens), tables.waterlines.device
+    num_requests, device = len(tables.new_lens), tables.compressed_lens.device
     check_tensor("req_to_token", req_to_token, (None, None), torch.int32, device)
     check_tensor("pool_rows", pool_rows, (num_requests,), torch.int64, device)
     check_tensor("seq_lens", seq_lens, (num_requests,), torch.int32, device)
@@ -206,7 +206,7 @@ def _check_layer(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) 
     num_qo_heads, head_dim = sizes.num_kv_heads * sizes.group_size, inputs.k_arena.shape[3]
     dtypes = KV_DTYPES if inputs.k_arena.dtype == FP8 else inputs.k_arena.dtype
     # Tokens may be strided, so only the first one is checked for contiguity.
-    check_tensor("q", q[:1], (min(1, tables.num_new), num_qo_heads, head_dim), dtypes, tables.waterlines.device)
+    check_tensor("q", q[:1], (min(1, tables.num_new), num_qo_heads, head_dim), dtypes, tables.compressed_lens.device)
     if q.shape[0] != tables.num_new:
         raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")
     if inputs.sink_logits is not None:

@@ -60,7 +60,7 @@ class Tables:
     row_ends: Tensor  # [B], int32, row after each request's last new token; empty if no layer has a window
     request_members: Tensor  # [B], int32, where each request's rows start in ``members``
     new_lens_device: Tensor  # [B], int32
-    waterlines: Tensor  # [B], int32, tokens that are compressed into the request's path
+    compressed_lens: Tensor  # [B], int32, tokens that are compressed into the request's path
     request_chunk: Tensor  # [B], int32, tokens per work item of the suffix, at least
     num_splits: Tensor  # [B], int32, parts of the keys in ``ragged_extend``
     suffix_partial: Tensor  # [B], int64, first partial row of each suffix

@@ -120,8 +120,8 @@ def suffix_work_kernel(
         i = first + tl.arange(0, BLOCK)
         mask = i <= mine
         request = tl.load(at.class_int32s_at(addresses_ptr, at.REQUESTS, CLASS) + i, mask=mask, other=0)
-        waterline = tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request, mask=mask, other=0)
-        length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - waterline
+        compressed_len = tl.load(at.int32s_at(addresses_ptr, at.COMPRESSED_LENS) + request, mask=mask, other=0)
+        length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - compressed_len
         tiles = tl.cdiv(
             tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request, mask=mask, other=0) * G, ROW_TILE
         )
@@ -135,10 +135,10 @@ def suffix_work_kernel(
     request = tl.load(at.class_int32s_at(addresses_ptr, at.REQUESTS, CLASS) + mine)
     count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
     tiles = tl.cdiv(count * G, ROW_TILE)
-    waterline = tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
-    length = tl.load(seq_lens_ptr + request) - waterline
+    compressed_len = tl.load(at.int32s_at(addresses_ptr, at.COMPRESSED_LENS) + request)
+    length = tl.load(seq_lens_ptr + request) - compressed_len
     chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
-    index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
+    index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + compressed_len) * 4
     first_partial = tl.load(at.int64s_at(addresses_ptr, at.SUFFIX_PARTIAL) + request)
     member = tl.load(at.int32s_at(addresses_ptr, at.REQUEST_MEMBERS) + request)
     for begin in range(0, num_items, FILL):

@@ -100,7 +100,7 @@ def _merge_kernel(
             b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=DV, BLOCK=BLOCK
         )
     rows = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request) * G
-    length = tl.load(seq_lens_ptr + request) - tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
+    length = tl.load(seq_lens_ptr + request) - tl.load(at.int32s_at(addresses_ptr, at.COMPRESSED_LENS) + request)
     least = tl.load(at.int32s_at(addresses_ptr, at.REQUEST_CHUNK) + request)
     chunk = suffix_chunk(length, least, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
     num = tl.cdiv(length, chunk)

@@ -101,11 +101,11 @@ def _own_keys(
         own tokens before the first new one, own tokens up to the tile's last one, the address of their token slots, and
         [BLOCK_M], the last position that a row does not see.
     """
-    waterline = tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
+    compressed_len = tl.load(at.int32s_at(addresses_ptr, at.COMPRESSED_LENS) + request)
     end = tl.load(seq_lens_ptr + request)
-    num_before = end - waterline - count
+    num_before = end - compressed_len - count
     num_own = num_before + tl.minimum(tl.max(token, 0) + 1, count)
-    address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
+    address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + compressed_len) * 4
     hidden = end - count + depth - window
     if WINDOWED:  # keys that no row of the tile sees are left out of the parts
         num_hidden = tl.maximum(num_before + tl.min(depth, 0) + 1 - window, 0)

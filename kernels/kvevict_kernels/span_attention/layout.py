@@ -74,16 +74,16 @@ class Layout:
 
     def locate(
         self,
-        waterlines: Sequence[int],
+        compressed_lens: Sequence[int],
         seq_lens: Sequence[int],
         rows: Tensor,
         req_to_token: Tensor,
         visible: Tensor | None = None,
     ) -> None:
-        """Set where the token slots ``[waterline, seq_len)`` of each request are; they are read when the call runs.
+        """Set where the token slots ``[compressed_len, seq_len)`` of each request are, read when the call runs.
 
         Args:
-            waterlines: per request, tokens that are compressed into its path.
+            compressed_lens: per request, tokens that are compressed into its path.
             seq_lens: per request, tokens including the new ones; at most the length of a row.
             rows: [num_requests], int, rows of ``req_to_token``.
             req_to_token: [num_rows, max_context_len], int32.
@@ -99,9 +99,11 @@ class Layout:
         row_numbers = rows.numpy()
         if row_numbers.min() < 0 or row_numbers.max() >= num_rows:
             raise ValueError(f"rows: expected 0 to {num_rows - 1}, got {row_numbers.tolist()}")
-        if min(waterlines) < 0 or max(seq_lens) > row_len:
-            raise ValueError(f"seq_lens: expected positions 0 to {row_len}, got {list(waterlines)} to {list(seq_lens)}")
-        begins = np.asarray(waterlines, np.int64)
+        if min(compressed_lens) < 0 or max(seq_lens) > row_len:
+            raise ValueError(
+                f"seq_lens: expected positions 0 to {row_len}, got {list(compressed_lens)} to {list(seq_lens)}"
+            )
+        begins = np.asarray(compressed_lens, np.int64)
         if visible is not None:
             check_tensor("visible", visible, (None,), torch.int64, _CPU)
             if visible.numel() <= self._lists[w.TOKENS].max():

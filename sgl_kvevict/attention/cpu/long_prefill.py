@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.row_codec import WIDTHS, RowStatistics, load_rows
-from kvevict_kernels.span_runs import SpanRuns, waterline_of
+from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import InvariantError
@@ -38,7 +38,7 @@ class PrefillRequest:
 
     rows: slice  # its new tokens in the forward
     path: Path
-    cached_slots: Tensor  # [num_cached], int32, token slots of ``[waterline, first new token)``
+    cached_slots: Tensor  # [num_cached], int32, token slots of ``[compressed_len, first new token)``
     new_slots: Tensor  # [num_new], int32, token slots of the new tokens
 
 
@@ -84,7 +84,7 @@ class LongPrefill:
         for i in requests:
             new, seq_len = batch.new_lens[i], batch.seq_lens[i]
             row = batch.req_to_token[int(batch.req_pool_indices[i])]
-            cached, own = row[batch.waterlines[i] : seq_len - new].clone(), row[seq_len - new : seq_len].clone()
+            cached, own = row[batch.compressed_lens[i] : seq_len - new].clone(), row[seq_len - new : seq_len].clone()
             plans.append(PrefillRequest(slice(ends[i] - new, ends[i]), batch.paths[i], cached, own))
         return plans
 
@@ -111,17 +111,17 @@ class LongPrefill:
     def _attend_in_window(
         self, request: PrefillRequest, layer: int, q: Tensor, sm_scale: float
     ) -> tuple[Tensor, Tensor]:
-        waterline, num_new = waterline_of(request.path), q.shape[0]
+        compressed_len, num_new = compressed_len_of(request.path), q.shape[0]
         slots = torch.cat([request.cached_slots, request.new_slots])
-        first_new = waterline + request.cached_slots.numel()
+        first_new = compressed_len + request.cached_slots.numel()
         out = q.new_empty(*q.shape[:2], self.v_arena.shape[-1])
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for begin in range(0, num_new, WINDOW_BLOCK):
             end = min(begin + WINDOW_BLOCK, num_new)
             block = _QueryBlock(slice(begin, end), first_new + begin, first_new + end, self.windows[layer])
-            own_first = max(block.oldest, waterline)
-            own = slots[own_first - waterline : block.end - waterline]
-            if block.oldest >= waterline:
+            own_first = max(block.oldest, compressed_len)
+            own = slots[own_first - compressed_len : block.end - compressed_len]
+            if block.oldest >= compressed_len:
                 added = block.mask(torch.arange(own_first, block.end))
                 got = _attend(q[block.rows], *self._tokens(layer, own), sm_scale, added=added)
             else:

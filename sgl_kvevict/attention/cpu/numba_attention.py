@@ -79,7 +79,7 @@ class NumbaAttention:
     def _lay_out(self, batch: AttentionBatch, new_lens: list[int], requests: list[int]) -> Layout:
         layout = self._recent.get(batch.key, lambda: self._build(batch, new_lens, requests))
         layout.locate(
-            [batch.waterlines[i] for i in requests],
+            [batch.compressed_lens[i] for i in requests],
             [batch.seq_lens[i] for i in requests],
             batch.req_pool_indices[requests],
             batch.req_to_token,

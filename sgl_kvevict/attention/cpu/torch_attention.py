@@ -83,7 +83,7 @@ class TorchAttention:
             K [num_keys, head_dim] and V [num_keys, v_head_dim], float32, and positions [num_keys], int64.
         """
         geometry, path = self.geometry, batch.paths[request]
-        own = torch.arange(batch.waterlines[request], batch.seq_lens[request], device=self._k_rows.device)
+        own = torch.arange(batch.compressed_lens[request], batch.seq_lens[request], device=self._k_rows.device)
         slots = batch.req_to_token[int(batch.req_pool_indices[request]), own].long()
         keys, values, positions = [], [], []
         for span in path:

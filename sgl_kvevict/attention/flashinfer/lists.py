@@ -92,10 +92,10 @@ def build_suffix_lists(batch: AttentionBatch, window: int = 0) -> PageLists:
     With a ``window`` (tokens that a query sees, itself included; 0: all) slots that no new token sees are left out.
     """
     device = batch.req_to_token.device
-    firsts = batch.waterlines
+    firsts = batch.compressed_lens
     if window:
         ends = zip(firsts, batch.seq_lens, batch.new_lens, strict=True)
-        firsts = [max(waterline, end - new - window + 1) for waterline, end, new in ends]
+        firsts = [max(compressed_len, end - new - window + 1) for compressed_len, end, new in ends]
     lens = [end - first for first, end in zip(firsts, batch.seq_lens, strict=True)]
     kv_indptr = _indptr(lens)
     total = int(kv_indptr[-1])

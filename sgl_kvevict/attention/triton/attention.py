@@ -249,4 +249,4 @@ class TritonAttention:
 
 def _suffix_bounds(batch: AttentionBatch) -> tuple[int, ...]:
     """Bounds that the suffixes of a batch do not exceed for many steps."""
-    return tuple(bucket(end - start) for start, end in zip(batch.waterlines, batch.seq_lens, strict=True))
+    return tuple(bucket(end - start) for start, end in zip(batch.compressed_lens, batch.seq_lens, strict=True))

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 def read_gauges(tree: KVEvictTree) -> Gauges:
     """Return the current sizes; walks the spans on the host, without reading the device."""
-    allocator, manager = tree.slot_allocator, tree.manager
-    host = None if manager.host is None else manager.host.segments
+    allocator, prefixes = tree.slot_allocator, tree.prefixes
+    host = prefixes.host.segments
     admission = admission_of(tree.token_to_kv_pool_allocator)
     long = None if admission is None else admission.prefilling
     free, held = allocator.available_size(), tree.held_slots()
-    owned = list(manager.table.packed)
+    owned = list(prefixes.table.packed)
     readers = [tree.port.num_locks(node) for node in tree.spans]
     span_slots = sum(segment.num_slots for segment in owned)
     span_tokens = sum(span.num_tokens for span in tree.spans.values())
@@ -33,16 +33,16 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         spans=len(readers),
         segments=len(owned),
         dead_entries=sum(segment.num_entries - segment.num_live_entries for segment in owned),
-        pending_ranges=len(manager.table.wanted),
+        pending_ranges=len(prefixes.table.wanted),
         shared_spans=sum(count > 1 for count in readers),
         readers=sum(readers),
         readers_per_span=sum(readers) / max(len(readers), 1),
         max_readers_per_span=max(readers, default=0),
-        scoring_jobs=0 if manager.scoring is None else len(manager.scoring.jobs),
-        observation_bytes=manager.observation_bytes,
-        host_bytes=0 if host is None else host.num_blocks * host.block_bytes,
-        host_used_bytes=0 if host is None else host.used_bytes,
-        host_segments=0 if host is None else len(host),
+        scoring_jobs=len(prefixes.passes.jobs),
+        observation_bytes=prefixes.observation_bytes,
+        host_bytes=host.num_blocks * host.block_bytes,
+        host_used_bytes=host.used_bytes,
+        host_segments=len(host),
         long_prompt_tokens=0 if long is None else len(long.full_untruncated_fill_ids),
         long_prompt_computed=0 if long is None else long.prefix_len,
     )

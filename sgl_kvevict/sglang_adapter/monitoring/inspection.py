@@ -77,7 +77,7 @@ class Inspection:
             started=self._started,
             next_event=self._service.next_event,
             gauges=read_gauges(tree),
-            totals=copy(tree.manager.listener.totals),
+            totals=copy(tree.prefixes.listener.totals),
             prefixes=heapq.nlargest(request.limit, prefixes(tree), key=sort),
         )
 

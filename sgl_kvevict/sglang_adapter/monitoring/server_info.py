@@ -30,7 +30,7 @@ def after_env_vars(_result: None, controller: SchedulerInternalStateController, 
     state["kvevict"] = shown
     with tree.guard.at(Place.STATE):
         shown |= cache_state(tree)
-        if tree.compressor is not None and tree.compressor.config.expose_kept and tree.spans:
+        if tree.compressor.config.expose_kept and tree.spans:
             largest = max(tree.spans.values(), key=lambda span: span.num_tokens)
             shown["kept"] = kept_map(largest, NUM_KEPT_BINS)
     shown["errors"] = {place.value: count for place, count in tree.guard.errors.items() if count}
@@ -40,8 +40,10 @@ def after_env_vars(_result: None, controller: SchedulerInternalStateController, 
 
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     """Return totals, gauges and settings of the cache, as plain values."""
-    gauges, totals = read_gauges(tree), tree.manager.listener.totals
-    owned = sum(req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.manager.readers if req.kv.holds_kv)
+    gauges, totals = read_gauges(tree), tree.prefixes.listener.totals
+    owned = sum(
+        req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.prefixes.readers if req.kv.holds_kv
+    )
     state: dict[str, Any] = {
         "policy": "none",
         **by_name(totals),
@@ -51,19 +53,18 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         "evictable_slots": tree.evictable_size(),
         "protected_slots": tree.protected_size(),
         "total_slots": gauges.pool.total,
-        "max_sharers": tree.manager.max_sharers,
+        "max_sharers": tree.prefixes.max_sharers,
         "leaked_slots": gauges.pool.private - owned,
     }
-    if tree.compressor is not None:
+    if tree.compressor.policy.compresses:
         state |= tree.compressor.state()
     if accepted := tree.acceptance.state():
         state["speculation"] = accepted
-    stored = tree.manager.store_state()
-    if stored is not None:
+    if stored := tree.prefixes.store_state():
         state["store"] = stored
-    scoring = tree.manager.scoring
-    if scoring is not None:
-        state["warm_outcomes"] = dict(scoring.jobs.outcomes)
+    passes = tree.prefixes.passes
+    if passes.is_on:
+        state["warm_outcomes"] = dict(passes.jobs.outcomes)
     return state
 
 

@@ -44,7 +44,7 @@ def start_monitoring(
         metrics = Metrics(tree, totals, {name: str(value) for name, value in tree.metrics_collector.labels.items()})
         listener.subscribers.append(metrics.observe)
         listener.each_turn.append(metrics.each_turn)
-    tree.manager.listener = listener
+    tree.prefixes.listener = listener
 
 
 def _start_service(

@@ -3,29 +3,114 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 
 from sgl_kvevict.cache.job import Outcome, ScoringJob
-from sgl_kvevict.cache.jobs import ScoringJobs
-from sgl_kvevict.cache.nodes import Node, Reader, has_images, key_of, length_of, path_to, tokens_of
+from sgl_kvevict.cache.nodes import (
+    NamespaceKey,
+    Node,
+    Reader,
+    has_images,
+    key_of,
+    length_of,
+    namespace_of,
+    path_to,
+    tokens_of,
+)
 from sgl_kvevict.cache.pacing import Pacing
-from sgl_kvevict.cache.part import Part, Shared
-from sgl_kvevict.cache.ports import PassPort, PassState
+from sgl_kvevict.cache.ports import PassPort, PassState, TreePort
 from sgl_kvevict.cache.pressure import Pressure
 from sgl_kvevict.cache.probes import Probes, question_probes, repetition_probes
+from sgl_kvevict.cache.readers import ReaderTable, Released
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.events.types import Refused, ScoringPass
-from sgl_kvevict.guard import Place
+from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, ticket_digest
-from sgl_kvevict.segments import PromptObservation, ReaderObservation, Segment, bytes_of
+from sgl_kvevict.segments import Compressor, PromptObservation, ReaderObservation, Segment, bytes_of
 
-ANSWER_REACH = 15
+MAX_REMEMBERED = 256
+"""Outcomes kept for tickets."""
+MAX_JOBS = 1024
+"""Prefixes that may wait for passes; further requests are answered "busy"."""
+MAX_BEGUN_JOBS = 4
+"""Jobs that have begun, and so hold memory; others begin when one of them ends."""
+ANSWER_RADIUS = 15
 """Tokens on each side of an attended one that share its score: a question's answer may stand there."""
 MAX_KEPT_PROMPTS = 16
 """Prefixes that may wait for passes with the last queries of a prompt; learned scores of further ones do without."""
 
 
-class PrefixScoring(Part):
+class ScoringJobs:
+    """Jobs in order of arrival, at most one per node; round-robin over namespaces.
+
+    ``outcomes``: by ticket, newest last, at most ``MAX_REMEMBERED``.
+    """
+
+    def __init__(self, table: PrefixTable) -> None:
+        self.outcomes: OrderedDict[str, str] = OrderedDict()
+        self._table = table
+        self._queue = table.jobs
+        self._last_served: dict[NamespaceKey, int] = {}
+        self._num_served = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def next(self) -> ScoringJob | None:
+        """The oldest job of the namespace that was served least recently; None: there is no job."""
+        begun = self._table.begun_jobs
+        candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._queue.values()
+        last_served = self._last_served.get
+        return min(candidates, key=lambda job: last_served(namespace_of(job.node), 0), default=None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of passes' observations, and of prompts kept with them."""
+        kept = (part for job in self._queue.values() for part in (job.observation, job.prompt) if part is not None)
+        return sum(part.num_bytes for part in kept)
+
+    def note_served(self, job: ScoringJob) -> None:
+        """Note that a pass of a job starts."""
+        self._num_served += 1
+        self._last_served[namespace_of(job.node)] = self._num_served
+
+    def add(self, job: ScoringJob) -> None:
+        """Queue a job, or merge it into the queued job of the same prefix; the newest request's questions count."""
+        queued = self._queue.get(job.node)
+        if queued is None and len(self) < MAX_JOBS:
+            self._queue.put(job.node, job)
+        elif queued is None or len(queued.tickets) + len(job.tickets) > MAX_REMEMBERED:
+            self.report(job.tickets, Outcome.BUSY)
+            return
+        else:
+            queued.tickets |= job.tickets
+            if job.is_wanted and queued.observation is None:
+                queued.questions, queued.is_wanted = job.questions, True
+        self.report(job.tickets, Outcome.QUEUED)
+
+    def end(self, job: ScoringJob, outcome: Outcome) -> None:
+        """Remove a job and report its outcome."""
+        self.report(job.tickets, outcome)
+        if self._queue.get(job.node) is not job:
+            return
+        self._queue.take(job.node)
+        if job.observation is not None:
+            self._table.unobserve(job.observation)
+        waiting = {namespace_of(node) for node, _ in self._queue}
+        self._last_served = {name: number for name, number in self._last_served.items() if name in waiting}
+
+    def report(self, tickets: Collection[str], outcome: Outcome) -> None:
+        """Report an outcome under tickets."""
+        for ticket in tickets:
+            self.outcomes[ticket] = outcome.value
+            self.outcomes.move_to_end(ticket)
+        while len(self.outcomes) > MAX_REMEMBERED:
+            self.outcomes.popitem(last=False)
+
+
+class ScoringPasses:
     """Counts prompts per prefix, and runs scoring passes, one at a time and few of them beside users.
 
     A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
@@ -36,12 +121,30 @@ class PrefixScoring(Part):
     Observations of passes share one limit of memory (``observation_bytes``).
 
     Attributes:
+        is_on: whether the policy needs passes; if not, there are no jobs.
         jobs: prefixes that wait for passes, the one under way included.
     """
 
-    def __init__(self, shared: Shared, resizer: Resizer, pressure: Pressure, jobs: ScoringJobs) -> None:
-        super().__init__(shared)
-        self.jobs = jobs
+    def __init__(
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        readers: ReaderTable,
+        compressor: Compressor,
+        guard: Guard,
+        resizer: Resizer,
+        pressure: Pressure,
+    ) -> None:
+        self.is_on = compressor.policy.needs_passes
+        self.jobs = ScoringJobs(table)
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._readers = readers
+        self._compressor = compressor
+        self._packer = compressor.packer
+        self._config = compressor.config
+        self._guard = guard
         self._resizer = resizer
         self._pressure = pressure
         self._pass: Reader | None = None
@@ -50,7 +153,7 @@ class PrefixScoring(Part):
 
     # ---- which prefixes become jobs -----------------------------------------------------------------------------
 
-    def found(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
+    def on_match(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
         """Count a prompt that matched the first ``num_tokens`` of its path, and queue a job if one is due.
 
         Where an image follows, learned scores compress what is due, once no pass is to read the text before.
@@ -71,18 +174,20 @@ class PrefixScoring(Part):
         if True in due and (False not in due or self._table.jobs.get(due[False]) is None):
             self._queue(ScoringJob(due[True]), prompt)
 
-    def wished(self, path: Sequence[Node], num_tokens: int, wish: RequestOptions, prompt: PromptObservation) -> None:
+    def on_warm(
+        self, path: Sequence[Node], num_tokens: int, options: RequestOptions, prompt: PromptObservation
+    ) -> None:
         """Queue a job for the first ``num_tokens`` of a path, as a request asked."""
         if num_tokens == 0:  # windows and recurrent states are cached at certain positions only
-            self.jobs.tell(_tickets(wish), Outcome.TOO_SHORT)
+            self.jobs.report(_tickets(options), Outcome.TOO_SHORT)
             return
         node = self._resizer.node_ending_at(path, num_tokens)
-        job = ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._kept(prompt))
+        job = ScoringJob(node, tuple(options.questions), _tickets(options), True, self._kept(prompt))
         self._queue(job, prompt)
 
-    def granted(self, wish: RequestOptions, *, is_in_use: bool) -> None:
+    def report_warm(self, options: RequestOptions, *, is_in_use: bool) -> None:
         """Report the outcome of a prefix that needed no passes."""
-        self.jobs.tell(_tickets(wish), _outcome_of(is_in_use=is_in_use))
+        self.jobs.report(_tickets(options), _outcome_of(is_in_use=is_in_use))
 
     def _kept(self, prompt: PromptObservation) -> PromptObservation | None:
         """A prompt's observation if learned scores need it with a job; None if it is not kept."""
@@ -97,9 +202,9 @@ class PrefixScoring(Part):
             if self._compressor.scores_any_range:
                 is_in_use = self._resizer.shrink(path, self._resizer.end_of(path), prompt)
                 outcome = _outcome_of(is_in_use=is_in_use)
-            self.jobs.tell(job.tickets, outcome)
+            self.jobs.report(job.tickets, outcome)
         elif self._resizer.bounds(path) is None and not self._unmeasured(job, path):
-            self.jobs.tell(job.tickets, Outcome.TOO_SHORT)
+            self.jobs.report(job.tickets, Outcome.TOO_SHORT)
         else:
             self.jobs.add(job)
 
@@ -121,6 +226,8 @@ class PrefixScoring(Part):
 
     def between_steps(self, passes: PassPort) -> None:
         """Start the next pass if it is time."""
+        if not self.is_on:
+            return
         if self._pass is not None:
             self._check_pass(self._pass, passes)
         has_pass = self._pass is not None
@@ -134,14 +241,16 @@ class PrefixScoring(Part):
             return
         job = self.jobs.next()
         assert job is not None
-        self._take_turn(job, passes, num_tokens)
+        self._serve(job, passes, num_tokens)
 
-    def pass_ended(self, *, aborted: bool) -> None:
-        """End the running pass: its job continues, or its prefix is compressed."""
-        reader, job, self._pass = self._pass, self._job, None
-        if job is None or reader is None:
+    def released(self, reader: Reader, why: Released) -> None:
+        """If a released reader is the running pass, end it: its job continues, or its prefix is compressed."""
+        if reader is not self._pass or why is Released.RETRACTED:
             return
-        if aborted:
+        job, self._pass = self._job, None
+        if job is None:
+            return
+        if why is Released.ABORTED:
             self._end(job, Outcome.ABORTED)
             return
         with self._guard.at(Place.PASS) as attempt:
@@ -155,9 +264,9 @@ class PrefixScoring(Part):
         if self._pass is not None and passes.state(self._pass) is PassState.WAITING:
             passes.withdraw(self._pass)
             self._pacing.withdrawn()
-            self.let_go()
+            self.forget_running()
 
-    def let_go(self) -> None:
+    def forget_running(self) -> None:
         """Forget the running pass; its job gets another one later."""
         self._pass = self._job = None
 
@@ -190,7 +299,7 @@ class PrefixScoring(Part):
 
     # ---- events of jobs ---------------------------------------------------------------------------------------
 
-    def _take_turn(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> None:
+    def _serve(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> None:
         with self._guard.at(Place.PASS) as attempt:
             if job.observation is None:
                 self._begin(job, passes)
@@ -224,7 +333,7 @@ class PrefixScoring(Part):
         if bounds is None and not packed:
             self._end(job, Outcome.COMPRESSED)  # and further passes would not improve it
             return
-        job.start = self._spans.waterline(path)
+        job.start = self._spans.compressed_len(path)
         in_place = [] if bounds is None else self._resizer.range_to(path, bounds[1])
         path = path_to(job.node)
         if any(segment.readers is not None for segment in in_place):
@@ -233,15 +342,15 @@ class PrefixScoring(Part):
         with self._guard.on_one_rank():
             num_bytes = sum(map(bytes_of, segments))
             if self.num_bytes + num_bytes <= self._config.observation_bytes:
-                reach = ANSWER_REACH if job.questions else 0
+                radius = ANSWER_RADIUS if job.questions else 0
                 arena = self._packer.k_arena
                 job.observation = ReaderObservation(
-                    self._packer.geometry, arena, length_of(path), reach, job.prompt, self._packer.statistics
+                    self._packer.geometry, arena, length_of(path), radius, job.prompt, self._packer.statistics
                 )
                 for segment in segments:
                     job.observation.observe(segment)
         if job.observation is None:
-            self._table.listener.tell(Refused("no-memory", length_of(path) - job.start))
+            self._table.listener.emit(Refused("no-memory", length_of(path) - job.start))
             self._end(job, Outcome.NO_MEMORY)
             return
         start = packed[0].start if packed else job.start
@@ -256,10 +365,10 @@ class PrefixScoring(Part):
         probe = job.probes.next(num_tokens)
         length = len(key_of(path_to(job.node)))
         if length + len(probe) >= passes.room:
-            self._table.listener.tell(Refused("no-room", length))
+            self._table.listener.emit(Refused("no-room", length))
             self._end(job, Outcome.NO_ROOM)
             return
-        self.jobs.take_turn(job)
+        self.jobs.note_served(job)
         job.started = time.perf_counter()
         self._pass, self._job = passes.start(job.node, probe), job
         self._readers[self._pass].is_pass = True
@@ -270,7 +379,7 @@ class PrefixScoring(Part):
         assert observation is not None and probes is not None
         if not observation.has_failed:
             seconds = time.perf_counter() - job.started
-            self._table.listener.tell(ScoringPass(job.start, observation.end, seconds))
+            self._table.listener.emit(ScoringPass(job.start, observation.end, seconds))
             probes.was_read()
 
     def _unmeasured(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
@@ -287,5 +396,5 @@ def _outcome_of(*, is_in_use: bool) -> Outcome:
     return Outcome.IN_USE if is_in_use else Outcome.COMPRESSED
 
 
-def _tickets(wish: RequestOptions) -> set[str]:
-    return set() if wish.ticket is None else {ticket_digest(wish.ticket)}
+def _tickets(options: RequestOptions) -> set[str]:
+    return set() if options.ticket is None else {ticket_digest(options.ticket)}

@@ -14,7 +14,7 @@ MAX_LEVELS = 1024
 SPARE_ENTRIES = 64
 """A heap with more than two entries per leaf and this number is rebuilt: most of its entries are out of date."""
 
-LOSS_OF_MOVING = 0.03
+LOSS_OF_LOADING = 0.03
 """Loss of dropping a prefix that comes back from the host's memory, relative to computing it again."""
 
 Priority = tuple[float, ...]
@@ -22,7 +22,7 @@ Priority = tuple[float, ...]
 
 
 class CostAwareRecency:
-    """Recency, weighed by the tokens of prefill (or their worth in answers) lost per token slot released.
+    """Recency, weighed by the loss per token slot released, in tokens of prefill (lost answers count as such, too).
 
     A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
     recency would drop the prefix to keep questions that are not asked again. Here a node's credit is the level at its
@@ -35,12 +35,12 @@ class CostAwareRecency:
     ``clock`` gives the number of the last access, as nodes note it.
 
     Attributes:
-        moves: whether a segment, once dropped, is in the host's memory; it then goes before one is squeezed below the
-            budget, which would lose entries for good.
+        has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped before one shrinks
+            below the budget, which would lose entries for good.
     """
 
     def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
-        self.moves: Callable[[Segment], bool] = lambda segment: False
+        self.has_host_room: Callable[[Segment], bool] = lambda segment: False
         self._spans = spans
         self._clock = clock
         self._times: list[float] = []
@@ -49,10 +49,10 @@ class CostAwareRecency:
     def get_priority(self, node: Node) -> Priority:
         """Priority of dropping a leaf; grows when the leaf is used."""
         saved = self.saved(node)
-        moves = node in self._spans and self.moves(self._spans[node].segment)
-        return self.priority(node, saved * LOSS_OF_MOVING if moves else saved)
+        comes_back = node in self._spans and self.has_host_room(self._spans[node].segment)
+        return self.priority(node, saved * LOSS_OF_LOADING if comes_back else saved)
 
-    def gave_way(self, priority: Priority) -> None:
+    def raise_level(self, priority: Priority) -> None:
         """Raise the level to the credit of a node that shrank or was dropped."""
         if priority[0] <= self._levels[-1]:
             return
@@ -66,7 +66,7 @@ class CostAwareRecency:
         return self._spans[node].segment.tokens_per_slot if node in self._spans else 1.0
 
     def priority(self, node: Node, loss: float) -> Priority:
-        """Priority of a step that loses ``loss`` tokens of prefill, or their worth in answers, per slot released."""
+        """Priority of a step that loses ``loss`` tokens of prefill, or as many in answers, per slot released."""
         accessed = node.last_access_time
         return self._levels[bisect_right(self._times, accessed)] + loss, accessed
 

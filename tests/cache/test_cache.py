@@ -10,8 +10,8 @@ import pytest
 from helpers.fake_tree import CONFIG, FakePasses, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.cache.listener import CacheListener
-from sgl_kvevict.cache.manager import Released
 from sgl_kvevict.cache.nodes import path_to
+from sgl_kvevict.cache.readers import Released
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked
 from sgl_kvevict.guard import Place
@@ -28,35 +28,35 @@ class LargePrompt(CacheObservation):
 
 
 class Recorder(CacheListener):
-    """Remembers what it was told."""
+    """Remembers its events."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple] = []
+        self.emitted: list[tuple] = []
 
-    def tell(self, event):
+    def emit(self, event):
         match event:
             case Compressed():
-                self.told.append(("compressed", event.start, event.end - event.start, len(event.nodes)))
+                self.emitted.append(("compressed", event.start, event.end - event.start, len(event.nodes)))
             case Refused():
-                self.told.append(("refused", event.reason, event.tokens))
+                self.emitted.append(("refused", event.reason, event.tokens))
             case Repacked():
-                self.told.append(("repacked", event.released_slots))
+                self.emitted.append(("repacked", event.released_slots))
             case Dropped():
-                self.told.append(("dropped", event.tokens, event.compressed, event.slots))
+                self.emitted.append(("dropped", event.tokens, event.compressed, event.slots))
             case Cleared():
-                self.told.append(("cleared",))
+                self.emitted.append(("cleared",))
 
 
 def cache(*, needs_passes=False, splittable=True, **fields) -> tuple[FakeTree, Recorder]:
     policy = PseudoRandomPolicy(needs_passes=needs_passes, splittable=splittable)
     tree = FakeTree(policy, CONFIG.model_copy(update=fields))
-    tree.manager.listener = recorder = Recorder()
+    tree.prefixes.listener = recorder = Recorder()
     return tree, recorder
 
 
 def spans(tree):
-    return sorted((span.start, span.end) for span in tree.manager.spans.values())
+    return sorted((span.start, span.end) for span in tree.prefixes.spans.values())
 
 
 def test_this_package_needs_no_sglang():
@@ -69,7 +69,7 @@ def test_a_prompt_is_compressed_up_to_its_tail():
     tree, recorder = cache()
     node = tree.add(20)
     reader = tree.prompt(node)
-    assert spans(tree) == [(0, 18)] and recorder.told == [("compressed", 0, 18, 1)] and tree.cuts == [18]
+    assert spans(tree) == [(0, 18)] and recorder.emitted == [("compressed", 0, 18, 1)] and tree.cuts == [18]
     assert node.parent.charged == 9 and len(tree.free_slots) == 9
     assert reader.row[:18].eq(0).all() and reader.row[18:20].ne(0).all()
 
@@ -78,8 +78,8 @@ def test_several_nodes_become_one_segment():
     tree, recorder = cache()
     last = tree.add(9, tree.add(6, tree.add(5)))
     tree.prompt(last)
-    assert spans(tree) == [(0, 5), (5, 11), (11, 18)] and recorder.told == [("compressed", 0, 18, 3)]
-    assert len({span.segment for span in tree.manager.spans.values()}) == 1
+    assert spans(tree) == [(0, 5), (5, 11), (11, 18)] and recorder.emitted == [("compressed", 0, 18, 3)]
+    assert len({span.segment for span in tree.prefixes.spans.values()}) == 1
 
 
 def test_what_cannot_be_split_becomes_one_segment_between_branches():
@@ -88,9 +88,9 @@ def test_what_cannot_be_split_becomes_one_segment_between_branches():
     second = tree.add(6, first)
     tree.add(3, second)
     tree.prompt(tree.add(10, tree.add(4, second)))
-    assert [told[1:] for told in recorder.told] == [(0, 11, 2), (11, 12, 2)]
-    assert tree.manager.spans.blocks(first) and not tree.manager.spans.blocks(second)
-    assert tree.manager.spans.owner_of(second) is first
+    assert [told[1:] for told in recorder.emitted] == [(0, 11, 2), (11, 12, 2)]
+    assert tree.prefixes.spans.blocks(first) and not tree.prefixes.spans.blocks(second)
+    assert tree.prefixes.spans.owner_of(second) is first
 
 
 def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
@@ -101,9 +101,9 @@ def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
     tree.release(reader)
     (upper,) = first.children.values()
     tree.drop(second)
-    assert tree.drop(upper) == 0 and recorder.told[-1] == ("dropped", 6, True, 0)
-    assert tree.manager.spans[first].segment.tokens_per_slot == float("-inf") and tree.manager.spans.blocks(first)
-    assert tree.drop(first) == 7 and not tree.manager.spans
+    assert tree.drop(upper) == 0 and recorder.emitted[-1] == ("dropped", 6, True, 0)
+    assert tree.prefixes.spans[first].segment.tokens_per_slot == float("-inf") and tree.prefixes.spans.blocks(first)
+    assert tree.drop(first) == 7 and not tree.prefixes.spans
     assert sorted(tree.free_slots) == list(range(1, 17))
 
 
@@ -123,7 +123,7 @@ def test_all_who_read_a_range_move_along():
     branch = tree.add(6, node)
     below = tree.reader(branch)
     reader = tree.prompt(node)
-    assert spans(tree) == [(0, 18)] and recorder.told == [("compressed", 0, 18, 1)]
+    assert spans(tree) == [(0, 18)] and recorder.emitted == [("compressed", 0, 18, 1)]
     for each in (*others, below, reader):
         assert each.row[:18].eq(0).all() and each.row[18:20].ne(0).all()
     assert below.row[20:26].ne(0).all()
@@ -142,13 +142,15 @@ def test_what_somebody_reads_exactly_waits_until_that_one_lets_go():
     tree, recorder = cache()
     node = tree.add(20)
     exact, other = tree.reader(node), tree.reader(node)
-    tree.manager.readers[exact].is_exact = True
+    tree.prefixes.readers[exact].is_exact = True
     reader = tree.prompt(node)
-    assert spans(tree) == [] and recorder.told == [("refused", "in-use", 18)] and len(tree.manager.table.wanted) == 1
+    assert (
+        spans(tree) == [] and recorder.emitted == [("refused", "in-use", 18)] and len(tree.prefixes.table.wanted) == 1
+    )
     tree.release(reader)
     assert spans(tree) == []
     tree.release(exact, Released.RETRACTED)
-    assert spans(tree) == [(0, 18)] and len(tree.manager.table.wanted) == 0
+    assert spans(tree) == [(0, 18)] and len(tree.prefixes.table.wanted) == 0
     assert other.row[:18].eq(0).all()
 
 
@@ -158,11 +160,11 @@ def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens(monkeyp
     tree.release(tree.prompt(node))
     last = tree.add(10, node)
     exact = tree.reader(last)
-    tree.manager.readers[exact].is_exact = True
+    tree.prefixes.readers[exact].is_exact = True
     monkeypatch.setattr(Resizer, "can_rank", lambda _, segment: segment.prompt is not None)
-    assert tree.manager.resizer.shrink(path_to(last), 28, LargePrompt())
-    assert recorder.told[1:] == [("refused", "in-use", 10), ("refused", "no-memory", 10)]
-    assert len(tree.manager.table.wanted) == 0
+    assert tree.prefixes.resizer.shrink(path_to(last), 28, LargePrompt())
+    assert recorder.emitted[1:] == [("refused", "in-use", 10), ("refused", "no-memory", 10)]
+    assert len(tree.prefixes.table.wanted) == 0
 
 
 def test_a_lock_that_no_reader_explains_is_waited_for():
@@ -170,7 +172,7 @@ def test_a_lock_that_no_reader_explains_is_waited_for():
     node = tree.add(20)
     node.locks += 1
     reader = tree.prompt(node)
-    assert spans(tree) == [] and len(tree.manager.table.wanted) == 1
+    assert spans(tree) == [] and len(tree.prefixes.table.wanted) == 1
     for each in (node, node.parent):
         each.locks -= 1
     tree.release(reader)
@@ -181,14 +183,14 @@ def test_a_range_goes_with_its_node():
     tree, _ = cache()
     node = tree.add(20)
     exact = tree.reader(node)
-    tree.manager.readers[exact].is_exact = True
+    tree.prefixes.readers[exact].is_exact = True
     tree.release(tree.prompt(node))
-    (segment,) = tree.manager.table.wanted
-    end = tree.manager.table.in_place[segment]
+    (segment,) = tree.prefixes.table.wanted
+    end = tree.prefixes.table.in_place[segment]
     tree.unlock(exact)
     tree.drop(node)
     tree.drop(end)
-    assert len(tree.manager.table.wanted) == 0
+    assert len(tree.prefixes.table.wanted) == 0
 
 
 def test_dropping_the_lower_part_of_a_segment_repacks_it():
@@ -198,9 +200,9 @@ def test_dropping_the_lower_part_of_a_segment_repacks_it():
     tree.cut([upper], 8)
     tree.drop(node)
     tree.drop(upper)
-    assert spans(tree) == [(0, 8)] and ("repacked", 10 - upper.parent.charged) in recorder.told
+    assert spans(tree) == [(0, 8)] and ("repacked", 10 - upper.parent.charged) in recorder.emitted
     held = upper.parent.charged
-    assert tree.manager.spans[upper.parent].segment.num_slots == held < 10
+    assert tree.prefixes.spans[upper.parent].segment.num_slots == held < 10
     assert len(tree.free_slots) == 22 - held == len(set(tree.free_slots))
 
 
@@ -209,7 +211,7 @@ def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch):
     monkeypatch.setattr(Compressor, "rank", lambda *_: 1 / 0)
     reader = tree.prompt(tree.add(20))
     assert spans(tree) == [] and tree.guard.errors[Place.COMPRESSION] == 1
-    assert reader.row[:20].ne(0).all() and not tree.free_slots and len(tree.manager.table.wanted) == 0
+    assert reader.row[:20].ne(0).all() and not tree.free_slots and len(tree.prefixes.table.wanted) == 0
 
 
 def test_a_prefix_that_was_found_is_scored_in_passes_and_compressed():
@@ -222,7 +224,7 @@ def test_a_prefix_that_was_found_is_scored_in_passes_and_compressed():
     while passes.run():
         pass
     assert [len(probe) for _, probe in passes.started] == [16, 8]  # the tail too
-    assert spans(tree) == [(0, 22)] and recorder.told == [("compressed", 0, 22, 1)]
+    assert spans(tree) == [(0, 22)] and recorder.emitted == [("compressed", 0, 22, 1)]
 
 
 @pytest.mark.parametrize(
@@ -242,16 +244,16 @@ def test_what_becomes_of_a_job(happens, outcome):
         passes.is_paused = True
         assert not passes.run()
     else:
-        tree.manager.between_steps(passes)
+        tree.prefixes.between_steps(passes)
         assert len(passes.waiting) == 1
         if happens == "drop":
             tree.drop(node)
-            tree.manager.between_steps(passes)
+            tree.prefixes.between_steps(passes)
             assert not passes.waiting
         else:
             passes.waiting.clear()
-            tree.manager.between_steps(passes)
-    assert tree.manager.scoring.jobs.outcomes == {ticket_digest(TICKET): outcome}
+            tree.prefixes.between_steps(passes)
+    assert tree.prefixes.passes.jobs.outcomes == {ticket_digest(TICKET): outcome}
 
 
 def test_a_request_that_will_not_be_cached_is_not_observed():
@@ -260,9 +262,9 @@ def test_a_request_that_will_not_be_cached_is_not_observed():
     node = tree.add(20)
     tree.release(tree.prompt(node))
     reader = tree.reader(node)
-    assert tree.manager.matched(reader, is_cached=False).observation is None
-    assert tree.manager.chunk_observed(reader, node, 20, 24, 24) == []
-    assert tree.manager.readers[reader].is_live
+    assert tree.prefixes.prefills.matched(reader, is_cached=False).observation is None
+    assert tree.prefixes.prefills.observe(reader, node, 20, 24, 24) == []
+    assert tree.prefixes.readers[reader].is_live
 
 
 def test_new_weights_leave_nothing_to_do():
@@ -272,24 +274,24 @@ def test_new_weights_leave_nothing_to_do():
     half_way = tree.reader(node)
     tree.observe(half_way, tree.root, 0, 10, prompt_len=24)
     tree.release(tree.prompt(node, warm=True, ticket=TICKET))
-    tree.manager.forget_seen()
-    assert not passes.run() and list(tree.manager.scoring.jobs.outcomes.values()) == ["dropped"]
-    assert not tree.manager.readers[half_way].is_complete
+    tree.prefixes.keep_only_spans()
+    assert not passes.run() and list(tree.prefixes.passes.jobs.outcomes.values()) == ["dropped"]
+    assert not tree.prefixes.readers[half_way].is_complete
 
 
 def test_a_flush_forgets_everything():
     tree, recorder = cache()
     tree.prompt(tree.add(20))
-    tree.manager.cleared()
-    assert not tree.manager.spans and recorder.told[-1] == ("cleared",)
+    tree.prefixes.cleared()
+    assert not tree.prefixes.spans and recorder.emitted[-1] == ("cleared",)
 
 
 def test_readers_that_share_are_counted_and_spans_are_read_in_path_order():
     tree, _ = cache()
     node = tree.add(20)
     tree.prompt(node)
-    paths = tree.manager.reads([node, node, tree.root])
-    assert [len(path) for path in paths] == [1, 1, 0] and tree.manager.max_sharers == 2
+    paths = tree.prefixes.reads([node, node, tree.root])
+    assert [len(path) for path in paths] == [1, 1, 0] and tree.prefixes.max_sharers == 2
     tree.cut([node.parent], 7)
-    (path,) = tree.manager.reads([node])
+    (path,) = tree.prefixes.reads([node])
     assert [runs.num_tokens for runs in path] == [7, 11]

@@ -1,0 +1,204 @@
+"""The objects that follow prefixes, made and connected: the tree, the scheduler and the attention call them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.cache.adoption import Adoption
+from sgl_kvevict.cache.generation import Generations, NoGenerations
+from sgl_kvevict.cache.host import HostTier
+from sgl_kvevict.cache.listener import CacheListener
+from sgl_kvevict.cache.loading import Loading
+from sgl_kvevict.cache.nodes import Node, Reader, path_to
+from sgl_kvevict.cache.passes import ScoringPasses
+from sgl_kvevict.cache.ports import PassPort, TreePort
+from sgl_kvevict.cache.prefills import Prefills, RequestPrefills, SampleText
+from sgl_kvevict.cache.pressure import Pressure
+from sgl_kvevict.cache.readers import ReaderTable, Released
+from sgl_kvevict.cache.recency import CostAwareRecency, StatefulRecency
+from sgl_kvevict.cache.records import PrefixTable
+from sgl_kvevict.cache.resize import Occasion, Resizer
+from sgl_kvevict.cache.saving import Saving, StoreAccess
+from sgl_kvevict.events.types import Cleared, Dropped, Repacked
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.segments import Compressor, PromptObservation
+from sgl_kvevict.store.host import HostSegments
+
+
+class PrefixCache:
+    """Prefixes, from the first prompt that holds them until they leave the tree.
+
+    Whoever has an event calls the object that it concerns; the methods here are events that concern several of them.
+    What is off has an object too, which does nothing: policy ``none`` is a policy that compresses nothing, a host tier
+    may have no memory, and passes may have no jobs.
+
+    Args:
+        clock: see :class:`CostAwareRecency`.
+        access: None without a store.
+        host: memory of the host, maybe none.
+        state_slots: see :class:`StatefulRecency`; None: the model has no recurrent layers.
+
+    Attributes:
+        generations: what requests generate (``decode_block``).
+        saving: None without a store.
+        loading: None if nothing is loaded from it.
+        max_sharers: most requests that ever read one span in one forward.
+    """
+
+    def __init__(
+        self,
+        tree: TreePort,
+        compressor: Compressor,
+        guard: Guard,
+        clock: Callable[[], float],
+        host: HostSegments,
+        access: StoreAccess | None = None,
+        state_slots: Callable[[Node], float | None] | None = None,
+    ) -> None:
+        config, packer = compressor.config, compressor.packer
+        self._tree = tree
+        self._guard = guard
+        self.compressor = compressor
+        self.access = access
+        table = self.table = PrefixTable(packer.geometry, CacheListener(guard), shrinks=len(config.shares) > 1)
+        self.spans = table.spans
+        readers = self.readers = ReaderTable(tree, all_shrink=config.prefill_budget is not None)
+        self.recency = CostAwareRecency(self.spans, clock)
+        if state_slots is not None:
+            self.recency = StatefulRecency(self.spans, clock, state_slots)
+        resizer = self.resizer = Resizer(tree, table, readers, compressor, guard)
+        pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
+        self.passes = ScoringPasses(tree, table, readers, compressor, guard, resizer, pressure)
+        self.generations = NoGenerations()
+        if config.decode_block is not None:
+            self.generations = Generations(tree, table, readers, compressor, guard, resizer, config.decode_block)
+        self.prefills: Prefills = RequestPrefills(
+            tree, table, readers, compressor, guard, resizer, pressure, self.passes, self.generations
+        )
+        adoption = Adoption(tree, table, readers, packer, resizer)
+        self.host = HostTier(tree, table, readers, compressor, guard, adoption, host)
+        self.recency.has_host_room = self.host.has_room_for
+        self.saving: Saving | None = None
+        self.loading: Loading | None = None
+        if access is not None:
+            self.saving = Saving(tree, table, compressor, guard, access)
+            resizer.on_budget.append(self.saving.at_budget)
+            if access.reader is not None:
+                self.loading = Loading(tree, table, readers, guard, adoption, access, access.reader, self.host)
+        self.max_sharers = 0
+        self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
+
+    @property
+    def listener(self) -> CacheListener:
+        """Receives every change of the cache, and has the totals."""
+        return self.table.listener
+
+    @listener.setter
+    def listener(self, listener: CacheListener) -> None:
+        self.table.listener = listener
+
+    @property
+    def observation_bytes(self) -> int:
+        """Memory, outside the pool, of observations and kept prompts."""
+        return self.table.prompts.num_bytes + self.passes.num_bytes + self.generations.num_bytes
+
+    def sample_text(self, prompt: PromptObservation) -> SampleText:
+        """What observes prefills while scores are learned from a text; it takes the place of ``prefills``."""
+        return SampleText(self._tree, self.table, self.readers, self._guard, prompt)
+
+    # ---- events of requests -----------------------------------------------------------------------------------
+
+    def released(self, reader: Reader, why: Released) -> None:
+        """A request was released: forget its state and compress ranges that waited for it."""
+        record = self.readers[reader]
+        record.observation, record.is_live, record.is_loaded = None, False, False
+        with self._guard.at(Place.RELEASE):
+            self.generations.end(reader)
+            self.passes.released(reader, why)
+            self.resizer.try_wanted(Occasion.RELEASED)
+
+    def between_steps(self, passes: PassPort) -> None:
+        """The scheduler is between two steps."""
+        self.resizer.between_steps()
+        self.generations.between_steps()
+        self.passes.between_steps(passes)
+        if self.saving is not None:
+            self.saving.between_steps()
+        self.listener.between_steps()
+
+    def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
+        """Return the spans that each request of a batch reads now, root first; ``nodes``: last node of each path.
+
+        Always resolved from the tree: other requests may have split nodes of the path since the last step.
+        """
+        paths = tuple(self.spans.runs(path_to(last)) for last in nodes)
+        if paths != self._last_read:  # the attention keeps the paths until they change
+            sharers = Counter(runs for path in paths for runs in path)
+            self.max_sharers = max(self.max_sharers, *sharers.values(), 0)
+            self._last_read = paths
+        return paths
+
+    # ---- events of nodes --------------------------------------------------------------------------------------
+
+    def dropped(self, node: Node) -> Tensor | None:
+        """Remove the record of a leaf that leaves the tree.
+
+        Returns:
+            [num_slots], int64, token slots to release; None: its ordinary ones, because it held no span.
+        """
+        self.passes.dropped(node)
+        drop = self.table.drop(node)
+        slots = drop.slots
+        if drop.owner is not None:
+            assert drop.span is not None
+            slots = self.resizer.repack(drop.owner, drop.span.start)
+        num_slots = len(node.key) if slots is None else slots.numel()
+        released = num_slots if drop.owner is None else 0
+        self.listener.emit(Dropped(node.id, len(node.key), released, drop.span is not None))
+        if drop.owner is not None and num_slots:
+            self.listener.emit(Repacked(drop.owner.id, self.spans[drop.owner].segment.num_slots, num_slots))
+        return slots
+
+    def cleared(self) -> None:
+        """The whole tree was flushed."""
+        self.keep_only_spans()
+        self.table.clear()
+        self.listener.emit(Cleared())
+
+    def keep_only_spans(self) -> None:
+        """Forget everything but spans: the tree is empty, or the weights have changed."""
+        for _, record in self.readers.items():
+            record.observation = None
+        self.passes.clear()
+        self.generations.clear()
+        self.host.clear()
+        self.table.forget()
+        self.pressure.clear()
+
+    # ---- the store ----------------------------------------------------------------------------------------------
+
+    def switch_store_off(self) -> bool:
+        """Stop saving and loading: the weights no longer match the store's identity. Returns whether it was on."""
+        if self.access is None:
+            return False
+        was_on, self.access.is_on = self.access.is_on, False
+        if self.loading is not None:
+            self.loading.clear()
+        return was_on
+
+    def store_state(self) -> dict[str, Any]:
+        """Counts of waiting and dropped work, for ``GET /server_info``; empty without a store."""
+        if self.access is None:
+            return {}
+        num_skipped, num_waiting = (0, 0) if self.loading is None else self.loading.state()
+        return {
+            "is_on": self.access.is_on,
+            "dropped": self.access.writer.num_dropped,
+            "skipped": num_skipped,
+            "waiting": self.access.writer.num_waiting + num_waiting,
+        }

@@ -1,0 +1,130 @@
+"""The packed spans of tree nodes, and what a path of nodes has of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.cache.nodes import Node
+from sgl_kvevict.segments import Segment, Span
+
+
+class HasSpan(Protocol):
+    """What :class:`Spans` reads of a node's record."""
+
+    @property
+    def span(self) -> Span | None:
+        """The node's part of a segment, in place or packed; None: it belongs to none."""
+
+
+class Spans(Mapping[Node, Span]):
+    """A read-only view of the packed spans by node, with functions on paths.
+
+    On every path, nodes of packed segments come first, then those of segments in place, then those of none. All spans
+    of a segment lie on consecutive nodes of one path. No request reads only some of the spans of an
+    unsplittable packed segment, and they are dropped together.
+    """
+
+    def __init__(self, records: Mapping[Node, HasSpan]) -> None:
+        self._records = records
+
+    def __getitem__(self, node: Node) -> Span:
+        span = self.at(node)
+        if span is None:
+            raise KeyError(node)
+        return span
+
+    def __contains__(self, node: object) -> bool:
+        return self.at(node) is not None  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Node]:
+        return (node for node in self._records if self.at(node) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def at(self, node: Node | None) -> Span | None:
+        """The packed span of a node; None if its tokens are in ordinary slots."""
+        span = self.of(node)
+        return span if span is not None and span.is_packed else None
+
+    def of(self, node: Node | None) -> Span | None:
+        """A node's part of a segment, in place or packed; None if it belongs to none."""
+        return None if node is None or node not in self._records else self._records[node].span
+
+    def compressed_len(self, path: Sequence[Node]) -> int:
+        """Number of compressed tokens of a path: where its last span ends."""
+        for node in reversed(path):
+            if (span := self.at(node)) is not None:
+                return span.end
+        return 0
+
+    def uncompressed(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that hold no span."""
+        return [node for node in path if node not in self]
+
+    def owners(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that own a segment whose spans all lie on it, root side first."""
+        views = Counter(self[node].segment for node in path if node in self)
+        owned = [node for node in path if node in self and self[node].is_owner]
+        return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
+
+    def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
+        """The spans that a request which locks a path reads, root side first.
+
+        A segment that grew while a request generated, or was joined, has many spans. A path with all reads it as one,
+        unless its last spans were dropped: their entries stay until a repack saves a slot.
+        """
+        spans = [self[node] for node in path if node in self]
+        runs: list[SpanRuns] = []
+        i = 0
+        while i < len(spans):
+            segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
+            is_one = segment.is_generated or segment.is_joined
+            is_whole = is_one and last < len(spans) and spans[last].segment is segment
+            if is_whole and spans[i].is_owner and spans[last].end == segment.end:
+                runs += segment.runs()
+                i = last
+            else:
+                runs += spans[i].runs()
+            i += 1
+        return tuple(runs)
+
+    def blocks(self, node: Node) -> bool:
+        """Whether no request may stop right after a node: it would read only a part of an unsplittable segment."""
+        span = self.at(node)
+        return span is not None and not span.segment.splittable and span.end < span.segment.end
+
+    def owner_of(self, node: Node) -> Node:
+        """Topmost node of a packed node's segment."""
+        return self.nodes_of(node, self[node].segment)[0]
+
+    def last_of(self, owner: Node) -> Node:
+        """Last node with a span of the segment that a node owns."""
+        return self.views_of(owner)[-1]
+
+    def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
+        """Nodes of a segment, from the owner to ``lowest``."""
+        nodes = []
+        node: Node | None = lowest
+        while node is not None and (span := self.of(node)) is not None and span.segment is segment:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def views_of(self, owner: Node) -> list[Node]:
+        """All nodes with spans of the segment that a node owns, root side first."""
+        span = self.of(owner)
+        assert span is not None
+        segment, views = span.segment, [owner]
+        while len(views) < segment.num_spans:
+            views.append(next(child for child in views[-1].children.values() if self.has_part(child, segment)))
+        return views
+
+    def has_part(self, node: Node, segment: Segment) -> bool:
+        """Whether a node holds a part of a segment."""
+        span = self.of(node)
+        return span is not None and span.segment is segment

@@ -1,0 +1,309 @@
+"""Every function of SGLang that we wrap, by the feature that needs it, and what would replace it."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One SGLang function that we wrap."""
+
+    target: str  # dotted path, or name of a step in which SGLang resolves its arguments
+    function: str  # dotted path of our hook, `before_...`, `after_...` or `around_...`; imported when it is registered
+    why: str  # what goes wrong without it
+    until: str  # what SGLang would have to offer so that it can go
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the target is a step in which SGLang resolves its arguments."""
+        return "." not in self.target
+
+    @property
+    def kind(self) -> str:
+        """Name of SGLang's ``HookType``, with which our function's name begins."""
+        return self.function.rpartition(".")[2].partition("_")[0].upper()
+
+    def load(self) -> Callable[..., Any]:
+        """Import and return our hook function."""
+        hook: Callable[..., Any] = pkgutil.resolve_name(self.function)
+        return hook
+
+    def register(self) -> None:
+        """Register the hook; SGLang applies it once all plugins are loaded."""
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        if self.is_step:
+            register_resolution_hook(self.target)(self.load())
+        else:
+            HookRegistry.register(self.target, self.load(), HookType[self.kind])
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a user has, and the hooks without which it would not work."""
+
+    name: str
+    hooks: tuple[Hook, ...]
+
+
+_ADAPTER = "sgl_kvevict.sglang_adapter"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+_WEIGHT_UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
+_CHANGES = {
+    "update_weights_from_disk": "around_change",
+    "update_weights_from_tensor": "around_session_change",
+    "update_weights_from_distributed": "around_session_change",
+    "update_weights_from_ipc": "around_change",
+    "end_weight_update": "around_session_change",
+    "release_memory_occupation": "around_change",
+}
+
+_POOL_CLASS = (
+    "a KV pool class named by a cache backend; `Platform.get_kv_pool_cls` is asked on other platforms than CUDA"
+)
+_STEP = "an event of the scheduler before each step, with its waiting requests and running batch"
+_LIMIT = "`BasePrefixCache.max_prompt_tokens()` and a room for the next chunk that the cache is asked for"
+_IDLE = "an event before the server becomes idle for an operation, which requests of the cache's own can answer"
+
+POOL_HOOK = Hook(
+    target="sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
+    function=f"{_ADAPTER}.arena.around_create_buffers",
+    why="CUDA has no hook for the pool class: the stock pool gets its buffers from one arena",
+    until=_POOL_CLASS,
+)
+
+LATENT_POOL_HOOK = Hook(
+    target="sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers",
+    function=f"{_ADAPTER}.arena.around_create_latent_buffers",
+    why="as for the pool of keys and values: CUDA has no hook for the class of the pool of latents",
+    until=_POOL_CLASS,
+)
+
+LAUNCHER_HOOK = Hook(
+    target="sglang.srt.entrypoints.engine._set_envs_and_config",
+    function=f"{_ADAPTER}.launching.after_launch_handlers",
+    why="a scheduler that refuses a setup would end the launcher with -9 and another line below its reasons",
+    until="a launcher that prints a scheduler's reason to stop and exits with its status",
+)
+"""Registered only in the process that starts a server, because SGLang imports the module of each target."""
+
+FEATURES = (
+    Feature("compressed prefixes on a GPU", (POOL_HOOK, LATENT_POOL_HOOK)),
+    Feature(
+        "setups that cannot work are refused before a model is loaded",
+        (
+            Hook(
+                target="handle_deprecated_dp_attention",
+                function=f"{_ADAPTER}.launching.after_first_step",
+                why="the first step of a start: setups that cannot work would be refused after a model is loaded",
+                until="a check of resolved arguments that a cache backend registers",
+            ),
+        ),
+    ),
+    Feature(
+        "attention over compressed prefixes",
+        (
+            Hook(
+                target="handle_attention_backend_compatibility",
+                function=f"{_ADAPTER}.graphs.after_attention_backend",
+                why="CUDA graphs that are on by default, and that our attention cannot follow, would be captured",
+                until="a fact of an attention backend: which kinds of CUDA graphs it supports",
+            ),
+            Hook(
+                target="handle_model_specific_adjustments",
+                function=f"{_ADAPTER}.model_hook.around_model_adjustments",
+                why="models with sinks or windows start only with attention backends on a list, which lacks ours",
+                until="a fact of an attention backend: whether it supports sinks and windows",
+            ),
+            Hook(
+                target="sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+                function=f"{_ADAPTER}.forward_readers.after_init_new",
+                why="a forward knows its requests by name only, and clients choose the names",
+                until="the requests themselves, or their numbers in the pool, in `ForwardBatch`",
+            ),
+            Hook(
+                target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view",
+                function=f"{_ADAPTER}.graphs.around_replay_view",
+                why="a captured decode step is replayed without its requests, so their spans could not be found",
+                until="the same in `AttentionBackend.init_forward_metadata_out_graph`",
+            ),
+            Hook(
+                target="sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+                function=f"{_ADAPTER}.draft_attention.around_create_backend",
+                why="a draft model starts only with attention backends on a list, which lacks ours",
+                until="`supports_speculative_draft_attention_backend`, which platforms have, for attention backends",
+            ),
+            Hook(
+                target="sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs",
+                function=f"{_ADAPTER}.draft_attention.around_capture",
+                why="the draft's decode steps would be captured, and their attention plans on the host",
+                until="the fact about CUDA graphs above, asked for draft models, too",
+            ),
+        ),
+    ),
+    Feature(
+        "options of requests",
+        (
+            Hook(
+                target=f"{_SCHEDULER}._add_request_to_queue",
+                function=f"{_ADAPTER}.request_check.before_queueing",
+                why="wrong options would be ignored, and token ids outside the vocabulary would end the server",
+                until="a check of a request that a cache backend registers",
+            ),
+            Hook(
+                target="sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
+                function=f"{_ADAPTER}.request_check.around_beams",
+                why="beams read through rows of the request table without a Req, which cannot be rewritten: they "
+                "are refused",
+                until="the same check, with the beams' parameters",
+            ),
+        ),
+    ),
+    Feature(
+        "scoring passes, metrics, inspection",
+        (
+            Hook(
+                target=f"{_SCHEDULER}.ingest_requests",
+                function=f"{_ADAPTER}.passes.after_ingest",
+                why="between two steps, scoring passes are queued, metrics refreshed and questions about the cache "
+                "answered",
+                until=_STEP,
+            ),
+            Hook(
+                target=f"{_COMPONENTS}.internal_state.SchedulerInternalStateController._add_env_vars",
+                function=f"{_ADAPTER}.monitoring.server_info.after_env_vars",
+                why="GET /server_info would not show the compressed cache",
+                until="`BasePrefixCache.state()`, shown by `/server_info`",
+            ),
+            Hook(
+                target=f"{_SCHEDULER}.abort_request",
+                function=f"{_ADAPTER}.operations.around_abort",
+                why="SGLang aborts every request whose id begins with a client's, our scoring passes too",
+                until="requests that only their owner can abort",
+            ),
+            Hook(
+                target=f"{_SCHEDULER}.flush_cache",
+                function=f"{_ADAPTER}.operations.before_flush",
+                why="a flush needs an idle server, and scoring passes are requests",
+                until=_IDLE,
+            ),
+            Hook(
+                target=f"{_SCHEDULER}.unload_lora_adapter",
+                function=f"{_ADAPTER}.operations.before_unload",
+                why="SGLang waits for requests that use a LoRA adapter, but not for scoring passes",
+                until=_IDLE,
+            ),
+            *(
+                Hook(
+                    target=f"{_WEIGHT_UPDATER}.{operation}",
+                    function=f"{_ADAPTER}.operations.{function}",
+                    why="scoring passes end before it, and compressed prefixes never survive a change of weights",
+                    until=_IDLE,
+                )
+                for operation, function in _CHANGES.items()
+            ),
+        ),
+    ),
+    Feature(
+        "learned scores",
+        (
+            Hook(
+                target=f"{_SCHEDULER}.get_init_info",
+                function=f"{_ADAPTER}.learning.before_ready",
+                why="no event precedes a scheduler's report that it is ready: requests would come before scores are "
+                "learned",
+                until="an event of the scheduler before it reports that it is ready",
+            ),
+        ),
+    ),
+    Feature(
+        "host memory and the store",
+        (
+            Hook(
+                target="sglang.srt.managers.schedule_batch.Req.init_next_round_input",
+                function=f"{_ADAPTER}.host_memory.before_matching",
+                why="prefixes that the pool has dropped and the host has would be computed again",
+                until="`BasePrefixCache.match_prefix` that may load, as HiCache's `init_load_back` does",
+            ),
+            Hook(
+                target=f"{_SCHEDULER}._add_request_to_queue",
+                function=f"{_ADAPTER}.scheduler_store.after_queueing",
+                why="prefixes that the store has would be computed instead of fetched",
+                until="`BasePrefixCache.prefetch(req)`, called for any cache, not for HiCache alone",
+            ),
+            Hook(
+                target=f"{_SCHEDULER}.get_new_batch_prefill",
+                function=f"{_ADAPTER}.scheduler_store.around_admission",
+                why="a request would be prefilled before the fetched prefix is in the tree",
+                until="`BasePrefixCache.is_ready(req)`, asked before a request is admitted",
+            ),
+            Hook(
+                target=f"{_SCHEDULER}.handle_shutdown",
+                function=f"{_ADAPTER}.scheduler_store.after_shutdown",
+                why="segments that wait to be written to the store would be lost when the server is stopped",
+                until="`BasePrefixCache.close()`",
+            ),
+        ),
+    ),
+    Feature(
+        "prompts longer than the pool",
+        (
+            Hook(
+                target=f"{_SCHEDULER}.init_chunked_prefill",
+                function=f"{_ADAPTER}.long_prompts.after_chunked_prefill",
+                why="prompts longer than the pool would be refused, though their chunks can shrink while they are "
+                "prefilled",
+                until=_LIMIT,
+            ),
+            Hook(
+                target="sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",
+                function=f"{_ADAPTER}.long_prompts.around_max_new_tokens",
+                why="a prompt longer than the pool would be allowed an answer of no token",
+                until=_LIMIT,
+            ),
+            Hook(
+                target="sglang.srt.managers.schedule_policy.PrefillAdder._check_prefill_budget",
+                function=f"{_ADAPTER}.long_prompts.around_check",
+                why="a prompt longer than the pool, or one that shares a little of a large segment, would never be "
+                "admitted",
+                until=_LIMIT,
+            ),
+            Hook(
+                target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
+                function=f"{_ADAPTER}.long_prompts.around_available",
+                why="where no slot is left for the next chunk, it would be allocated all the same, which ends the "
+                "server",
+                until=_LIMIT,
+            ),
+            Hook(
+                target="sglang.srt.mem_cache.allocation.alloc_for_extend",
+                function=f"{_ADAPTER}.long_prompts.before_allocation",
+                why="the row of a chunk's prompt is read before room is made, and would keep slots that were released",
+                until=_LIMIT,
+            ),
+            Hook(
+                target=f"{_SCHEDULER}.get_new_batch_prefill",
+                function=f"{_ADAPTER}.long_prompts.after_admission",
+                why="the prompt whose chunks wait for room is unknown to the hooks above, and could wait for ever",
+                until=_LIMIT,
+            ),
+            Hook(
+                target=f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.is_request_level_customized_info_key",
+                function=f"{_ADAPTER}.long_prompts.around_request_level",
+                why="what meta_info says of a prompt prefilled compressed would be divided among the tokens of its "
+                "answer",
+                until="a list of such keys that can be extended",
+            ),
+        ),
+    ),
+    Feature("a refusal is the last thing that a launcher prints", (LAUNCHER_HOOK,)),
+)
+
+HOOKS = tuple(hook for feature in FEATURES for hook in feature.hooks if hook is not LAUNCHER_HOOK)
+"""What is registered in every process."""
