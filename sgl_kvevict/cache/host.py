@@ -125,7 +125,9 @@ class HostTier:
         splittable = self._compressor.policy.splittable and not is_cut
         above = self._spans.at(node.parent)
         state = None if above is None else above.segment.policy_state
-        return Export(sources.best(num_slots), splittable, order.is_measured, state)
+        return Export(
+            sources.best(num_slots, self._config.bits, self._config.sink_tokens), splittable, order.is_measured, state
+        )
 
     # ---- in ---------------------------------------------------------------------------------------------------
 

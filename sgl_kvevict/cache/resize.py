@@ -93,7 +93,7 @@ class Resizer:
         return length_of(path) - self._config.tail_tokens
 
     def slots_at(self, segment: Segment, share: float | None = None) -> int:
-        """Token slots of a segment at a share of its entries; None: at the budget."""
+        """Token slots of a segment at a share of its bytes; None: at the budget."""
         if share is None:
             return self._config.num_slots(segment.num_tokens, segment.start)
         return self._config.slots_at(share, segment.num_tokens, segment.start)
@@ -327,7 +327,7 @@ class Resizer:
             self._table.shrinking.discard(self._table.in_place[segment])
 
     def shrink_now(self, segments: Sequence[Segment], share: float | None = None) -> int:
-        """Pack consecutive segments in place, each at a share of its entries (None: the budget).
+        """Pack consecutive segments in place, each at a share of its bytes (None: the budget).
 
         Returns the token slots released. After an error of the policy the rest stays in place, and shrinks no more.
         """
@@ -371,30 +371,26 @@ class Resizer:
 
     # ---- size -------------------------------------------------------------------------------------------------
 
-    def resize(
-        self, segments: Sequence[Segment], num_slots: int, bits: int = 16, block: GeneratedBlock | None = None
-    ) -> int:
+    def resize(self, segments: Sequence[Segment], num_slots: int, block: GeneratedBlock | None = None) -> int:
         """Give consecutive segments of one path another size; several become one, the first of them.
 
-        The best entries of their order are written into the first of their slots, the others are released; readers go
-        on from there at their next step. 0 slots are released, and nothing is changed, while a reader must not move
+        The best entries of their order are written into the first of their slots, in rows of as many bits as then fit
+        (:func:`~sgl_kvevict.widths.rows_that_fit`); the other slots are released; readers go on from there at their
+        next step. 0 slots are released, and nothing is changed, while a reader must not move
         (:meth:`ReaderTable.movable`), or if the policy fails.
 
         Args:
             segments: root side first, in place or packed; of several in place :meth:`PrefixTable.join` made one before.
-                With fewer slots than they have they need an order, or a ``block``.
-            num_slots: token slots afterwards.
-            bits: of a number of a row. Only 16 is implemented.
+                With fewer slots than they have they need an order, or a ``block``, whose rows have 16 bits.
+            num_slots: token slots afterwards, at most.
             block: what is kept of generated tokens; None: what comes first in the order.
 
         Returns:
             Token slots released.
 
         Raises:
-            InvariantError: more slots than the segments have: what was evicted cannot come back; or other ``bits``.
+            InvariantError: more slots than the segments have: what was evicted cannot come back.
         """
-        if bits != 16:
-            raise InvariantError(f"segments have rows of 16 bits, not of {bits}")
         held = sum(segment.num_slots for segment in segments)
         if num_slots > held:
             raise InvariantError(f"segments of {held} token slots cannot grow to {num_slots}: what was evicted is gone")
@@ -408,7 +404,7 @@ class Resizer:
         with self._guard.at(Place.COMPRESSION) as attempt:
             sources = Sources(self._packer.geometry, list(map(self._source, segments)), selection)
             if block is None and num_slots < held:
-                sources = sources.best(num_slots)
+                sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
             merge, state = self._merge(segments, sources, num_slots) if block is None else (block.merge, block.state)
             all_packed = len(packed) == len(segments)
             written = self._packer.rewrite(sources, num_slots if all_packed else sources.fewest_slots, merge)
