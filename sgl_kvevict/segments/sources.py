@@ -31,8 +31,8 @@ _FIRST = 2**16
 """Larger than any key of an order; the smallest ones are above its negative."""
 _SINK = 2**18
 """Added to keys of sinks: larger than any difference of keys."""
-_WIDER = 2**20
-"""Added to keys for each doubling of bits: larger than any difference of these."""
+_WIDE = 2**20
+"""Added to keys of entries whose rows are wide enough: larger than any difference of these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,8 +191,9 @@ class Sources:
     def best(self, num_slots: int, bits: Bits = 16, num_sink_tokens: int = 0) -> Sources:
         """Of all entries the first in order that ``num_slots`` token slots hold; no host sync.
 
-        How many these are, and how many get rows of which width, is :func:`rows_that_fit`; those get the wider rows
-        that are among the first ``num_sink_tokens`` of the path, or have rows as wide already, then the best ones.
+        How many these are, and how many get rows of which width, is :func:`rows_that_fit`. The wider rows go to the
+        best ones of those whose rows are as wide now: no row gets more bits. Those of 16 bits go to the first
+        ``num_sink_tokens`` of the path, in every head.
 
         Among equal ones those of the lower run, then of the earlier range, the wider row and the lower position. Layers
         with a sliding window keep their last tokens instead, in each head at most as many as it keeps on average; if
@@ -211,56 +212,54 @@ class Sources:
             shown = sum(number for _, number in plan) // geometry.num_runs
             seen = geometry.num_kv_heads * sum(geometry.tokens_to_keep(self.end - self.start, shown))
             plan = self._plan(num_slots, min(seen, count), bits, num_sink_tokens)
-        total, lens, keys = sum(number for _, number in plan), self._lens.sum(0), None
+        total, keys = sum(number for _, number in plan), None
         if total < count or len(plan) > 1:
             keys = self._keys_by_run()
             if keys is None:
                 raise InvariantError(f"entries without an order in {held} slots cannot shrink to {num_slots} slots")
             if geometry.has_windows:
                 keys = self._in_windows(keys.int(), shown)
-        if keys is not None and total < count:
-            places, lens = largest_entries(keys, pad(lens.cumsum(0), (1, 0)), total)
-        else:
-            places = torch.arange(count, device=lens.device)
-        return self._with(self._shared_out(plan, keys, places, lens, num_sink_tokens))
+        smaller = Sources(geometry, self.ranges)
+        smaller._pieces, smaller.kept = self._pieces, self._chosen(plan, keys, num_sink_tokens)
+        return smaller
 
-    def _with(self, kept: tuple[Kept, ...]) -> Sources:
-        """The same ranges, of which other entries are kept."""
-        other = Sources(self.geometry, self.ranges)
-        other._pieces, other.kept = self._pieces, kept
-        return other
+    def _chosen(self, plan: tuple[Part, ...], keys: Tensor | None, num_sink_tokens: int) -> tuple[Kept, ...]:
+        """Choose the entries of each planned width; ``keys`` are those of all entries by run.
 
-    def _shared_out(
-        self, plan: tuple[Part, ...], keys: Tensor | None, places: Tensor, lens: Tensor, num_sink_tokens: int
-    ) -> tuple[Kept, ...]:
-        """Give kept entries rows of the planned widths, the best ones the wider rows.
-
-        Sinks and entries whose rows are as wide already come before others. ``keys`` are those of all entries by run,
-        ``places`` the kept entries by run, of which run r has ``lens[r]``.
+        Of 16 bits sinks come first; of any width entries whose rows are as wide now, of which there are enough; among
+        these, and then among all that are left, the best ones.
         """
         kept: list[Kept] = []
-        ranks = None if keys is None or len(plan) == 1 else self._ranks(keys, places, lens, num_sink_tokens)
-        for bits, number in plan[:-1]:
-            assert ranks is not None
-            first, own = largest_entries(ranks, pad(lens.cumsum(0), (1, 0)), number)
-            kept.append(self._kept(bits, places[first], own))
-            is_left = torch.ones_like(places, dtype=torch.bool)
-            is_left[first] = False
-            left = torch.nonzero_static(is_left, size=places.numel() - number).squeeze(-1)
-            places, ranks, lens = places[left], ranks[left], lens - own
-        return (*kept, self._kept(plan[-1][0], places, lens))
+        lens = self._lens.sum(0)
+        places = torch.arange(self._count, device=lens.device)  # by run, of those not chosen yet
+        for i, (bits, number) in enumerate(plan):
+            chosen, own = places, lens
+            if number < places.numel():
+                assert keys is not None
+                ranks, is_last = keys[places] if i else keys, i == len(plan) - 1
+                if not is_last:
+                    ranks = self._ranks(ranks, places, lens, bits, num_sink_tokens)
+                first, own = largest_entries(ranks, pad(lens.cumsum(0), (1, 0)), number)
+                chosen = places[first]
+                if not is_last:
+                    is_left = torch.ones_like(places, dtype=torch.bool)
+                    is_left[first] = False
+                    places = places[torch.nonzero_static(is_left, size=places.numel() - number).squeeze(-1)]
+                    lens = lens - own
+            kept.append(self._kept(bits, chosen, own))
+        return tuple(kept)
 
-    def _ranks(self, keys: Tensor, places: Tensor, lens: Tensor, num_sink_tokens: int) -> Tensor:
-        """[num_kept], int32: the order in which kept entries get wide rows; arguments of :meth:`_shared_out`."""
-        runs, numbers = _runs_of(lens, places.numel()), places if self._by_run is None else self._by_run[places]
-        ranks = keys[places].int()
-        if self.start < num_sink_tokens:
-            ranks += (self._look_up(numbers, runs).positions < num_sink_tokens).int() * _SINK
-        if any(piece.bits != 16 for piece in self._pieces):
-            bits = self._table.bits
-            assert bits is not None
-            ranks += (bits[numbers].int() >> 3) * _WIDER
-        return ranks
+    def _ranks(self, keys: Tensor, places: Tensor, lens: Tensor, bits: int, num_sink_tokens: int) -> Tensor:
+        """The order in which entries get rows of a width that others do not get; ``keys`` are theirs."""
+        numbers = places if self._by_run is None else self._by_run[places]
+        if bits == 16 and self.start < num_sink_tokens:
+            positions = self._look_up(numbers, _runs_of(lens, places.numel())).positions
+            keys = keys.int() + (positions < num_sink_tokens).int() * _SINK
+        if any(piece.bits < bits for piece in self._pieces):
+            widths = self._table.bits
+            assert widths is not None
+            keys = keys.int() + (widths[numbers] >= bits).int() * _WIDE
+        return keys
 
     def _plan(self, num_slots: int, num_entries: int, bits: Bits, num_sink_tokens: int) -> tuple[Part, ...]:
         """See :func:`rows_that_fit`."""
