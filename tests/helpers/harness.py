@@ -385,7 +385,7 @@ class Harness:
             expected = {code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
             bounds = zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
             for run, (begin, length) in enumerate(bounds):
-                slots = runs.head_slots[begin : begin + length].long()
+                slots = runs.rows[begin : begin + length].long()
                 for arena, sign in self.arenas:
                     self._check_run(run, sign * arena.view(-1, 2)[slots], expected)
             waterline += runs.num_tokens
