@@ -47,9 +47,10 @@ def narrow_row_at(bytes_ptr, number, D: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_narrow(
-    rows_ptr, number, m_n, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr
+    rows_ptr, number, m_n, dtype: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
-    """Normalised numbers of rows of 8 or 4 bits, [BLOCK_N, BLOCK_D], float32; 0 behind ``D``.
+    """Normalised numbers of rows of 8 or 4 bits, [BLOCK_N, BLOCK_D], in ``dtype``; 0 behind ``D``.
 
     ``rows_ptr`` is an arena, of any dtype, ``number`` [BLOCK_N] (int32) are the rows that ``m_n`` marks.
     """
@@ -57,20 +58,20 @@ def load_narrow(
     p_codes, p_header = narrow_row_at(bytes_ptr, number, D=D, BITS=BITS)
     if BITS == 8:
         o_d = tl.arange(0, BLOCK_D)
-        numbers = eighths(tl.load(p_codes[:, None] + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0))
+        codes = tl.load(p_codes[:, None] + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0)
+        numbers = eighths(codes).to(dtype)
     else:
-        GROUPS: tl.constexpr = BLOCK_D // _GROUP
-        o_g, o_c = tl.arange(0, GROUPS), tl.arange(0, _GROUP)
+        HALF: tl.constexpr = _GROUP // 2
+        o_g, o_j = tl.arange(0, BLOCK_D // _GROUP), tl.arange(0, HALF)
         m_g = m_n[:, None] & (o_g < D // _GROUP)[None, :]
-        half: tl.constexpr = _GROUP // 2
-        o_byte = o_g[:, None] * half + (o_c % half)[None, :]
+        o_byte = o_g[:, None] * HALF + o_j[None, :]
         codes = tl.load(p_codes[:, None, None] + o_byte[None, :, :], mask=m_g[:, :, None], other=0)
         p_words = (p_header[:, None] + o_g[None, :] * 4).to(tl.pointer_type(tl.int32), bitcast=True)
-        header = tl.load(p_words, mask=m_g, other=0)
-        scale, minimum = halves_of(header)
-        codes = (codes >> ((o_c // half) * 4).to(tl.uint8)[None, None, :]) & 15
-        numbers = codes.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
-        numbers = tl.reshape(numbers, (BLOCK_N, BLOCK_D))
+        scale, minimum = halves_of(tl.load(p_words, mask=m_g, other=0))
+        low = (codes & 15).to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+        high = (codes >> 4).to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+        halves = tl.permute(tl.join(low.to(dtype), high.to(dtype)), (0, 1, 3, 2))  # [BLOCK_N, groups, 2, HALF]
+        numbers = tl.reshape(halves, (BLOCK_N, BLOCK_D))
     return numbers
 
 

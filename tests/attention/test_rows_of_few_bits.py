@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,8 @@ from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, rounding_noise
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.row_codec import RowStatistics
-from sgl_kvevict.attention import Attention
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.attention import Attention, TorchAttention
 from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
@@ -25,7 +27,12 @@ NOISE = 8 * FLOAT32_NOISE
 LONG_NOISE = {torch.float32: NOISE, torch.bfloat16: 2.0**-7}
 """Long prefills on a CPU: keys, values and both halves of the result are rounded to the dtype."""
 LONG_LSE_NOISE = {torch.float32: NOISE, torch.bfloat16: 2.0**-8}
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+POOLS = [
+    *((head_dim, torch.float32) for head_dim in (32, 64, 96, 128)),
+    *((64, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    (128, torch.bfloat16),
+]
+"""head_dim and dtype."""
 BITS = [8, 4]
 
 
@@ -48,7 +55,7 @@ def check(
         assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=lse_noise)
 
 
-def both_widths(world: World, longest: int, start: int = 0) -> tuple[object, object]:
+def both_widths(world: World, longest: int, start: int = 0) -> tuple[SpanRuns, SpanRuns]:
     """The spans of a segment whose best entries have 8 bits, and others 4."""
     wide = world.uneven_span(longest, start, bits=8)
     return wide, world.uneven_span(longest, start, bits=4, is_counted=False)
@@ -70,13 +77,11 @@ def mixed_requests(world: World) -> None:
     world.add((), 7)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("pool", POOLS, ids=str)
 @pytest.mark.parametrize("bits", BITS)
-def test_decode_of_each_width(
-    build: Build, make_world: MakeWorld, bits: int, head_dim: int, dtype: torch.dtype
-) -> None:
+def test_decode_of_each_width(build: Build, make_world: MakeWorld, bits: int, pool: tuple[int, torch.dtype]) -> None:
     """Alone, shared by requests at different depths, more entries than a block of keys, and none."""
+    head_dim, dtype = pool
     world = make_world(2, 3, head_dim, dtype=dtype, num_token_slots=700)
     world.learn()
     shared = world.uneven_span(90, bits=bits)
@@ -86,8 +91,11 @@ def test_decode_of_each_width(
     check(world, build(world))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(3, 3, 64), (1, 4, 128), (2, 1, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((3, 3, 64), torch.bfloat16), ((1, 4, 128), torch.float32), ((2, 1, 32), torch.float16)],
+    ids=str,
+)
 def test_decode_of_mixed_paths(
     build: Build, make_world: MakeWorld, sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -117,13 +125,8 @@ def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: tor
     world.add((world.uneven_span(50, bits=4),), 5)
     world.add((), many + 20)
     is_long = isinstance(attention, NumbaAttention)
-    check(
-        world,
-        attention,
-        news,
-        noise=LONG_NOISE[dtype] if is_long else NOISE,
-        lse_noise=LONG_LSE_NOISE[dtype] if is_long else NOISE,
-    )
+    noises = (LONG_NOISE[dtype], LONG_LSE_NOISE[dtype]) if is_long else (NOISE, NOISE)
+    check(world, attention, news, *noises)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
@@ -165,6 +168,64 @@ def test_chunks_of_a_long_span(build: Build, make_world: MakeWorld) -> None:
         world.add((span,), 5)
         world.add((span,), 70)
     check(world, build(world))
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (25, 0)], ids=["", "window"])
+def test_trees_of_drafts(build: Build, make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+    """Every node sees the spans; the tree hides only its own branches."""
+    world = make_world(2, 2, 32, dtype=torch.float32, windows=windows, num_token_slots=900)
+    world.learn()
+    mixed_requests(world)
+    bits_of_tree = [0b1, 0b11, 0b101, 0b1011]  # the root, two children of it, and a child of the first
+    for i in range(len(world.paths)):
+        world.grow(i, 4)
+    batch = replace(world.batch([4] * 7), visible=torch.tensor(bits_of_tree * 7))
+    attention, plain = build(world), TorchAttention(world.geometry, world.k, world.v, world.statistics)
+    for implementation in (attention, plain):
+        implementation.plan(batch)
+    for layer in range(2):
+        q = world.queries([4] * 7)
+        got, want = (each.run(layer, q, world.sm_scale) for each in (attention, plain))
+        for name, x, expected in zip(("out", "lse"), got, want, strict=True):
+            assert_accurate(name, x, expected, expected, noise=NOISE)
+
+
+@pytest.mark.usefixtures("interpreted", "small_chunks")
+@pytest.mark.parametrize("windows", [(0,), (30,)], ids=["", "window"])
+def test_a_captured_step_follows_spans_of_other_widths(make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+    """Recorded launches read the width of a span from each replay's tables."""
+    world = make_world(2, 2, 32, dtype=torch.float32, windows=windows, num_token_slots=900)
+    world.learn()
+    attention = TritonAttention(world.geometry, world.k, world.v, statistics=world.statistics)
+    attention.start_capture(7)
+    mixed_requests(world)
+    for _ in range(3):
+        attention.follow(world.batch(), 7)
+        rows = torch.tensor(world.rows + [0] * (7 - len(world.rows)))
+        ends = torch.tensor(world.seq_lens + [1] * (7 - len(world.rows)))
+        attention.start_step(ends, rows, world.req_to_token)
+        q = world.queries()
+        filled = torch.cat([q, q.new_zeros(7 - len(q), *q.shape[1:])])
+        out, lse = (x[: len(q)] for x in attention.run(0, filled, world.sm_scale))
+        want_out, want_lse, baseline = world.expected(0, q)
+        assert_accurate("out", out, want_out, baseline, noise=NOISE)
+        assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
+        world.remove(2)
+        world.remove(0)
+        if len(world.paths) < 4:
+            world.add((world.uneven_span(40, bits=8),), 3)
+
+
+def test_a_row_outside_of_the_pool_is_reported(make_world: MakeWorld) -> None:
+    world = make_world(2, 2, 32)
+    world.learn()
+    span = world.span(torch.full((2, 2), 9), num_tokens=9, bits=4)
+    world.add((span,), 2)
+    attention = NumbaAttention(world.geometry, world.k, world.v, world.statistics)
+    attention.plan(world.batch())
+    span.rows[20] = 3 * world.geometry.num_head_slots
+    with pytest.raises(IndexError, match=f"head slot {world.geometry.num_head_slots}: the arena has"):
+        attention.run(1, world.queries(), world.sm_scale)
 
 
 def test_spans_of_few_bits_need_statistics(build: Build, make_world: MakeWorld) -> None:

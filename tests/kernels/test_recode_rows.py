@@ -144,17 +144,20 @@ def test_rows_are_packed_into_the_head_slots_they_come_from(device: str) -> None
         assert_same_bits("bytes", read_rows(arena, targets, 4), expected)
 
 
-def test_more_rows_than_a_chunk(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_without_numba_torch_encodes(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """The same bytes, some rows at a time."""
+    monkeypatch.setattr("kvevict_kernels.recode_rows.reason_not_to_run", lambda head_dim: "not installed")
     monkeypatch.setattr("kvevict_kernels.recode_rows.CHUNK_ROWS", 7)
-    store = Store(device, torch.bfloat16, 32)
-    runs = runs_of(60, device)
-    rows = store.written(60, 16, runs)
-    widths = torch.full((60,), 16, dtype=torch.int8, device=device)
-    targets = store.places(60, 4)
-    want = store.expected(rows, widths, runs, 4)
-    recode_rows(store.k, store.v, rows, widths, runs, [(targets, 4)], store.statistics)
+    store = Store("cpu", torch.bfloat16, 32)
+    runs = runs_of(60, "cpu")
+    widths = torch.tensor([width for width in (16, 8, 4) if width >= bits], dtype=torch.int8).repeat(60)[:60]
+    rows = torch.cat([store.written(1, width, run) for width, run in zip(widths.tolist(), runs.split(1), strict=True)])
+    targets = store.places(60, bits)
+    want = store.expected(rows, widths, runs, bits)
+    recode_rows(store.k, store.v, rows, widths, runs, [(targets, bits)], store.statistics)
     for (arena, _), expected in zip(store.arenas, want, strict=True):
-        assert_same_bits("bytes", read_rows(arena, targets, 4), expected)
+        assert_same_bits("bytes", read_rows(arena, targets, bits), expected)
 
 
 def test_what_is_too_large_saturates_on_every_device(device: str) -> None:

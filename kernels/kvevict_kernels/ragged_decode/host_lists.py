@@ -202,7 +202,7 @@ class HostLists:
             "merge_request": [request for request, _ in merged],
             "merge_token": [token for _, token in merged],
             "tile_request": [tile.request for tile in tiles],
-            "tile_index": [tile.index for tile in tiles],
+            "tile_index": [tile.place for tile in tiles],
             "tile_split": [tile.split for tile in tiles],
             "tile_share": [tile.share for tile in tiles],
             "tile_shares": [tile.shares for tile in tiles],
@@ -231,7 +231,7 @@ class _Tile(NamedTuple):
     """A program of ``ragged_extend``."""
 
     request: int
-    index: int  # among the request's tiles of q rows
+    place: int  # among the request's tiles of q rows
     split: int  # part of its keys
     share: int  # place of the part among those of its number of bits
     shares: int  # parts of that number of bits

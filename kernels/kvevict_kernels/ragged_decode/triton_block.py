@@ -57,8 +57,9 @@ def attend_block(
     """
     if BITS < 16:
         BLOCK_N: tl.constexpr = head_slot.shape[0]
-        b_k = load_narrow(k_ptr, head_slot, m_n, D=D, BLOCK_N=BLOCK_N, BLOCK_D=o_d.shape[0], BITS=BITS).to(b_q.dtype)
-        b_v = load_narrow(v_ptr, head_slot, m_n, D=D, BLOCK_N=BLOCK_N, BLOCK_D=o_d.shape[0], BITS=BITS).to(b_q.dtype)
+        BLOCK_D: tl.constexpr = o_d.shape[0]
+        b_k = load_narrow(k_ptr, head_slot, m_n, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
+        b_v = load_narrow(v_ptr, head_slot, m_n, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
         s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     else:
         s, b_v = _score_block(b_q, b_rot, k_ptr, v_ptr, head_slot, m_n, o_d, scale_log2, D, DV, BLOCK_ROT)

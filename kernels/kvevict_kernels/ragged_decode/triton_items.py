@@ -46,7 +46,7 @@ def store_items(items_ptr, o, mask, index_address, num_keys, member, count, bits
     zero = o * 0
     tl.store(p_item, index_address + zero, mask=mask)
     tl.store(p_item + 1, _pack(num_keys + zero, member + zero), mask=mask)
-    tl.store(p_item + 2, _pack((bits * _READERS + count) + zero, place + zero), mask=mask)
+    tl.store(p_item + 2, _pack(count + zero + bits * _READERS, place + zero), mask=mask)
     tl.store(p_item + 3, _pack(partial.to(tl.int32) + zero, last + zero), mask=mask)
 
 

@@ -180,8 +180,8 @@ def _score_narrow_block(
 ):  # fmt: skip
     """The same of normalised queries, keys and values, of rows with these numbers."""
     every = number >= 0
-    b_k = load_narrow(k_ptr, number, every, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS).to(b_q.dtype)
-    b_v = load_narrow(v_ptr, number, every, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS).to(b_q.dtype)
+    b_k = load_narrow(k_ptr, number, every, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
+    b_v = load_narrow(v_ptr, number, every, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
     return tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), b_v
 
 

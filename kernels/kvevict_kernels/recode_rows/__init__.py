@@ -21,6 +21,8 @@ from kvevict_kernels.row_codec import (
     rows_per_slot,
     write_rows,
 )
+from kvevict_kernels.span_attention import reason_not_to_run
+from kvevict_kernels.span_attention.call import KINDS
 
 __all__ = ["recode_rows"]
 
@@ -100,7 +102,7 @@ def recode_rows_cpu(
     targets: Sequence[Target],
     statistics: RowStatistics | None,
 ) -> None:
-    """CPU path of :func:`recode_rows`.
+    """CPU path of :func:`recode_rows`: loops compiled by numba, or torch where numba cannot run.
 
     Raises:
         ValueError: a target row repeats, a source row is outside of the arena, or bits would grow.
@@ -109,13 +111,16 @@ def recode_rows_cpu(
     parts = list(zip(*(torch.split(x, counts) for x in (source_rows, source_bits, runs)), targets, strict=True))
     for rows, bits_of_sources, _, (places, bits) in parts:
         _check_part(k_arena, rows, bits_of_sources, places, bits)
+    encode, write = _compiled_encode, _compiled_write
+    if reason_not_to_run(k_arena.shape[-1]) is not None:
+        encode, write = _encoded, write_rows
     for is_v, arena in enumerate((k_arena, v_arena)):
         encoded = [
-            _encoded(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics)
+            encode(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics)
             for rows, bits_of_sources, own_runs, (_, bits) in parts
         ]
         for (places, bits), written in zip(targets, encoded, strict=True):
-            write_rows(arena, places, bits, written)
+            write(arena, places, bits, written)
 
 
 def _check_part(arena: Tensor, rows: Tensor, bits_of_sources: Tensor, places: Tensor, bits: int) -> None:
@@ -131,6 +136,42 @@ def _check_part(arena: Tensor, rows: Tensor, bits_of_sources: Tensor, places: Te
         check_index_range("source_rows", rows[bits_of_sources == width], size)
 
 
+def _compiled_encode(
+    arena: Tensor,
+    is_v: int,
+    rows: Tensor,
+    bits_of_sources: Tensor,
+    runs: Tensor,
+    bits: int,
+    statistics: RowStatistics | None,
+) -> Tensor:
+    """:func:`_encoded`, compiled by numba."""
+    from kvevict_kernels.recode_rows.numba_impl import calls
+
+    head_dim = arena.shape[-1]
+    out = torch.empty(rows.numel(), row_bytes(bits, head_dim, arena.element_size()), dtype=torch.uint8)
+    both = [0, 0]
+    if statistics is not None:
+        of_k, of_v = (statistics.k_mean, statistics.k_deviation), (statistics.v_mean, statistics.v_deviation)
+        both = [x.data_ptr() for x in (of_v if is_v else of_k)]
+    encode, _, stamp = calls()
+    sources = (x.contiguous() for x in (rows, bits_of_sources, runs))
+    encode(
+        *(stamp, arena.data_ptr(), KINDS[arena.dtype], head_dim, *(x.data_ptr() for x in sources)),
+        *(*both, bits, out.data_ptr(), out.shape[1], rows.numel()),
+    )
+    return out
+
+
+def _compiled_write(arena: Tensor, rows: Tensor, bits: int, encoded: Tensor) -> None:
+    """:func:`kvevict_kernels.row_codec.write_rows`, compiled by numba."""
+    from kvevict_kernels.recode_rows.numba_impl import calls
+
+    _, write, stamp = calls()
+    places = (arena.data_ptr(), arena.shape[-1], bits, rows.data_ptr())
+    write(stamp, *places, encoded.data_ptr(), encoded.shape[1], rows.numel())
+
+
 def _encoded(
     arena: Tensor,
     is_v: int,
@@ -143,7 +184,7 @@ def _encoded(
     """Bytes of rows of one arena in ``bits`` bits, [n, row_bytes]."""
     head_dim = arena.shape[-1]
     out = torch.empty(rows.numel(), row_bytes(bits, head_dim, arena.element_size()), dtype=torch.uint8)
-    for width in WIDTHS:
+    for width in (width for width in WIDTHS if width >= bits):
         for entries in torch.split((bits_of_sources == width).nonzero()[:, 0], CHUNK_ROWS):
             source = rows[entries].long()
             if width == bits:

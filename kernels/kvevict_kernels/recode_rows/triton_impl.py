@@ -118,6 +118,17 @@ def _encode_kernel(
             tl.store(p_word_out.to(tl.pointer_type(tl.int32), bitcast=True), word, mask=m_out)
 
 
+@triton.jit
+def _move_bytes(p_from, p_to, m_row, NUM: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Copy ``NUM`` bytes from and to each of the addresses [BLOCK], in words."""
+    o = tl.arange(0, BLOCK_W)
+    mask = m_row[:, None] & (o < NUM // 4)[None, :]
+    p_from = p_from.to(tl.pointer_type(tl.int32), bitcast=True)
+    p_to = p_to.to(tl.pointer_type(tl.int32), bitcast=True)
+    words = tl.load(p_from[:, None] + o[None, :], mask=mask)
+    tl.store(p_to[:, None] + o[None, :], words, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=list(INDICES))
 def _write_kernel(
     rows_ptr,  # an arena, [X, D]
@@ -130,22 +141,18 @@ def _write_kernel(
     BLOCK_W: tl.constexpr,  # words of a row, at least
     BLOCK: tl.constexpr,
 ):
-    """Write encoded rows to their places, word by word."""
+    """Write encoded rows to their places."""
     i_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    o_byte = tl.arange(0, BLOCK_W) * 4
     m_row = i_row < num_rows
-    mask = m_row[:, None] & (o_byte < ROW_BYTES)[None, :]
     number = tl.load(places_ptr + i_row, mask=m_row, other=0)
-    p_from = (staging_ptr + i_row[:, None] * ROW_BYTES + o_byte[None, :]).to(tl.pointer_type(tl.int32), bitcast=True)
-    words = tl.load(p_from, mask=mask)
     bytes_ptr = rows_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    p_staging = staging_ptr + i_row * ROW_BYTES
     if BITS == 4:
-        p_codes, p_word = narrow_row_at(bytes_ptr, number, D=D, BITS=4)
-        is_code = (o_byte < D // 2)[None, :]
-        p_out = tl.where(is_code, p_codes[:, None] + o_byte[None, :], p_word[:, None] + (o_byte - D // 2)[None, :])
+        p_codes, p_header = narrow_row_at(bytes_ptr, number, D=D, BITS=4)
+        _move_bytes(p_staging, p_codes, m_row, NUM=D // 2, BLOCK_W=BLOCK_W)
+        _move_bytes(p_staging + D // 2, p_header, m_row, NUM=ROW_BYTES - D // 2, BLOCK_W=BLOCK_W)
     else:
-        p_out = bytes_ptr + number.to(tl.int64)[:, None] * ROW_BYTES + o_byte[None, :]
-    tl.store(p_out.to(tl.pointer_type(tl.int32), bitcast=True), words, mask=mask)
+        _move_bytes(p_staging, bytes_ptr + number.to(tl.int64) * ROW_BYTES, m_row, NUM=ROW_BYTES, BLOCK_W=BLOCK_W)
 
 
 def recode_rows_triton(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import logging
 import time
@@ -17,13 +16,15 @@ from torch import Tensor
 
 from kvevict_kernels import head_slots, row_codec
 from kvevict_kernels.checks import KV_DTYPES, check_arenas, check_tensor
+from kvevict_kernels.numba_cache import compiled, stamp_of
 from kvevict_kernels.row_codec import RowStatistics, check_statistics
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.layout import Layout
 from kvevict_kernels.span_attention.openmp import Team, torch_team
 from kvevict_kernels.span_runs import SpanRuns
 
-_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""Kinds of rows in the compiled code."""
 _LINE = 64
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class SpanAttention:
             w.STAMP: _stamp(),
             w.K: k_arena.data_ptr(),
             w.V: v_arena.data_ptr(),
-            w.KIND: _KINDS[k_arena.dtype],
+            w.KIND: KINDS[k_arena.dtype],
             w.HEAD_DIM: head_dim,
             w.V_HEAD_DIM: v_head_dim,
             w.NUM_HEADS: num_kv_heads,
@@ -170,7 +171,7 @@ class SpanAttention:
             q = q.contiguous()
         words = layout.words
         words[w.LAYER] = layer
-        words[w.Q], words[w.Q_STRIDE], words[w.Q_KIND] = q.data_ptr(), q.stride(0), _KINDS[q.dtype]
+        words[w.Q], words[w.Q_STRIDE], words[w.Q_KIND] = q.data_ptr(), q.stride(0), KINDS[q.dtype]
         words[w.OUT], words[w.LSE] = out.data_ptr(), lse.data_ptr()
         words[w.WINDOW], words[w.SINK_LOGITS] = window, 0 if sink_logits is None else sink_logits.data_ptr()
         words[w.SCALE : w.SCALE + 1].view(np.float32)[0] = sm_scale
@@ -196,23 +197,16 @@ class _Buffer:
 @cache
 def _stamp() -> int:
     """Hash of the sources from which the call is compiled."""
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(head_slots.__file__), Path(row_codec.__file__)]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
-    return int.from_bytes(digest[:7], "little")
+    others = [Path(head_slots.__file__), Path(row_codec.__file__)]
+    return stamp_of([*sorted(Path(__file__).parent.glob("*.py")), *others])
 
 
 @cache
 def _compiled(team: Team) -> Any:
-    """The compiled call. numba caches it beside the sources, or else in the user's cache folder."""
+    """The compiled call."""
     from kvevict_kernels.span_attention.numba_impl import compile_call
 
     started = time.monotonic()
-    try:
-        call = compile_call(team, _stamp(), is_cached=True)
-    except RuntimeError as error:
-        if "no locator available" not in str(error):
-            raise
-        logger.warning("compiled attention cannot be kept for the next start: set NUMBA_CACHE_DIR to a folder")
-        call = compile_call(team, _stamp(), is_cached=False)
+    call: Any = compiled("attention", lambda is_cached: compile_call(team, _stamp(), is_cached=is_cached))
     logger.info("attention %s in %.1f s", "loaded" if call.cache_hits else "compiled", time.monotonic() - started)
     return call

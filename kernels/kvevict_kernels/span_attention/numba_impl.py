@@ -31,6 +31,7 @@ from kvevict_kernels.span_attention.numba_rows import (
     load_narrow_row,
     load_row,
     multiply,
+    narrow_row_at,
     product_of,
     scale_row,
     store_row,
@@ -220,10 +221,7 @@ def _load_narrow_keys(words, part, head, first, num_keys, num_next, scratch):
     head_dim, bits = words[w.HEAD_DIM], _bits_of(words, part)
     start = int32s(int64s(words[w.SPAN_STARTS])[part])[words[w.LAYER] * words[w.NUM_HEADS] + head]
     numbers = int32s(int64s(words[w.SPAN_ROWS])[part] + 4 * (start + first))
-    in_block = _EIGHTHS if bits == 8 else _QUARTERS
-    per_slot = in_block * (item_bytes(words[w.KIND]) // 2)
-    code_bytes = head_dim * bits // 8
-    header_bytes = 0 if bits == 8 else 4 * (head_dim // GROUP)
+    per_slot = (_EIGHTHS if bits == 8 else _QUARTERS) * (item_bytes(words[w.KIND]) // 2)
     rows, headers = int64s(scratch), int64s(scratch + _HEADERS_AT)
     values, to_values = _values_in(scratch, head_dim), words[w.V] - words[w.K]
     for i in range(num_keys + num_next):
@@ -231,20 +229,16 @@ def _load_narrow_keys(words, part, head, first, num_keys, num_next, scratch):
         if number < 0 or number >= words[w.NUM_HEAD_SLOTS] * per_slot:
             words[w.WRONG_SLOT] = number // per_slot
             number = np.int64(0)
-        own_part = number % in_block
-        block = words[w.K] + number // in_block * (2 * head_dim)
-        row = block + own_part * code_bytes
-        header = block + in_block * code_bytes + own_part * header_bytes
+        row, header = narrow_row_at(words[w.K], number, head_dim, bits)
         if i < num_keys:
             rows[i], headers[i] = row, header
             load_narrow_row(bits, head_dim, row + to_values, header + to_values, values + 4 * i * head_dim)
         else:
-            for line in range(row, row + code_bytes, _LINE):
+            for line in range(row, row + head_dim * bits // 8, _LINE):
                 prefetch(line)
                 prefetch(line + to_values)
-            if header_bytes:
-                prefetch(header)
-                prefetch(header + to_values)
+            prefetch(header)
+            prefetch(header + to_values)
     for i in range(num_keys, _BLOCK):
         rows[i] = headers[i] = words[w.ZEROS]
     for i in range(0, num_keys, LANES):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from kvevict_kernels.row_codec import GROUP
+from kvevict_kernels.row_codec import GROUP, PARTS
 from kvevict_kernels.span_attention.numba_vectors import (
     BFLOAT16,
     FLOAT16,
@@ -30,12 +30,25 @@ from kvevict_kernels.span_attention.numba_vectors import (
 WIDTH = LANES * TILE_VECTORS
 """Columns of a tile of a product."""
 _ANY_COUNT = 1 << 40
+_QUARTERS = PARTS[4]
 
 
 @njit
 def int64s(address):
     """The int64 numbers from an address on."""
     return carray(numbers_at(address, np.int64), _ANY_COUNT)
+
+
+@njit
+def int8s(address):
+    """The int8 numbers from an address on."""
+    return carray(numbers_at(address, np.int8), _ANY_COUNT)
+
+
+@njit
+def uint8s(address):
+    """The bytes from an address on."""
+    return carray(numbers_at(address, np.uint8), _ANY_COUNT)
 
 
 @njit
@@ -74,6 +87,18 @@ def load_row(kind, head_dim, source, target, factor):
             load_numbers(FLOAT16, source + 2 * i, target + 4 * i, factor)
         else:
             load_numbers(FLOAT32, source + 4 * i, target + 4 * i, factor)
+
+
+@njit
+def narrow_row_at(arena, row, head_dim, bits):
+    """Addresses of a row of 8 or 4 bits of an arena: of its codes, and of its scales and minima (4 bits)."""
+    if bits == 8:
+        codes = arena + row * head_dim
+        return codes, codes
+    part = row % _QUARTERS
+    block = arena + row // _QUARTERS * (2 * head_dim)
+    codes = block + part * (head_dim // 2)
+    return codes, block + _QUARTERS * head_dim // 2 + part * (4 * (head_dim // GROUP))
 
 
 @njit

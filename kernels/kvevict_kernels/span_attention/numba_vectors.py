@@ -397,6 +397,26 @@ def sum_of_products(typing, left, right):
 
 
 @intrinsic(prefer_literal=True)
+def half_bits(typing, number):
+    """Bits of a float32 number rounded to float16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.bitcast(builder.fptrunc(args[0], _F16), _I16), _I32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def half_number(typing, bits):
+    """The number of the bits of a float16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(builder.trunc(args[0], _I16), _F16), _F32)
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic(prefer_literal=True)
 def row_maximum(typing, count, row):
     """The largest of ``count`` float32 numbers."""
     size = count.literal_value
