@@ -21,6 +21,7 @@ from sgl_kvevict.sglang_adapter import learning
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.learning import TextReader
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 NUM_LAYERS = 2
@@ -167,6 +168,20 @@ def test_a_text_that_is_never_admitted_ends_the_start(monkeypatch):
     scheduler.get_next_batch_to_run = lambda **_: SimpleNamespace(running_batch=None, batch_to_run=None)
     with pytest.raises(UnsupportedSetupError, match="of a text of 140 tokens, SGLang does not admit it"):
         TextReader(scheduler, cache.harness.tree).read([1] * 140)
+
+
+def test_a_text_that_is_dropped_between_two_passes_ends_the_start(monkeypatch):
+    cache = Learned(is_known=False)
+    start = SchedulerPasses.start
+
+    def drop_and_start(passes, node, probe):
+        pass_ = start(passes, node, probe)
+        cache.harness.evict(1)
+        return pass_
+
+    monkeypatch.setattr(SchedulerPasses, "start", drop_and_start)
+    with pytest.raises(UnsupportedSetupError, match="of a text of 140 tokens, it was dropped between two passes"):
+        TextReader(ReadingScheduler(cache.harness), cache.harness.tree).read([i % 11 for i in range(140)])
 
 
 def test_texts_are_cut_to_the_room_there_is():
