@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvevict_kernels.row_codec import rows_per_slot
-
 
 @dataclass(frozen=True)
 class KVScales:
@@ -148,8 +146,8 @@ class KVGeometry:
         return self.num_token_slots * self.num_runs
 
     def rows_per_slot(self, bits: int) -> int:
-        """Rows of a width that a head slot holds; see :func:`kvevict_kernels.row_codec.rows_per_slot`."""
-        return rows_per_slot(bits, self.itemsize)
+        """Rows of a width that a head slot holds, as :func:`kvevict_kernels.row_codec.rows_per_slot` says."""
+        return {16: 2, 8: 2 * self.itemsize, 4: 3 * self.itemsize}[bits] // 2
 
     def head_slots_for(self, parts: Iterable[tuple[int, int]]) -> int:
         """Head slots that packed entries take; of each part the bits of its rows, and how many entries it has."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvevict_kernels.row_codec import WIDTHS, rows_per_slot
 from sgl_kvevict.config import Bits
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.widths import rows_that_fit
@@ -45,6 +46,12 @@ def in_place(
 def test_bits_go_before_entries_do_and_the_best_keep_eight(num_slots: int, kept: dict[int, int]) -> None:
     """Of 1,000 tokens; below 0.4 of the bytes 2 of 5 entries have 8 bits."""
     assert in_place(num_slots, 1000) == kept
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_head_slot_holds_as_many_rows_as_the_kernels_say(itemsize: int) -> None:
+    of = geometry(itemsize=itemsize)
+    assert [of.rows_per_slot(bits) for bits in WIDTHS] == [rows_per_slot(bits, itemsize) for bits in WIDTHS]
 
 
 def test_a_slot_of_float32_holds_twice_as_many() -> None:

@@ -13,6 +13,7 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.policies.parts import PolicyState
@@ -155,7 +156,8 @@ class Adoption:
         return length_of(there) < record.end and self._spans.compressed_len(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
-        copied = CopiedEntries(record.keep_lens, record.positions, record.k, record.v, record.order)
+        part = CopiedRows(16, record.keep_lens, record.positions, record.k, record.v)
+        copied = CopiedEntries((part,), record.order)
         segment = self._packer.new_segment(
             slots, copied, record.start, record.end, is_measured=record.is_read, shadow=_shadow_of(record)
         )

@@ -114,6 +114,7 @@ def export_path(
     tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
     sources, state = export.sources, export.state
     copied, shadow = packer.copy(sources), packer.copy_shadow(sources)
+    (part,) = copied.parts
     assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
         key=namespace.segment(tokens, sources.start),
@@ -125,11 +126,15 @@ def export_path(
         created=time.time(),
         tokens=torch.tensor(tokens, dtype=torch.int64),
         policy_state=None if state is None else state.threshold,
-        **vars(copied),
+        keep_lens=part.keep_lens,
+        positions=part.positions,
+        k=part.k,
+        v=part.v,
+        order=copied.order,
         **({} if shadow is None else {f"draft_{name}": part for name, part in vars(shadow).items()}),
         **tail,
     )
-    if not copied.k.is_cuda:
+    if not part.k.is_cuda:
         return Leaving(namespace, record, None)
     launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
     launched.record()

@@ -11,8 +11,9 @@ from torch import Tensor
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.recode_rows import recode_rows
-from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.row_codec import RowStatistics, encode_rows, load_rows, read_rows, write_rows
 from kvevict_kernels.stored_rows import as_moved, as_words
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
@@ -21,6 +22,9 @@ from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment
 from sgl_kvevict.segments.shadow import CopiedShadow, DraftRows, Shadow
 from sgl_kvevict.segments.sources import Range, Sources, TokenRange
+
+CHUNK_ROWS = 4096
+"""Rows of which a copy with fewer bits has float32 numbers at a time."""
 
 
 class SegmentPacker(ArenaRows):
@@ -130,10 +134,30 @@ class SegmentPacker(ArenaRows):
 
     def copy(self, sources: Sources) -> CopiedEntries:
         """Copy the kept entries of consecutive ranges of one path, as if one segment held them."""
-        kept = sources.entries
-        slots = kept.rows.long()
-        k, v = (as_words(arena.flatten(0, 2))[slots].view(arena.dtype) for arena in self._moved)
-        return CopiedEntries(sources.kept[0].lens, kept.positions, k, v, kept.keys)
+        kept, first = sources.entries, 0
+        parts = []
+        for each in sources.kept:
+            entries = slice(first, first + each.num_entries)
+            first += each.num_entries
+            is_whole = kept.bits is None
+            k, v = self._copied(kept.rows[entries], 16 if is_whole else each.bits, each.bits, each.runs)
+            parts.append(CopiedRows(each.bits, each.lens, kept.positions[entries], k, v))
+        return CopiedEntries(tuple(parts), kept.keys)
+
+    def _copied(self, rows: Tensor, before: int, bits: int, runs: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of rows of one width, in as many bits or, if they have 16, in fewer; see :class:`CopiedRows`."""
+        if bits == 16:
+            k, v = (as_words(arena.flatten(0, 2))[rows.long()].view(arena.dtype) for arena in self._moved)
+        elif before == bits:
+            k, v = (read_rows(arena, rows, bits) for arena in self._moved)
+        else:
+            assert self.statistics is not None
+            both: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for some, of_run in zip(torch.split(rows, CHUNK_ROWS), torch.split(runs, CHUNK_ROWS), strict=True):
+                for arena, known, encoded in zip(self._moved, self.statistics.of_runs(of_run), both, strict=True):
+                    encoded.append(encode_rows(load_rows(arena, some, 16, None), *known, bits))
+            k, v = (torch.cat(encoded) for encoded in both)
+        return k, v
 
     def copy_shadow(self, sources: Sources) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive ranges of one path; None: there is no draft.
@@ -151,15 +175,14 @@ class SegmentPacker(ArenaRows):
         return self.drafts.copy(list(zip(self._shadows(sources.ranges), bounds, strict=True)), most)
 
     @accounting()
-    def place(self, packed: Packed, k: Tensor, v: Tensor) -> None:
-        """Write the rows of a segment made by :meth:`new_segment`, from any device.
-
-        ``k`` and ``v`` are [num_entries, head_dim], in the arena's dtype.
-        """
-        (part,) = packed.parts
-        slots = part.rows.long()
-        for arena, rows in zip(self._moved, (k, v), strict=True):
-            rows_by_head_slot(arena)[slots] = as_moved(rows.contiguous()).to(arena.device)
+    def place(self, packed: Packed, copied: CopiedEntries) -> None:
+        """Write the rows of a segment made by :meth:`new_segment`, from any device."""
+        for part, rows in zip(packed.parts, copied.parts, strict=True):
+            for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True):
+                if part.bits == 16:
+                    rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena.contiguous()).to(arena.device)
+                else:
+                    write_rows(arena, part.rows, part.bits, of_arena.to(arena.device))
 
     @accounting()
     def new_segment(
@@ -177,13 +200,12 @@ class SegmentPacker(ArenaRows):
         There may be more ``token_slots`` than the entries need, because another rank needs more; InvariantError if
         there are fewer.
         """
-        num_entries, device = copied.positions.numel(), token_slots.device
-        if token_slots.numel() < self.geometry.slots_for(num_entries):
-            raise InvariantError(f"{num_entries} entries in {token_slots.numel()} token slots")
-        packed = self._laid_out(
-            token_slots, [(16, copied.keep_lens.to(device), num_entries)], copied.positions.to(device)
-        )
-        self.place(packed, copied.k, copied.v)
+        num_head_slots, device = self.geometry.head_slots_for(copied.sizes), token_slots.device
+        if token_slots.numel() < self.geometry.slots_for(num_head_slots):
+            raise InvariantError(f"entries of {num_head_slots} head slots in {token_slots.numel()} token slots")
+        lens = [(part.bits, part.keep_lens.to(device), part.positions.numel()) for part in copied.parts]
+        packed = self._laid_out(token_slots, lens, torch.cat([part.positions for part in copied.parts]).to(device))
+        self.place(packed, copied)
         if self.drafts is not None and shadow is not None:
             packed = replace(packed, shadow=self.drafts.place(shadow, packed.token_slots))
         order = None

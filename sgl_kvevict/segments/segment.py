@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments.shadow import Shadow
@@ -453,14 +454,17 @@ class View:
 
 @dataclass(frozen=True)
 class CopiedEntries:
-    """Copies of entries, outside the pool; ``positions`` is as in :class:`Packed`, ``order`` the keys of its order.
+    """Copies of entries, outside the pool.
 
-    ``keep_lens``, [num_layers, num_kv_heads], int32, are entries per run; ``k`` and ``v`` are [num_entries, head_dim],
-    in the arena's dtype, on its device.
+    Attributes:
+        parts: as in :class:`Packed`.
+        order: [num_entries], int16, the keys of the entries' order, part after part; None: unknown.
     """
 
-    keep_lens: Tensor
-    positions: Tensor
-    k: Tensor
-    v: Tensor
+    parts: tuple[CopiedRows, ...]
     order: Tensor | None
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Of each part the bits of its rows, and how many entries it has."""
+        return [(part.bits, part.positions.numel()) for part in self.parts]

@@ -55,6 +55,7 @@ def compress(
     sources = Sources(packer.geometry, [TokenRange(token_slots, start, keys)])
     if num_slots < num_tokens:
         sources = sources.best(num_slots)
+        assert sources.selection is not None
         merge, segment.policy_state = compressor.merge(token_slots, start, observation, sources.selection, None)
     written = packer.rewrite(sources, sources.fewest_slots, merge)
     segment.pack(written.packed, sources.end, written.kept)
