@@ -10,13 +10,14 @@ from torch import Tensor
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.stored_rows import as_moved, as_words
+from sgl_kvevict.copies import CopiedShadow
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Segment
-from sgl_kvevict.segments.shadow import CopiedShadow, DraftRows, Shadow
+from sgl_kvevict.segments.shadow import DraftRows, Shadow
 from sgl_kvevict.segments.sources import Part, Sources, TokenRange
 
 

@@ -81,7 +81,7 @@ def open_access(
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
     logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])
-    return StoreAccess(identity, WriteBehind(segments), reader)
+    return StoreAccess(segments, WriteBehind(segments), reader)
 
 
 def identity_of(
