@@ -12,19 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {
-    "errors",
-    "guard",
-    "geometry",
-    "ragged",
-    "config",
-    "config_file",
-    "fields",
-    "request",
-    "long_prompts",
-    "widths",
-    "copies",
-}
+BASE = {"errors", "guard", "geometry", "ragged", "copies", "config", "config_file", "fields", "request", "long_prompts"}
 MACHINE, SUPPORT = "machine", "support"
 TOP = {"cli", "client"}
 BELOW_TOP = {
@@ -60,11 +48,10 @@ ONLY_IN = {
     "transformers": ("sgl_kvevict/cli/inspect",),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
     "fsspec": ("sgl_kvevict/store/remote.py",),
-    "filelock": ("sgl_kvevict/store/directory.py",),
     "typer": ("sgl_kvevict/cli/",),
     "rich": ("sgl_kvevict/cli/",),
     "zmq": ("sgl_kvevict/events/",),
-    "msgspec": ("sgl_kvevict/events/", "sgl_kvevict/cli/", "sgl_kvevict/store/manifest.py"),
+    "msgspec": ("sgl_kvevict/events/", "sgl_kvevict/cli/", "sgl_kvevict/store/"),
     "uvloop": ("sgl_kvevict/cli/",),
     "prometheus_client": ("sgl_kvevict/sglang_adapter/monitoring/metrics.py",),
 }

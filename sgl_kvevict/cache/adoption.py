@@ -13,12 +13,11 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.copies import CopiedRows
-from sgl_kvevict.errors import StoreError
+from sgl_kvevict.copies import CopiedTail
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.segments import CopiedEntries, CopiedShadow, Segment, SegmentPacker
-from sgl_kvevict.store import SegmentRecord, StoreIdentity, Wanted
+from sgl_kvevict.segments import CopiedEntries, Segment, SegmentPacker
+from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Prompt:
 
 
 class Adoption:
-    """Puts stored segments into the tree, as if they had been compressed here."""
+    """Puts segments of a tier into the tree, as if they had been compressed here."""
 
     def __init__(
         self, tree: TreePort, table: PrefixTable, readers: ReaderTable, packer: SegmentPacker, resizer: Resizer
@@ -47,15 +46,16 @@ class Adoption:
         """Put a segment, and its tail if the prompt goes on like that, into the tree; return as :meth:`adopt`."""
         rest = prompt.tokens[record.end :]
         num_tokens = self.adopt(record, prompt.namespace, rest)
-        if num_tokens and record.tail_tokens is not None and _goes_on(prompt, record):
-            self.adopt_tail(record, prompt.namespace, rest)
+        tail = record.tail
+        if num_tokens and tail is not None and _continues_with(prompt, record.tokens, tail):
+            self.adopt_tail(record, tail, prompt.namespace, rest)
         return num_tokens
 
-    def wanted(self, prompt: Prompt, identity: StoreIdentity) -> Wanted:
-        """What the tree lacks of a prompt; a node is cut where the prompt leaves the tree."""
+    def lookup(self, prompt: Prompt, identity: StoreIdentity) -> Lookup:
+        """What the tree has of a prompt, and lacks; a node is cut where the prompt leaves the tree."""
         path = self._tree.find(prompt.tokens[: prompt.num_tokens + self._tree.lookahead], prompt.namespace)
         tokens = list(prompt.tokens[: prompt.num_tokens])
-        return Wanted(tokens, identity.namespace(*prompt.namespace), self._spans.compressed_len(path), length_of(path))
+        return Lookup(tokens, identity.namespace(*prompt.namespace), self._spans.compressed_len(path), length_of(path))
 
     def adopt(self, record: SegmentRecord, namespace: NamespaceKey, rest: Sequence[int] = ()) -> int:
         """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
@@ -65,15 +65,7 @@ class Adoption:
         Returns how many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing
         was added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
         before it are not compressed, or a reader of the tokens that it would replace is not movable.
-
-        Raises:
-            StoreError: the record's entries do not fit this server's pool.
         """
-        geometry = self._packer.geometry
-        if tuple(record.keep_lens.shape) != (geometry.num_layers, geometry.num_kv_heads):
-            raise StoreError(f"a segment of {tuple(record.keep_lens.shape)} runs")
-        if geometry.slots_for(record.num_entries) > record.end - record.start:
-            raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
         tokens = self._key(record.tokens.tolist(), rest)
         there = self._tree.find(tokens, namespace)
         compressed_len = self._spans.compressed_len(there)
@@ -82,7 +74,9 @@ class Adoption:
         fewest = -self._tree.largest(-record.num_entries)  # among all ranks
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it
-        slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
+        geometry = self._packer.geometry
+        num_slots = geometry.slots_for(geometry.head_slots_for(CopiedEntries(record.parts, record.order).sizes))
+        slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
         if self._install(record, tokens, slots, namespace):
@@ -90,30 +84,30 @@ class Adoption:
         self._tree.free(slots)
         return 0
 
-    def adopt_tail(self, record: SegmentRecord, namespace: NamespaceKey, rest: Sequence[int] = ()) -> bool:
+    def adopt_tail(
+        self, record: SegmentRecord, tail: CopiedTail, namespace: NamespaceKey, rest: Sequence[int] = ()
+    ) -> bool:
         """Give a loaded segment's tail slots and a node.
 
-        False: it has no tail, there is no place, or a draft model has to compute its rows of the tail.
+        False: there is no place, or a draft model has to compute its rows of the tail.
         """
         drafts = self._packer.drafts
-        if record.tail_tokens is None or (drafts is not None and record.draft_tail_k is None):
+        if drafts is not None and tail.draft_k is None:
             return False
-        assert record.tail_k is not None and record.tail_v is not None
-        slots = self._tree.alloc(record.tail_tokens.numel())
+        slots = self._tree.alloc(tail.tokens.numel())
         if slots is None:
             return False
         path: list[int] = record.tokens.tolist()
-        tokens = self._key(path + record.tail_tokens.tolist(), rest[slots.numel() :])
+        tokens = self._key(path + tail.tokens.tolist(), rest[slots.numel() :])
         with accounting():
             there = self._tree.find(tokens, namespace)
             is_free = length_of(there) == len(path) == self._spans.compressed_len(there)
             if not is_free or self._tree.add(tokens, namespace, slots) is None:
                 self._tree.free(slots)
                 return False
-            self._packer.place_tokens(slots, record.tail_k, record.tail_v)
-            if drafts is not None:
-                assert record.draft_tail_k is not None and record.draft_tail_v is not None
-                drafts.place_tokens(slots, record.draft_tail_k, record.draft_tail_v)
+            self._packer.place_tokens(slots, tail.k, tail.v)
+            if drafts is not None and tail.draft_k is not None and tail.draft_v is not None:
+                drafts.place_tokens(slots, tail.draft_k, tail.draft_v)
         return True
 
     @accounting()
@@ -156,10 +150,9 @@ class Adoption:
         return length_of(there) < record.end and self._spans.compressed_len(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
-        part = CopiedRows(16, record.keep_lens, record.positions, record.k, record.v)
-        copied = CopiedEntries((part,), record.order)
+        copied = CopiedEntries(record.parts, record.order)
         segment = self._packer.new_segment(
-            slots, copied, record.start, record.end, is_measured=record.is_read, shadow=_shadow_of(record)
+            slots, copied, record.start, record.end, is_measured=record.is_measured, shadow=record.shadow
         )
         segment.splittable = record.splittable
         if record.policy_state is not None:
@@ -167,18 +160,9 @@ class Adoption:
         return segment
 
 
-def _shadow_of(record: SegmentRecord) -> CopiedShadow | None:
-    """The draft model's rows of a record; None: it has none."""
-    if record.draft_lens is None:
-        return None
-    assert record.draft_positions is not None and record.draft_paid is not None
-    assert record.draft_k is not None and record.draft_v is not None
-    return CopiedShadow(record.draft_lens, record.draft_positions, record.draft_k, record.draft_v, record.draft_paid)
-
-
-def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:
-    """Whether a prompt continues a segment's path with the first token of its tail."""
-    assert record.tail_tokens is not None
-    if prompt.num_tokens <= record.end:
+def _continues_with(prompt: Prompt, path: Tensor, tail: CopiedTail) -> bool:
+    """Whether a prompt continues a segment's path ([num_tokens], int64) with the first token of its tail."""
+    num_tokens = path.numel()
+    if prompt.num_tokens <= num_tokens:
         return False
-    return list(prompt.tokens[: record.end + 1]) == [*record.tokens.tolist(), int(record.tail_tokens[0])]
+    return list(prompt.tokens[: num_tokens + 1]) == [*path.tolist(), int(tail.tokens[0])]

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.adoption import Adoption
 from sgl_kvevict.cache.generation import Generations, NoGenerations
-from sgl_kvevict.cache.host import HostTier
+from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.cache.loading import Loading
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
@@ -81,7 +81,7 @@ class PrefixCache:
             tree, table, readers, compressor, guard, resizer, pressure, self.passes, self.generations
         )
         adoption = Adoption(tree, table, readers, packer, resizer)
-        self.host = HostTier(tree, table, readers, compressor, guard, adoption, host)
+        self.host = HostMemory(tree, table, readers, compressor, guard, adoption, host)
         self.recency.has_host_room = self.host.has_room_for
         self.saving: Saving | None = None
         self.loading: Loading | None = None

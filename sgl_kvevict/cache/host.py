@@ -6,22 +6,22 @@ import time
 from collections.abc import Sequence
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.export import export_sources, export_views, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.cache.saving import Export, export_path, views_of
 from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import CacheObservation, Compressor, Segment, Sources, TokenRange
-from sgl_kvevict.store import segments_of
+from sgl_kvevict.store import SegmentRecord
 from sgl_kvevict.store.host import HostSegments
 
 MIN_TOKENS = 64
 """Fewer tokens are computed again: looking them up would take as long."""
 
 
-class HostTier:
+class HostMemory:
     """Holds what left the pool, compressed; a prompt finds it in the scheduling step that admits it.
 
     Tensor-parallel ranks drop and admit the same, and their segments take equally many blocks, so that each holds its
@@ -49,7 +49,6 @@ class HostTier:
         self._guard = guard
         self._adoption = adoption
         self._min_tokens = segments.identity.min_prefix_tokens
-        self._slot_bytes = self._packer.slot_bytes
 
     @property
     def is_on(self) -> bool:
@@ -63,8 +62,8 @@ class HostTier:
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
         is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
-        num_slots = segment.num_slots + 1  # the last one for the lengths of its runs, and the policy's state
-        return is_found and self.segments.has_room(num_slots * self._slot_bytes)
+        beside = self._packer.slot_bytes  # for the lengths of its runs, and the policy's state
+        return is_found and self.segments.has_room(self._packer.bytes_of(segment) + beside)
 
     # ---- out --------------------------------------------------------------------------------------------------
 
@@ -84,14 +83,14 @@ class HostTier:
             span = self._spans.at(node)
             namespace = self.segments.identity.namespace(*namespace_of(node))
             there = self.segments.covering(tokens_of(path), bounds[0], namespace)
-            if there is not None and (there.is_read or span is None or not span.segment.is_measured):
+            if there is not None and (there.is_measured or span is None or not span.segment.is_measured):
                 self.segments.use(there.key)
                 return
             if span is None:
-                export = self._best_of(node, *bounds)
+                record = self._best_of(path, *bounds)
             else:
-                export = Export.of(views_of(path, self._spans), self._packer.geometry)
-            record = export_path(export, path, self._packer, self.segments.identity).copied
+                views = views_of(path, self._spans)
+                record = export_views(views, path, self._packer, self.segments.identity).copied
             num_evicted = self.segments.num_evicted
             num_bytes = self.segments.put(record, namespace)
             if num_bytes:
@@ -110,8 +109,9 @@ class HostTier:
             return None
         return views_of(path, self._spans)[0].start, span.end
 
-    def _best_of(self, node: Node, start: int, end: int) -> Export:
-        """Of a node's uncompressed tokens what the budget keeps; they stay in their slots, which are released next."""
+    def _best_of(self, path: Sequence[Node], start: int, end: int) -> SegmentRecord:
+        """Of the last node's uncompressed tokens what the budget keeps; their slots are released next."""
+        node = path[-1]
         slots, span = self._tree.token_slots([node]), self._spans.of(node)
         order = None if span is None else span.segment.order
         if order is None or not (order.is_measured or (order.start, order.end) == (start, end)):
@@ -125,9 +125,9 @@ class HostTier:
         splittable = self._compressor.policy.splittable and not is_cut
         above = self._spans.at(node.parent)
         state = None if above is None else above.segment.policy_state
-        return Export(
-            sources.best(num_slots, self._config.bits, self._config.sink_tokens), splittable, order.is_measured, state
-        )
+        identity = self.segments.identity
+        best = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
+        return export_sources(best, path, self._packer, identity, splittable, order.is_measured, state).copied
 
     # ---- in ---------------------------------------------------------------------------------------------------
 
@@ -145,12 +145,10 @@ class HostTier:
         with self._guard.at(Place.HOST):
             begin = time.perf_counter()
             identity = self.segments.identity
-            tokens = list(prompt.tokens[: prompt.num_tokens])
-            found = self.segments.find(tokens, identity.namespace(*prompt.namespace))
+            found = self.segments.find(prompt.tokens[: prompt.num_tokens], identity.namespace(*prompt.namespace))
             if not found:
                 return
-            wanted = self._adoption.wanted(prompt, identity)
-            for record in segments_of(wanted, found, self.segments.get, self._min_tokens):
+            for record in self.segments.continuing(self._adoption.lookup(prompt, identity), found):
                 num_tokens = self._adoption.place(record, prompt)
                 if not num_tokens:
                     return
@@ -158,7 +156,7 @@ class HostTier:
                 reads = self._readers[reader]
                 if reads.host_start is None:
                     reads.host_start = record.end - num_tokens
-                num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
+                num_bytes = sum(tensor.nbytes for tensor in record.tensors.values())
                 begin, since = time.perf_counter(), begin
                 start, seconds = record.end - num_tokens, begin - since
                 self._table.listener.emit(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))

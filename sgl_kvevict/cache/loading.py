@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
-from sgl_kvevict.cache.host import HostTier
+from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
@@ -69,7 +69,7 @@ class Loading:
         adoption: Adoption,
         access: StoreAccess,
         reader: ReadAhead,
-        host: HostTier,
+        host: HostMemory,
     ) -> None:
         self._tree = tree
         self._table = table
@@ -128,7 +128,7 @@ class Loading:
         prompt = waiting.prompt
         self._host.load(request, prompt)
         with self._guard.at(Place.STORE):
-            waiting.fetch = self._reader.start(self._adoption.wanted(prompt, self._access.identity))
+            waiting.fetch = self._reader.start(self._adoption.lookup(prompt, self._access.identity))
 
     def _agree(self, waiting: Sequence[Waiting]) -> list[Answer]:
         """Combine all ranks' answers, with the same result on each."""
@@ -184,15 +184,15 @@ def _signature(waiting: Waiting) -> int:
     assert waiting.fetch is not None
     parts = [
         (
-            *(record.start, record.end, record.splittable, record.is_read),
-            *(each is None for each in (record.order, record.policy_state)),
-            *(_sum_of(record.tokens), _sum_of(record.tail_tokens)),
+            *(record.start, record.end, record.splittable, record.is_measured),
+            *(list(record.tensors), [part.bits for part in record.parts]),
+            *(_sum_of(record.tokens), None if record.tail is None else _sum_of(record.tail.tokens)),
         )
         for record in waiting.fetch.records
     ]
     return zlib.crc32(repr(parts).encode())
 
 
-def _sum_of(tokens: Tensor | None) -> int:
+def _sum_of(tokens: Tensor) -> int:
     """Checksum of tokens: paths of the same length may differ."""
-    return 0 if tokens is None else zlib.crc32(tokens.numpy().tobytes())
+    return zlib.crc32(tokens.numpy().tobytes())

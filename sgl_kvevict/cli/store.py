@@ -33,16 +33,14 @@ def list_all(url: Url, as_json: Json = False, is_long: Long = False) -> None:
     """List the segments, most recently used first."""
     from sgl_kvevict.cli.output import print_table, shorten
     from sgl_kvevict.store import describe_identity, list_segments
-    from sgl_kvevict.store.maintenance import tokens_of_segments
 
     backend = _open(url)
     segments = sorted(list_segments(backend), key=lambda each: -each.item.used)
-    tokens = tokens_of_segments(backend)
     if as_json:
         listed = [
             {
                 **{"key": each.key, "identity": each.identity, "bytes": each.item.size, "used": each.item.used},
-                "tokens": tokens.get(each.key),
+                "tokens": each.num_tokens,
             }
             for each in segments
         ]
@@ -57,8 +55,7 @@ def list_all(url: Url, as_json: Json = False, is_long: Long = False) -> None:
         key, architecture, model = each.key, str(known.get("architecture", "unknown")), str(known.get("model", ""))
         if not is_long:
             key, architecture, model = key[:SHOWN_DIGITS], shorten(architecture, SHOWN_NAME), model[:8]
-        stands_for = f"{tokens[each.key]:,}" if each.key in tokens else "not listed"
-        rows.append((key, stands_for, f"{each.item.size:,}", age, f"{architecture} {model}"))
+        rows.append((key, f"{each.num_tokens:,}", f"{each.item.size:,}", age, f"{architecture} {model}"))
     caption = f"{len(segments):,} segments, {sum(each.item.size for each in segments):,} bytes"
     print_table(("key", "tokens", "bytes", "used", "model"), rows, caption)
 
@@ -104,7 +101,7 @@ def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="Remo
     from sgl_kvevict.store.maintenance import verify_store
 
     found = verify_store(_open(url), _warn, delete=delete)
-    typer.echo(f"{found['segments']:,} segments and {found['manifests']:,} manifests are sound")
+    typer.echo(f"{found['segments']:,} segments and {found['prefixes']:,} files of the index are sound")
     _refuse_corrupt(found)
 
 
@@ -146,7 +143,9 @@ def _copy(source: str, target: str, source_name: str, target_name: str) -> None:
         raise ConfigError(f"{source_name}: got {source!r}, where nothing is stored")
     copied_to = open_backend(_place(target, target_name))
     counts = copy_store(copied_from, copied_to, _warn)
-    typer.echo(f"{counts['segments']:,} segments and {counts['manifests']:,} manifests copied to {copied_to.url}")
+    typer.echo(
+        f"{counts['segments']:,} segments and {counts['prefixes']:,} files of the index copied to {copied_to.url}"
+    )
     _refuse_corrupt(counts)
 
 

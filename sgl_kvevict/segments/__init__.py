@@ -10,7 +10,7 @@ from sgl_kvevict.segments.prompt_observation import CacheObservation, Observatio
 from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderChunk, ReaderObservation, bytes_of
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment, Span, View
-from sgl_kvevict.segments.shadow import CopiedShadow, DraftRows
+from sgl_kvevict.segments.shadow import DraftRows
 from sgl_kvevict.segments.sources import Kept, Range, Sources, TokenRange
 from sgl_kvevict.segments.streams import SideStream
 from sgl_kvevict.segments.warm_up import warm_up
@@ -19,7 +19,6 @@ __all__ = [
     "CacheObservation",
     "Compressor",
     "CopiedEntries",
-    "CopiedShadow",
     "DraftRows",
     "Entries",
     "Generated",

@@ -13,14 +13,14 @@ from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.recode_rows import recode_rows
 from kvevict_kernels.row_codec import RowStatistics, encode_rows, load_rows, read_rows, write_rows
 from kvevict_kernels.stored_rows import as_moved, as_words
-from sgl_kvevict.copies import CopiedRows
+from sgl_kvevict.copies import CopiedRows, CopiedShadow
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment
-from sgl_kvevict.segments.shadow import CopiedShadow, DraftRows, Shadow
+from sgl_kvevict.segments.shadow import DraftRows, Shadow
 from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 
 CHUNK_ROWS = 4096
@@ -58,10 +58,18 @@ class SegmentPacker(ArenaRows):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes outside the pool of a token slot's entries: keys, values, positions, order, draft's rows."""
+        """Bytes outside the pool of a token slot's entries of 16 bits: keys, values, positions, order, draft's rows."""
+        return self._slot_bytes(1)
+
+    def bytes_of(self, segment: Segment) -> int:
+        """Bytes of a segment's entries outside the pool, at most; by slots, because entries differ between ranks."""
+        bits = 16 if segment.packed is None else segment.packed.parts[-1].bits
+        return segment.num_slots * self._slot_bytes(self.geometry.rows_per_slot(bits))
+
+    def _slot_bytes(self, per_head_slot: int) -> int:
         row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
         draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
-        return self.geometry.num_runs * (row_bytes + 4 + 2) + draft_bytes
+        return self.geometry.num_runs * (row_bytes + per_head_slot * (4 + 2)) + draft_bytes
 
     def rewrite(self, sources: Sources, num_slots: int, merge: MergePlan | None = None) -> Rewritten:
         """Write the kept entries of consecutive ranges of a path into the first of the ranges' slots.

@@ -90,7 +90,7 @@ class ReaderObservation:
 def bytes_of(segment: Segment) -> int:
     """Memory of the sums of a segment, at most; by slots, because numbers of entries differ between ranks."""
     geometry, packed = segment.geometry, segment.packed
-    is_whole = packed is None or packed.parts[0].bits == 16
+    is_whole = packed is None or packed.parts[-1].bits == 16
     return 4 * geometry.num_runs * segment.num_slots * geometry.rows_per_slot(16 if is_whole else 4)
 
 

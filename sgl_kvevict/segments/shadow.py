@@ -22,6 +22,7 @@ from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.radix_select import largest_entries
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.stored_rows import as_moved
+from sgl_kvevict.copies import CopiedShadow
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
 
@@ -45,21 +46,6 @@ class Shadow:
         shape = self.geometry.num_layers, self.geometry.num_kv_heads
         starts, lens = cut_runs(self.positions, self.indptr, start, end)
         return SpanRuns(self.head_slots, starts.view(shape), lens.view(shape), end - start, positions=self.positions)
-
-
-@dataclass(frozen=True)
-class CopiedShadow:
-    """Copies of a shadow's rows, outside the pool.
-
-    ``lens``, [num_layers, num_kv_heads], int32, are rows per run; ``positions`` and ``paid`` as in
-    :class:`Shadow`; ``k`` and ``v`` [num_entries, head_dim], in the dtype of the draft's arena.
-    """
-
-    lens: Tensor
-    positions: Tensor
-    k: Tensor
-    v: Tensor
-    paid: Tensor
 
 
 class DraftRows(ArenaRows):

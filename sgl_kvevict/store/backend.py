@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 from sgl_kvevict.errors import StoreError
 
-UPDATE_TRIES = 4
 _NAME = re.compile(r"[0-9a-z][0-9a-z.-]*(/[0-9a-z][0-9a-z.-]*)*")
 
 
@@ -51,6 +50,11 @@ class Backend(ABC):
         with self._errors("read", check_name(name)):
             return self._get(name)
 
+    def get_many(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Return those of some small items that exist, by name."""
+        with self._errors("read"):
+            return self._get_many([check_name(name) for name in names])
+
     def exists(self, name: str) -> bool:
         """Whether there is an item of this name."""
         with self._errors("read", check_name(name)):
@@ -70,19 +74,6 @@ class Backend(ABC):
                 if _NAME.fullmatch(item.name):
                     yield item
 
-    def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace an item by ``change(its bytes, or None)``. ``change`` may be called more than once.
-
-        This implementation needs no lock: it reads the item again after the write, and repeats the change if another
-        writer was faster. One of two concurrent changes may still be lost.
-        """
-        for _ in range(UPDATE_TRIES):
-            data = change(self.get(name))
-            self.put(name, data)
-            if self.get(name) == data:
-                return
-        raise StoreError(f"store {self.url!r}: {name} was changed by other writers {UPDATE_TRIES} times in a row")
-
     @contextmanager
     def _errors(self, what: str, name: str = "") -> Iterator[None]:
         try:
@@ -98,6 +89,9 @@ class Backend(ABC):
 
     @abstractmethod
     def _get(self, name: str) -> bytes | None: ...
+
+    def _get_many(self, names: Sequence[str]) -> dict[str, bytes]:
+        return {name: data for name in names if (data := self._get(name)) is not None}
 
     @abstractmethod
     def _exists(self, name: str) -> bool: ...

@@ -7,18 +7,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.store.backend import Backend, Item, check_name
+from sgl_kvevict.store.backend import Backend, Item
 
 SCRATCH = ".scratch"
-LOCK = ".lock"
-LOCK_POLL_S = 0.005
 SCRATCH_S = 3600.0
 """Unfinished files older than this are removed."""
 SCAN_SHARE = 16
@@ -33,7 +29,7 @@ class DirectoryBackend(Backend):
     """Files below a folder, on a local or a shared file system; the first write creates it.
 
     A read sets the file's modification time; when the files exceed ``max_bytes`` (None: no limit), or the disk is full,
-    the least recently used ones are removed. Updates of items are serialized by one lock file.
+    the least recently used ones are removed. Several processes that remove at once remove the same ones.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
@@ -49,29 +45,16 @@ class DirectoryBackend(Backend):
         with self._errors("made"):
             (self._folder / SCRATCH).mkdir(parents=True, exist_ok=True)
 
-    def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """See :meth:`Backend.update`; under the lock, so no change is lost."""
-        with self._errors("written", check_name(name)), self._lock():
-            path = self._folder / name
-            data = change(path.read_bytes() if path.exists() else None)
-            try:
-                self._write(name, data)
-            except OSError as error:
-                self._make_room(len(data), error)
-                self._write(name, data)
-
     def _put(self, name: str, data: bytes) -> None:
         if self._max_bytes is not None and len(data) > self._max_bytes:
             raise StoreError(f"store {self.url!r}: an item of {len(data)} bytes; its limit is {self._max_bytes}")
         try:
             self._write(name, data)
         except OSError as error:
-            with self._lock():
-                self._make_room(len(data), error)
+            self._make_room(len(data), error)
             self._write(name, data)
         if self._max_bytes is not None and self._is_scan_due(len(data), self._max_bytes):
-            with self._lock():
-                self._trim(self._max_bytes)
+            self._trim(self._max_bytes)
 
     def _get(self, name: str) -> bytes | None:
         path = self._folder / name
@@ -125,7 +108,7 @@ class DirectoryBackend(Backend):
             return True
 
     def _make_room(self, num_bytes: int, error: OSError) -> None:
-        """Make room on a full disk as if what the folder holds now were its limit; under the lock.
+        """Make room on a full disk as if what the folder holds now were its limit.
 
         Raises ``error`` if the disk is not full, or the whole folder is smaller than ``num_bytes``.
         """
@@ -149,9 +132,3 @@ class DirectoryBackend(Backend):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < oldest:
                     path.unlink()
-
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        self.create()
-        with FileLock(self._folder / LOCK, poll_interval=LOCK_POLL_S):
-            yield

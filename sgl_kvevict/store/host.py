@@ -1,22 +1,21 @@
-"""Segments in the host's memory: one arena of fixed blocks, from which those that save least go first."""
+"""The tier of the host's memory: one arena of fixed blocks, from which what saves least goes first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sgl_kvevict.store.identity import CHAIN_TOKENS, Namespace, StoreIdentity
-from sgl_kvevict.store.reader import common_length
-from sgl_kvevict.store.segment_file import TENSORS, SegmentRecord
+from sgl_kvevict.store.identity import Namespace, StoreIdentity
+from sgl_kvevict.store.segment_file import SegmentRecord
+from sgl_kvevict.store.tier import IndexEntry, Tier, listed_blocks, num_shared
 
 MAX_NEAR = 64
-"""Segments looked at that leave a prompt after the same block; the newest are."""
+"""Segments looked at that are listed under one name; the newest are."""
 
 
 @dataclass(eq=False)
@@ -24,8 +23,8 @@ class HostSegment:
     """A segment in blocks of the arena.
 
     Attributes:
-        record: its tensors have no contents, but shapes and dtypes, except ``tokens``, by which it is found.
-        names: hashes of the blocks of its path, by which it is found.
+        record: its tensors have no contents, but shapes and dtypes, except ``tokens``, which are compared.
+        names: prefixes of its path under which it is listed.
         blocks: numbers of the arena's blocks that hold it.
         credit: tokens that it saves per block, above the level at its last use; the smallest goes first.
         in_pool: it was loaded, and the pool did not drop it since.
@@ -38,7 +37,7 @@ class HostSegment:
     in_pool: bool = False
 
 
-class HostSegments:
+class HostSegments(Tier):
     """Segments of one pool in ``num_blocks`` blocks of ``block_bytes`` bytes, which are allocated once.
 
     As in the pool (``cache/recency.py``), what saves the fewest tokens of prefill per byte, and was not used for
@@ -63,9 +62,9 @@ class HostSegments:
         identity: StoreIdentity,
         largest: Callable[[int], int] = int,
     ) -> None:
+        super().__init__(identity)
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
-        self.identity = identity
         self.num_evicted = 0
         self._device = device
         self._largest = largest
@@ -84,8 +83,7 @@ class HostSegments:
     def clear(self) -> None:
         """Forget all segments."""
         self._segments: dict[str, HostSegment] = {}
-        self._through: dict[str, dict[str, HostSegment]] = {}  # by the hash of each block of their paths
-        self._ending: dict[str, dict[str, HostSegment]] = {}  # by that of the last one
+        self._index: dict[str, dict[str, IndexEntry]] = {}  # by name of a prefix, then by key
         self._free = list(range(self.num_blocks))
         self._num_spare = 0  # blocks of segments that are in the pool, too
         self._level = 0.0
@@ -94,85 +92,76 @@ class HostSegments:
         """Whether a segment of so many bytes fits without losing one that is not in the pool."""
         return self._blocks_for(num_bytes) <= len(self._free) + self._num_spare
 
-    # ---- as a store -------------------------------------------------------------------------------------------
+    # ---- as a tier --------------------------------------------------------------------------------------------
 
     def put(self, record: SegmentRecord, namespace: Namespace) -> int:
         """Copy a segment, whose tensors but ``tokens`` lie on the pool's device; return the bytes of its blocks.
 
         0: it does not fit. A segment of the same key is replaced.
         """
-        parts = sorted(_parts(record), key=lambda part: -part[1].element_size())  # so each is aligned
-        num_blocks = self._largest(self._blocks_for(sum(part.nbytes for _, part in parts)))
+        parts = _parts(record)
+        num_blocks = self._largest(self._blocks_for(sum(part.nbytes for part in parts.values())))
         self.delete(record.key)
         if num_blocks > self.num_blocks:
             return 0
         while len(self._free) < num_blocks:
             self._evict()
         blocks, self._free = self._free[:num_blocks], self._free[num_blocks:]
-        self._write(blocks, [part for _, part in parts])
-        shapes: dict[str, Any] = {name: part.to("meta") for name, part in parts}
-        names = namespace.blocks(record.tokens.tolist(), self._step)
-        segment = HostSegment(replace(record, **shapes), names, blocks)
-        self._segments[record.key] = segment
-        for index, name in self._places(segment):
-            index.setdefault(name, {})[record.key] = segment
+        self._write(blocks, list(parts.values()))
+        shapes = {name: part.to("meta") for name, part in parts.items()}
+        entry, block_tokens = IndexEntry.of(record), self.identity.block_tokens
+        chain = namespace.chain(record.tokens.tolist(), block_tokens)
+        names = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
+        without_contents = record.with_tensors({"tokens": record.tokens, **shapes})
+        self._segments[record.key] = HostSegment(without_contents, names, blocks)
+        for name in names:
+            self._index.setdefault(name, {})[record.key] = entry
         self.use(record.key)
         return num_blocks * self.block_bytes
-
-    def find(self, tokens: Sequence[int], namespace: Namespace) -> list[tuple[int, SegmentRecord]]:
-        """Records of segments whose paths begin like a prompt, each with the number of tokens that it shares."""
-        found: dict[str, tuple[int, SegmentRecord]] = {}
-        names = namespace.blocks(tokens, self._step)
-        for depth in range(len(names), 0, -1):
-            near = self._ending.get(names[depth - 1], {})
-            if not found:  # paths that leave the prompt before others do are found only if they end there
-                through = self._through.get(names[depth - 1], {})
-                near = near | dict(islice(reversed(through.items()), MAX_NEAR))
-            begin, end = depth * self._step, (depth + 1) * self._step
-            for key, segment in near.items():
-                same = begin + common_length(tokens[begin:end], segment.record.tokens[begin:end].tolist())
-                found.setdefault(key, (same, segment.record))
-        return list(found.values())
 
     def get(self, key: str) -> SegmentRecord | None:
         """Copy a segment to the pool's device; None: there is none."""
         segment = self._segments.get(key)
         if segment is None:
             return None
-        data = self._read(segment.blocks)
-        parts: dict[str, Any] = {}
-        offset = 0
-        for name, part in sorted(_parts(segment.record), key=lambda part: -part[1].element_size()):
+        data, offset = self._read(segment.blocks), 0
+        tensors = {"tokens": segment.record.tokens}
+        for name, part in _parts(segment.record).items():
             num_bytes = prod(part.shape) * part.element_size()
-            parts[name] = data[offset : offset + num_bytes].view(part.dtype).view(part.shape)
+            tensors[name] = data[offset : offset + num_bytes].view(part.dtype).view(part.shape)
             offset += num_bytes
-        return replace(segment.record, **parts)
+        return segment.record.with_tensors(tensors)
 
     def delete(self, key: str) -> bool:
         """Remove a segment; False: there was none."""
         segment = self._segments.pop(key, None)
         if segment is None:
             return False
-        for index, name in self._places(segment):
-            del index[name][key]
-            if not index[name]:
-                del index[name]
+        for name in segment.names:
+            del self._index[name][key]
+            if not self._index[name]:
+                del self._index[name]
         self._free += segment.blocks
         self._num_spare -= len(segment.blocks) * segment.in_pool
         return True
 
-    def _places(self, segment: HostSegment) -> list[tuple[dict[str, dict[str, HostSegment]], str]]:
-        """Where a segment is found: indexes, and its keys in them."""
-        return [(self._ending, segment.names[-1]), *((self._through, name) for name in segment.names)]
+    def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
+        there = {name: self._index[name] for name in names if name in self._index}
+        return {name: list(islice(reversed(entries.values()), MAX_NEAR)) for name, entries in there.items()}
+
+    def _num_shared(self, entry: IndexEntry, tokens: Sequence[int], num_known: int) -> int:
+        """See :class:`Tier`; exactly, because the path is at hand."""
+        path = self._segments[entry.key].record.tokens
+        return num_known + num_shared(tokens[num_known : entry.end], path[num_known:])
 
     # ---- what goes first --------------------------------------------------------------------------------------
 
-    def covering(self, tokens: Sequence[int], start: int, namespace: Namespace) -> SegmentRecord | None:
-        """The segment that stands for the tokens from ``start`` on of a path, or for more; None: there is none."""
-        for same, record in self.find(tokens, namespace):
-            reaches = same == len(tokens) and record.start <= start
-            if reaches and (record.end == same or record.splittable):
-                return record
+    def covering(self, tokens: Sequence[int], start: int, namespace: Namespace) -> IndexEntry | None:
+        """The segment that has the tokens from ``start`` on of a path, or more; None: there is none."""
+        for same, entry in self.find(tokens, namespace):
+            has_all = same == len(tokens) and entry.start <= start
+            if has_all and (entry.end == same or entry.splittable):
+                return entry
         return None
 
     def use(self, key: str, *, in_pool: bool = False) -> None:
@@ -194,11 +183,6 @@ class HostSegments:
         self.delete(segment.record.key)
 
     # ---- the arena --------------------------------------------------------------------------------------------
-
-    @property
-    def _step(self) -> int:
-        """Tokens of a block of a path."""
-        return min(CHAIN_TOKENS, self.identity.min_prefix_tokens)
 
     def _blocks_for(self, num_bytes: int) -> int:
         return -(-num_bytes // self.block_bytes)
@@ -229,7 +213,7 @@ class HostSegments:
         return data.flatten()
 
 
-def _parts(record: SegmentRecord) -> list[tuple[str, Tensor]]:
-    """Tensors of a record that lie in blocks, by name: all but the tokens, which are needed to find it."""
-    parts = [(name, getattr(record, name)) for name in TENSORS if name != "tokens"]
-    return [(name, part) for name, part in parts if part is not None]
+def _parts(record: SegmentRecord) -> dict[str, Tensor]:
+    """Tensors of a record that lie in blocks: all but those that stay to compare; large numbers first, so aligned."""
+    parts = {name: part for name, part in record.tensors.items() if name != "tokens"}
+    return dict(sorted(parts.items(), key=lambda each: -each[1].element_size()))

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-FORMAT_VERSION = 2
+import msgspec
+
+GROUP = 32
+"""Numbers of a row of 4 bits with one scale and minimum: ``kvevict_kernels.row_codec.GROUP``."""
+FORMAT_VERSION = 3
 """Version of everything in a store. Segments of another version are never found."""
-CHAIN_TOKENS = 64
-"""Tokens of a block: resolution at which a manifest tells how far a prompt agrees with a segment."""
-CHAIN_DIGITS = 16
-"""Hexadecimal digits of a block's hash in a manifest. They only rank candidates; tokens are compared afterwards."""
+BLOCK_TOKENS = 64
+"""Tokens of a block: prefixes of whole blocks have names, by which segments are found."""
+_KEY = r"^[0-9a-f]{64}-[0-9]{1,9}-[0-9]{1,9}\Z"
+KEY = Annotated[str, msgspec.Meta(pattern=_KEY)]
+"""A segment's name: a hash, and the logical positions of its first token and after its last one."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,24 @@ class StoreIdentity:
         text = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block: no more than the shortest prefix that is looked up has."""
+        return min(BLOCK_TOKENS, self.min_prefix_tokens)
+
+    @property
+    def row_bits(self) -> tuple[int, ...]:
+        """Bits that rows may have, most first; fewer than 16 only as :mod:`kvevict_kernels.row_codec` says."""
+        is_coded = self.head_dim % GROUP == 0 and self.own_value_dim > 0 and "float8" not in self.dtype
+        return (16, 8, 4) if is_coded else (16,)
+
+    def widths(self, bits: int = 16) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Numbers of a key's and of a value's row, by name; of fewer than 16 bits bytes."""
+        k, v = self.head_dim, self.own_value_dim
+        if bits == 4:
+            k, v = (width // 2 + 4 * width // GROUP for width in (k, v))
+        return ("k", k), ("v", v)
+
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Namespace:
         """Return the names of one tenant."""
         digest = hashlib.sha256(b"sgl-kvevict namespace\n" + bytes.fromhex(self.digest))
@@ -73,37 +97,36 @@ class StoreIdentity:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Names of one tenant's segments and manifests, all hashed with the 32 bytes of ``seed``.
+    """Names of one tenant's segments and prefixes, all hashed with the 32 bytes of ``seed``.
 
     They cannot be computed without the tenant's ``cache_salt``.
     """
 
     seed: bytes
 
-    def first_tokens(self, tokens: Sequence[int], num_tokens: int) -> str:
-        """Name of the manifest of segments whose paths begin with the first ``num_tokens`` tokens."""
-        return self._name(b"first", num_tokens, tokens[:num_tokens])
+    def chain(self, tokens: Sequence[int], block_tokens: int) -> list[str]:
+        """Names of the prefixes of 1, 2, 3, ... whole blocks of ``block_tokens`` tokens, 64 hexadecimal digits each."""
+        encoded, step = array("q", tokens).tobytes(), block_tokens * 8
+        digest = hashlib.sha256(self.seed)
+        names = []
+        for begin in range(0, len(encoded) - step + 1, step):
+            digest.update(encoded[begin : begin + step])
+            names.append(digest.hexdigest())
+        return names
 
     def segment(self, tokens: Sequence[int], start: int) -> str:
         """Name of the segment that begins at logical position ``start`` of a path and ends with its last token."""
-        return self._name(b"segment", start, tokens)
-
-    def chain(self, tokens: Sequence[int]) -> str:
-        """Hashes of a sequence's whole blocks, ``CHAIN_DIGITS`` each; each covers all tokens up to the block's end."""
-        return "".join(self.blocks(tokens, CHAIN_TOKENS))
-
-    def blocks(self, tokens: Sequence[int], num_tokens: int) -> list[str]:
-        """As :meth:`chain`, one by one, for blocks of ``num_tokens`` tokens."""
-        encoded = array("q", tokens).tobytes()
-        step = num_tokens * 8
-        digest = hashlib.sha256(self.seed)
-        chain = []
-        for begin in range(0, len(encoded) - step + 1, step):
-            digest.update(encoded[begin : begin + step])
-            chain.append(digest.hexdigest()[:CHAIN_DIGITS])
-        return chain
-
-    def _name(self, kind: bytes, number: int, tokens: Sequence[int]) -> str:
-        digest = hashlib.sha256(self.seed + kind + number.to_bytes(8, "little"))
+        digest = hashlib.sha256(self.seed + b"segment" + start.to_bytes(8, "little"))
         digest.update(array("q", tokens).tobytes())
-        return digest.hexdigest()
+        return f"{digest.hexdigest()}-{start}-{len(tokens)}"
+
+
+def is_key(name: str) -> bool:
+    """Whether something may be the name of a segment."""
+    return re.fullmatch(_KEY, name) is not None
+
+
+def key_bounds(key: str) -> tuple[int, int]:
+    """Logical positions of the first token of a segment and after its last one, from its name."""
+    _, start, end = key.split("-")
+    return int(start), int(end)

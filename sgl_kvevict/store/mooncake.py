@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sgl_kvevict.errors import ConfigError, StoreError, shown
@@ -78,6 +78,10 @@ class MooncakeBackend(Backend):
                 return None
             time.sleep(TRY_AGAIN_S * 2**attempt)  # a write may be under way
         raise StoreError(f"store {self.url!r} cannot be read: {name} is listed, but the process that held it is gone")
+
+    def _get_many(self, names: Sequence[str]) -> dict[str, bytes]:
+        there = self._connected().batch_is_exist([f"{self._name}/{name}" for name in names]) if names else []
+        return super()._get_many([name for name, code in zip(names, there, strict=True) if code > 0])
 
     def _exists(self, name: str) -> bool:
         return bool(self._check("read", self._connected().is_exist(f"{self._name}/{name}")))

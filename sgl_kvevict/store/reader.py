@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
-from operator import eq
+from itertools import islice
 from threading import Lock
 from weakref import WeakValueDictionary
 
 from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError
-from sgl_kvevict.store.identity import Namespace
-from sgl_kvevict.store.manifest import ManifestEntry
 from sgl_kvevict.store.segment_file import SegmentRecord
 from sgl_kvevict.store.segments import SegmentStore
+from sgl_kvevict.store.tier import Lookup
 from sgl_kvevict.store.workers import Workers
 
-_Listed = ManifestEntry | SegmentRecord
-"""A segment before its entries are read."""
 NUM_THREADS = 4
 MAX_WAITING = 64
 """Fetches that may wait for a thread; further requests go on without the store."""
 MAX_SEGMENTS = 8
 """Segments fetched one after the other for one prompt."""
-MAX_TRIES = 8
-"""Segments read to find the longest match: block hashes do not cover the last tokens."""
-MIN_USED = 0.5
-"""Share of a segment's tokens that a prompt must share, so that fetching all of it pays."""
 PAUSE_S = 5.0
 """Time without reads after the store failed, or delivered nothing while a request waited."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A prompt to look up; the tree has its first ``cached`` tokens, ``compressed`` of them in spans."""
-
-    tokens: Sequence[int]
-    namespace: Namespace
-    compressed: int
-    cached: int
 
 
 @dataclass(eq=False)
@@ -53,7 +35,7 @@ class Fetch:
         is_abandoned: no request waits for it any more.
     """
 
-    wanted: Wanted
+    lookup: Lookup
     deadline: float
     records: list[SegmentRecord] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -87,11 +69,11 @@ class ReadAhead:
         """Whether a deadline has passed."""
         return self._clock() >= deadline
 
-    def start(self, wanted: Wanted) -> Fetch | None:
+    def start(self, lookup: Lookup) -> Fetch | None:
         """Start a fetch; None: too little to gain, reads are paused, or too many fetches wait."""
-        if len(wanted.tokens) - wanted.cached < self._min_tokens:
+        if len(lookup.tokens) - lookup.cached < self._min_tokens:
             return None
-        fetch = Fetch(wanted, self.deadline())
+        fetch = Fetch(lookup, self.deadline())
         if self.has_passed(self._paused_until) and self._workers.submit(lambda: self._run(fetch)):
             return fetch
         self.num_skipped += 1
@@ -129,11 +111,9 @@ class ReadAhead:
             fetch.is_done = True
 
     def _fetch(self, fetch: Fetch) -> None:
-        wanted = fetch.wanted
-        entries = self._store.find(wanted.tokens, wanted.namespace)
-        chain = wanted.namespace.chain(wanted.tokens) if entries else ""
-        found = [(entry.overlap(chain, len(wanted.tokens)), entry) for entry in entries]
-        records = segments_of(wanted, found, lambda key: self._get(fetch, key), self._min_tokens)
+        lookup = fetch.lookup
+        found = self._store.find(lookup.tokens, lookup.namespace)
+        records = self._store.continuing(lookup, found, lambda key: self._get(fetch, key))
         for record in islice(records, MAX_SEGMENTS):
             if fetch.is_abandoned:
                 return
@@ -159,55 +139,3 @@ class ReadAhead:
 
     def _pause(self) -> None:
         self._paused_until = self._clock() + PAUSE_S
-
-
-def segments_of(
-    wanted: Wanted,
-    found: Sequence[tuple[int, _Listed]],
-    get: Callable[[str], SegmentRecord | None],
-    min_tokens: int,
-) -> Iterator[SegmentRecord]:
-    """Yield the segments that continue what the tree has of a prompt, in the order of its path.
-
-    ``found``: segments near the prompt, each with the number of tokens that its path shares with the prompt. Each
-    segment reaches farthest of those that begin where the last one ended, and at least ``min_tokens`` beyond it.
-    """
-    compressed, cached = wanted.compressed, wanted.cached
-    while True:
-        best, longest = None, cached + min_tokens - 1
-        for overlap, entry in islice(_candidates(found, compressed), MAX_TRIES):
-            if overlap <= longest:
-                break
-            record = get(entry.key)
-            if record is None:
-                continue
-            same = common_length(wanted.tokens, record.tokens.tolist())
-            if same > longest and _pays(entry, same, compressed):
-                best, longest = record, same
-        if best is None:
-            return
-        yield best
-        if longest < best.end:
-            return  # the prompt diverges inside this one
-        compressed = cached = longest
-
-
-def _candidates(found: Sequence[tuple[int, _Listed]], start: int) -> Iterator[tuple[int, _Listed]]:
-    """Segments that continue at position ``start``, longest match first.
-
-    A splittable segment may begin earlier: its entries before ``start`` are cut off.
-    """
-    begun = [each for each in found if each[1].start == start or (each[1].splittable and each[1].start < start)]
-    for overlap, entry in sorted(begun, key=lambda each: (-each[0], -each[1].start)):
-        if _pays(entry, overlap, start):
-            yield overlap, entry
-
-
-def _pays(entry: _Listed, same: int, start: int) -> bool:
-    """Whether a segment is worth reading for a prompt that matches it up to position ``same``."""
-    return same == entry.end or (entry.splittable and same - start >= MIN_USED * (entry.end - entry.start))
-
-
-def common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning of two sequences."""
-    return sum(takewhile(bool, map(eq, ours, theirs)))

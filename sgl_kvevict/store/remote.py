@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -47,6 +47,20 @@ class RemoteBackend(Backend):
             return bytes(self._files.cat_file(f"{self._root}/{name}"))
         except FileNotFoundError:
             return None
+
+    def _get_many(self, names: Sequence[str]) -> dict[str, bytes]:
+        """All at once, if the client library can."""
+        paths = {f"{self._root}/{name}": name for name in names}
+        if not paths:
+            return {}
+        found: dict[str, bytes] = {}
+        for path, data in self._files.cat(list(paths), on_error="return").items():
+            if isinstance(data, FileNotFoundError):
+                continue
+            if isinstance(data, Exception):
+                raise data
+            found[paths[path]] = bytes(data)
+        return found
 
     def _exists(self, name: str) -> bool:
         self._files.invalidate_cache()

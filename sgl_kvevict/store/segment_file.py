@@ -7,7 +7,7 @@ offset    bytes  content
 16        8      version of the format, little-endian
 24        8      bytes that follow the first 64, little-endian
 32        32     SHA-256 of the first 32 bytes and of all that follows the first 64
-64        n      safetensors: the tensors of :class:`SegmentRecord`, and its other fields as metadata
+64        n      safetensors: the tensors of :class:`SegmentRecord`, and :class:`SegmentHeader` as metadata
 ========  =====  ==========================================================================================
 """
 
@@ -15,75 +15,57 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from safetensors import SafetensorError
 
-from sgl_kvevict.errors import CorruptSegmentError, shown
-from sgl_kvevict.store.identity import FORMAT_VERSION
+from sgl_kvevict.errors import CorruptSegmentError, cut, shown
+from sgl_kvevict.store.identity import FORMAT_VERSION, KEY, StoreIdentity, key_bounds
 
 if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict store ls` starts without it
     from torch import Tensor
 
+    from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
+
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Limit of the safetensors header, which names at most 17 tensors and eight fields."""
-MAX_TOKENS = 1 << 26
-_FIELDS: dict[str, type] = {
-    **{"key": str, "identity": str, "start": int, "end": int},
-    **{"splittable": bool, "is_read": bool, "created": float},
-}
-_OF_DRAFT = "draft"
-"""Field of a file beside those of its record: the digest of the draft model whose rows it has, if it has any."""
-TENSORS = {
-    "tokens": ("int64", "end"),
-    "keep_lens": ("int32", "layers heads"),
-    "positions": ("int32", "entries"),
-    "k": ("rows", "entries width"),
-    "v": ("rows", "entries value"),
-    "order": ("int16", "entries"),
-    "policy_state": ("float32", "layers heads"),
-    "tail_tokens": ("int64", "tail"),
-    "tail_k": ("rows", "layers tail heads width"),
-    "tail_v": ("rows", "layers tail heads value"),
-    "draft_lens": ("int32", "draft_layers draft_heads"),
-    "draft_positions": ("int32", "draft_rows"),
-    "draft_k": ("rows", "draft_rows draft_width"),
-    "draft_v": ("rows", "draft_rows draft_width"),
-    "draft_paid": ("float32", "draft_rows"),
-    "draft_tail_k": ("rows", "draft_layers tail draft_heads draft_width"),
-    "draft_tail_v": ("rows", "draft_layers tail draft_heads draft_width"),
-}
-"""Tensors of a record: dtype and names of sizes, which are equal wherever they occur. "rows": dtype of the pool."""
-_REQUIRED = {"tokens", "keep_lens", "positions", "k", "v"}
-_TAIL = {"tail_tokens", "tail_k", "tail_v"}
-_SHADOW_TAIL = {"draft_tail_k", "draft_tail_v"}
-_SHADOW = {name for name in TENSORS if name.startswith("draft_")} - _SHADOW_TAIL
-_ROW_DTYPES = {"torch.float32", "torch.float16", "torch.bfloat16", "torch.float8_e4m3fn"}
+"""Limit of the safetensors header, which names a few dozen tensors and six fields."""
+
+
+class SegmentHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file says of its segment beside tensors; fields as in :class:`SegmentRecord`.
+
+    ``bits``: widths of its parts. ``draft``: digest of the draft model whose rows it has; "": it has none.
+    """
+
+    key: KEY
+    identity: str
+    splittable: bool
+    is_measured: bool
+    bits: list[int]
+    draft: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentRecord:
-    """A segment as a store keeps it. All tensors are on the CPU; :data:`TENSORS` has their dtypes and shapes.
+    """A segment outside the pool. ``tokens`` is on the CPU; in a file and as it is read all other tensors are, too.
 
     Attributes:
         key: its name, see :meth:`sgl_kvevict.store.identity.Namespace.segment`.
         identity: digest of the identity that made it.
         start: logical position of its first token; ``end``: after its last token.
-        splittable: see :class:`sgl_kvevict.store.manifest.ManifestEntry`, also for ``is_read``.
-        created: seconds since the epoch.
-        tokens: all tokens of its path.
-        keep_lens: entries of each run.
-        positions: run after run, like ``k``, ``v`` and ``order``; logical, ascending within a run.
-        v: without columns if values are a part of the keys' rows; likewise ``tail_v``.
-        policy_state: the policy's state.
-        tail_tokens: uncompressed tokens that follow in the prompt; None: no tail.
-        draft_lens: rows of this server's draft model, of each run; None: none.
-        draft_paid: the attention that each row was paid.
-        draft_tail_k: the draft model's rows of the tail; like ``draft_tail_v``.
+        splittable: a prompt that diverges inside it can use its beginning.
+        is_measured: its order was measured by readers, not predicted.
+        tokens: [end], int64, all tokens of its path.
+        parts: its entries, the widest first.
+        order: [num_entries], int16, keys of the order, part after part; None: unknown.
+        policy_state: [num_layers, num_kv_heads], float32, the policy's state.
+        tail: uncompressed tokens that follow in the prompt.
+        shadow: rows of this server's draft model.
     """
 
     key: str
@@ -91,65 +73,51 @@ class SegmentRecord:
     start: int
     end: int
     splittable: bool
-    is_read: bool
-    created: float
+    is_measured: bool
     tokens: Tensor
-    keep_lens: Tensor
-    positions: Tensor
-    k: Tensor
-    v: Tensor
+    parts: tuple[CopiedRows, ...]
     order: Tensor | None = None
     policy_state: Tensor | None = None
-    tail_tokens: Tensor | None = None
-    tail_k: Tensor | None = None
-    tail_v: Tensor | None = None
-    draft_lens: Tensor | None = None
-    draft_positions: Tensor | None = None
-    draft_k: Tensor | None = None
-    draft_v: Tensor | None = None
-    draft_paid: Tensor | None = None
-    draft_tail_k: Tensor | None = None
-    draft_tail_v: Tensor | None = None
+    tail: CopiedTail | None = None
+    shadow: CopiedShadow | None = None
 
     @property
     def num_entries(self) -> int:
         """Entries stored."""
-        return self.positions.numel()
+        return sum(part.positions.numel() for part in self.parts)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that it has, by their names in a file."""
+        from torch import Tensor
+
+        groups: dict[str, Any] = {"": self, "tail.": self.tail, "shadow.": self.shadow}
+        groups |= {f"parts.{number}.": part for number, part in enumerate(self.parts)}
+        return {
+            f"{group}{name}": each
+            for group, owner in groups.items()
+            if owner is not None
+            for name, each in vars(owner).items()
+            if isinstance(each, Tensor)
+        }
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> SegmentRecord:
+        """The same record with other tensors, by their names in a file: all that it has, and no others."""
+        return replace(self, **_grouped(tensors, [part.bits for part in self.parts]))
 
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
-        kept, keep_lens = _within(position, self.end, self.positions, self.keep_lens)
-        entries = self._rows(("positions", "k", "v", "order"), kept)
-        return replace(self, start=position, keep_lens=keep_lens, **entries, **self.shadow_within(position))
-
-    def shadow_within(self, start: int) -> dict[str, Any]:
-        """Fields of the shadow, without rows of tokens before ``start`` or behind the segment; {} without a shadow."""
-        if self.draft_lens is None:
-            return {}
-        assert self.draft_positions is not None
-        kept, draft_lens = _within(start, self.end, self.draft_positions, self.draft_lens)
-        return {"draft_lens": draft_lens, **self._rows(("draft_positions", "draft_k", "draft_v", "draft_paid"), kept)}
-
-    def _rows(self, names: Sequence[str], kept: Tensor) -> dict[str, Any]:
-        """Rows of fields, of any dtype, that a mask selects."""
         import torch
 
-        found: dict[str, Any] = {}
-        for name in names:
-            rows = getattr(self, name)
-            if rows is not None:
-                numbers = torch.uint8 if rows.element_size() == 1 else rows.dtype  # torch selects no rows of float8
-                found[name] = rows.view(numbers)[kept].view(rows.dtype)
-        return found
-
-
-def _within(start: int, end: int, positions: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the entries, run after run, are of the tokens ``[start, end)``, and how many these are in each run."""
-    import torch
-
-    kept = (positions >= start) & (positions < end)
-    runs = torch.repeat_interleave(lens.flatten().long())[kept]
-    return kept, runs.bincount(minlength=lens.numel()).int().view(lens.shape)
+        cuts = [part.within(position, self.end) for part in self.parts]
+        kept = torch.cat([mask for _, mask in cuts])
+        return replace(
+            self,
+            start=position,
+            parts=tuple(part for part, _ in cuts),
+            order=None if self.order is None else self.order[kept],
+            shadow=None if self.shadow is None else self.shadow.within(position, self.end),
+        )
 
 
 def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
@@ -159,47 +127,55 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
     """
     from safetensors.torch import save
 
-    draft = draft if record.draft_lens is not None else ""
-    names = TENSORS.keys() - (set() if draft else _SHADOW | _SHADOW_TAIL)
-    parts: dict[str, Tensor | None] = {name: getattr(record, name) for name in sorted(names)}
-    parts |= record.shadow_within(record.start) if draft else {}
-    tensors = {name: part.contiguous() for name, part in parts.items() if part is not None}
-    fields = {name: getattr(record, name) for name in _FIELDS} | ({_OF_DRAFT: draft} if draft else {})
-    payload = save(tensors, {name: json.dumps(value) for name, value in fields.items()})
+    record = _without_draft(record) if not draft or record.shadow is None else record
+    if record.shadow is not None:  # a shadow may have rows of tokens that its segment has dropped
+        record = replace(record, shadow=record.shadow.within(record.start, record.end))
+    header = SegmentHeader(
+        key=record.key,
+        identity=record.identity,
+        splittable=record.splittable,
+        is_measured=record.is_measured,
+        bits=[part.bits for part in record.parts],
+        draft=draft if record.shadow is not None else "",
+    )
+    metadata = {name: json.dumps(value) for name, value in msgspec.to_builtins(header).items()}
+    payload = save({name: tensor.contiguous() for name, tensor in record.tensors.items()}, metadata)
     head = MAGIC + FORMAT_VERSION.to_bytes(8, "little") + len(payload).to_bytes(8, "little")
     return head + hashlib.sha256(head + payload).digest() + payload
 
 
-def decode_segment(data: bytes, key: str, draft: str = "") -> SegmentRecord:
+def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreIdentity | None = None) -> SegmentRecord:
     """Check bytes from an untrusted source, found under the name ``key``, and return their record.
 
-    Rows of another draft model than ``draft`` (its digest; "": there is none) are checked and left out.
+    ``draft``: identity of the draft model, if there is one; rows of another one are left out.
 
     Raises:
-        CorruptSegmentError: they are not exactly what :func:`encode_segment` returned for this key.
+        CorruptSegmentError: they are not what :func:`encode_segment` returned for this key, identity and draft model.
     """
     from safetensors.torch import load
 
     payload = _payload(data)
-    fields, _ = _header(payload)
+    header, _ = _header(payload)
+    _require(header.key == key, f"key: got {shown(header.key)}; expected {key!r}")
+    _require(header.identity == identity.digest, f"identity: got {shown(header.identity)}; expected {identity.digest}")
     try:
         tensors = load(payload)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CorruptSegmentError(f"the tensors cannot be read: {error}") from error
-    _require(fields["key"] == key, f"key: got {shown(fields['key'])}; expected {key!r}")
-    names = tensors.keys()
-    known = _REQUIRED <= names <= TENSORS.keys()
-    known = known and all(len(names & group) in (0, len(group)) for group in (_TAIL, _SHADOW, _SHADOW_TAIL))
-    known = known and bool(names & _SHADOW_TAIL) == bool(names & _TAIL and names & _SHADOW)
-    _require(known, f"tensors: got {shown(sorted(names))}; expected {sorted(_REQUIRED)}")
-    of_draft = fields.pop(_OF_DRAFT, "")
-    _require(bool(of_draft) == bool(names & _SHADOW), f"{_OF_DRAFT}: got {shown(of_draft)} and {shown(sorted(names))}")
-    values: dict[str, Any] = {**fields, **tensors}
-    record = SegmentRecord(**values)
-    _check_shapes(record)
+    if draft is None or header.draft != draft.digest:
+        tensors = {name: each for name, each in tensors.items() if not name.startswith(("shadow.", "tail.draft_"))}
+        draft = None
+    layout = _layout(header, tensors, identity, draft)
+    names, required = tensors.keys(), layout.keys() - {"order", "policy_state"}
+    _require(required <= names <= layout.keys(), f"tensors: got {shown(sorted(names))}; expected {sorted(required)}")
+    for name, tensor in tensors.items():
+        found, (dtype, shape) = (str(tensor.dtype), tuple(tensor.shape)), layout[name]
+        _require(found == (dtype, shape), f"{name}: got {found[0]} of {found[1]}; expected {dtype} of {shape}")
+    start, end = key_bounds(key)
+    grouped = _grouped(tensors, header.bits)
+    record = SegmentRecord(key, header.identity, start, end, header.splittable, header.is_measured, **grouped)
     _check_values(record)
-    no_shadow: dict[str, Any] = dict.fromkeys(_SHADOW | _SHADOW_TAIL)
-    return record if of_draft == draft else replace(record, **no_shadow)
+    return record
 
 
 def read_header(data: bytes) -> dict[str, Any]:
@@ -208,8 +184,10 @@ def read_header(data: bytes) -> dict[str, Any]:
     Raises:
         CorruptSegmentError: not a segment.
     """
-    fields, tensors = _header(_payload(data))
-    return {**fields, "tensors": {name: [each["dtype"], each["shape"]] for name, each in tensors.items()}}
+    header, tensors = _header(_payload(data))
+    start, end = key_bounds(header.key)
+    shapes = {name: [each.get("dtype"), each.get("shape")] for name, each in tensors.items()}
+    return {**msgspec.to_builtins(header), "start": start, "end": end, "tensors": shapes}
 
 
 def _require(holds: bool, message: str) -> None:
@@ -230,68 +208,88 @@ def _payload(data: bytes) -> bytes:
     return payload
 
 
-def _header(payload: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+def _header(payload: bytes) -> tuple[SegmentHeader, dict[str, dict[str, Any]]]:
     """Fields of a segment, and dtypes and shapes of its tensors."""
     length = int.from_bytes(payload[:8], "little")
     limit = min(MAX_HEADER_BYTES, len(payload) - 8)
     _require(2 <= length <= limit, f"header: got {length} bytes; allowed: 2 to {limit}")
     try:
-        header = json.loads(payload[8 : 8 + length])
-    except (ValueError, RecursionError) as error:
-        raise CorruptSegmentError(f"the header cannot be read: {error}") from error
-    is_valid = isinstance(header, dict) and all(isinstance(each, dict) for each in header.values())
-    _require(is_valid, "the header is not an object of objects")
-    metadata = header.pop("__metadata__", {})
-    kinds = _FIELDS | ({_OF_DRAFT: str} if _OF_DRAFT in metadata else {})
-    _require(metadata.keys() == kinds.keys(), f"fields: got {shown(sorted(metadata))}; expected {sorted(kinds)}")
-    fields = {}
-    for name, kind in kinds.items():
-        try:
-            fields[name] = json.loads(metadata[name])
-        except (ValueError, TypeError, RecursionError) as error:
-            raise CorruptSegmentError(f"{name}: got {shown(metadata[name])}, which is not JSON") from error
-        _require(type(fields[name]) is kind, f"{name}: got {shown(fields[name])}; expected a {kind.__name__}")
-    return fields, header
+        tensors = msgspec.json.decode(payload[8 : 8 + length], type=dict[str, dict[str, Any]])
+        values = {name: json.loads(value) for name, value in tensors.pop("__metadata__", {}).items()}
+        return msgspec.convert(values, SegmentHeader), tensors
+    except (ValueError, TypeError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise CorruptSegmentError(f"the header cannot be read: {cut(str(error))}") from error
 
 
-def _check_shapes(record: SegmentRecord) -> None:
-    """Check dtypes and shapes before anything is computed with the tensors."""
-    in_order = 0 <= record.start < record.end <= MAX_TOKENS
-    _require(in_order, f"start and end: got {record.start} and {record.end}; expected 0 <= start < end")
-    for name, (dtype, _) in TENSORS.items():
-        tensor = getattr(record, name)
-        if tensor is not None and dtype != "rows":
-            _require(str(tensor.dtype) == f"torch.{dtype}", f"{name}: got {tensor.dtype}; expected torch.{dtype}")
-    ours = record.k, record.v, record.tail_k, record.tail_v
-    of_draft = record.draft_k, record.draft_v, record.draft_tail_k, record.draft_tail_v
-    for rows in (ours, of_draft if record.draft_k is not None else ours):
-        dtypes = {str(each.dtype) for each in rows if each is not None}
-        _require(len(dtypes) == 1 and dtypes <= _ROW_DTYPES, f"k and v: got {sorted(dtypes)}")
-    if record.tail_tokens is not None:
-        num_tail = record.tail_tokens.numel()
-        _require(0 < num_tail <= MAX_TOKENS, f"tail_tokens: got {num_tail} tokens")
-    value = "none" if record.v.shape[-1:] == (0,) else "width"
-    sizes = {"end": record.end, "none": 0}
-    for name, (_, words) in TENSORS.items():
-        tensor = getattr(record, name)
-        if tensor is not None:
-            shape, expected = tuple(tensor.shape), words.replace("value", value).split()
-            fits = len(shape) == len(expected)
-            fits = fits and all(
-                sizes.setdefault(word, size) == size for word, size in zip(expected, shape, strict=True)
-            )
-            _require(fits, f"{name}: got shape {shape}; expected {[sizes.get(word, word) for word in expected]}")
+def _grouped(tensors: Mapping[str, Tensor], bits: Sequence[int]) -> dict[str, Any]:
+    """Fields of a record that are, or have, tensors; from all their tensors by their names in a file."""
+    from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
+
+    def group(prefix: str) -> dict[str, Any]:
+        return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+
+    tail, shadow = group("tail."), group("shadow.")
+    return {
+        **{name: tensors.get(name) for name in ("tokens", "order", "policy_state")},
+        "parts": tuple(CopiedRows(width, **group(f"parts.{number}.")) for number, width in enumerate(bits)),
+        "tail": CopiedTail(**tail) if tail else None,
+        "shadow": CopiedShadow(**shadow) if shadow else None,
+    }
+
+
+def _layout(
+    header: SegmentHeader, tensors: Mapping[str, Tensor], identity: StoreIdentity, draft: StoreIdentity | None
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of all tensors that a file may have, with as many entries as it has."""
+
+    def count(name: str) -> int:
+        return tensors[name].numel() if name in tensors else 0
+
+    def rows(prefix: str, model: StoreIdentity, *sizes: int, bits: int = 16) -> None:
+        dtype = model.dtype if bits == 16 else "torch.uint8"
+        layout.update({f"{prefix}{name}": (dtype, (*sizes, width)) for name, width in model.widths(bits)})
+
+    runs, num_entries, num_tail = (identity.num_layers, identity.num_kv_heads), 0, count("tail.tokens")
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("torch.int64", (key_bounds(header.key)[1],))}
+    known = [bits for bits in identity.row_bits if bits in header.bits]
+    _require(bool(known) and header.bits == known, f"bits: got {header.bits}; expected some of {identity.row_bits}")
+    for number, bits in enumerate(header.bits):
+        part = f"parts.{number}."
+        n = count(f"{part}positions")
+        layout |= {f"{part}keep_lens": ("torch.int32", runs), f"{part}positions": ("torch.int32", (n,))}
+        rows(part, identity, n, bits=bits)
+        num_entries += n
+    layout |= {"order": ("torch.int16", (num_entries,)), "policy_state": ("torch.float32", runs)}
+    if "tail.tokens" in tensors:
+        _require(num_tail > 0, "tail.tokens: got 0 tokens")
+        layout["tail.tokens"] = "torch.int64", (num_tail,)
+        rows("tail.", identity, runs[0], num_tail, runs[1])
+    if draft is not None:
+        n, runs = count("shadow.positions"), (draft.num_layers, draft.num_kv_heads)
+        layout |= {"shadow.lens": ("torch.int32", runs), "shadow.positions": ("torch.int32", (n,))}
+        rows("shadow.", draft, n)
+        layout["shadow.paid"] = "torch.float32", (n,)
+        if num_tail:
+            rows("tail.draft_", draft, runs[0], num_tail, runs[1])
+    return layout
+
+
+def _without_draft(record: SegmentRecord) -> SegmentRecord:
+    tail = None if record.tail is None else replace(record.tail, draft_k=None, draft_v=None)
+    return replace(record, shadow=None, tail=tail)
 
 
 def _check_values(record: SegmentRecord) -> None:
-    """Check runs and what rows of the draft model were paid."""
-    _check_runs("keep_lens", record.keep_lens, "positions", record.positions, record)
+    """Check bounds, runs and what rows of the draft model were paid."""
+    _require(record.start < record.end, f"start and end: got {record.start} and {record.end}; expected start < end")
+    for number, part in enumerate(record.parts):
+        _check_runs(f"parts.{number}.keep_lens", part.keep_lens, f"parts.{number}.positions", part.positions, record)
     _require(record.num_entries > 0, "keep_lens: sums to 0; expected more")
-    if record.draft_lens is not None:
-        assert record.draft_positions is not None and record.draft_paid is not None
-        _check_runs("draft_lens", record.draft_lens, "draft_positions", record.draft_positions, record)
-        paid = record.draft_paid
-        _require(bool((paid.isfinite() & (paid >= 0)).all()), "draft_paid: expected finite numbers >= 0")
+    shadow = record.shadow
+    if shadow is not None:
+        _check_runs("shadow.lens", shadow.lens, "shadow.positions", shadow.positions, record)
+        is_paid = bool((shadow.paid.isfinite() & (shadow.paid >= 0)).all())
+        _require(is_paid, "shadow.paid: expected finite numbers >= 0")
 
 
 def _check_runs(of_lens: str, lens: Tensor, of_positions: str, positions: Tensor, record: SegmentRecord) -> None:

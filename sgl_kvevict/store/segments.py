@@ -1,25 +1,25 @@
-"""Segments in a store, found by key, or by a prompt's first tokens."""
+"""The tier of files: segments in a folder or a service, which outlive their server."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import msgspec
 
 from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError
 from sgl_kvevict.store.backend import Backend, Item
 from sgl_kvevict.store.directory import DirectoryBackend
-from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity
-from sgl_kvevict.store.manifest import MAX_ENTRIES, ManifestEntry, decode_manifest, merge_manifest
+from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity, is_key, key_bounds
 from sgl_kvevict.store.mooncake import MooncakeBackend
 from sgl_kvevict.store.remote import RemoteBackend
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from sgl_kvevict.store.tier import IndexEntry, Tier, listed_blocks
 
 ROOT = f"v{FORMAT_VERSION}"
 IDENTITY = "identity.json"
@@ -47,9 +47,19 @@ class StoredSegment:
     key: str
     item: Item
 
+    @property
+    def num_tokens(self) -> int:
+        """Its length."""
+        start, end = key_bounds(self.key)
+        return end - start
 
-class SegmentStore:
+
+class SegmentStore(Tier):
     """The segments of one identity; those of others are neither found nor loaded.
+
+    Each name of the index is a small file that lists one segment, the newest. No two writers need a lock: a file
+    appears in one piece, and one that is lost or lists a removed segment costs a look-up, until somebody computes that
+    prefix again.
 
     An item that cannot be read although the store answers (an I/O error, missing permission, a folder of its name) is
     quarantined: it counts as missing for ``QUARANTINE_S``.
@@ -64,16 +74,16 @@ class SegmentStore:
         clock: Callable[[], float] = time.monotonic,
         draft: StoreIdentity | None = None,
     ) -> None:
+        super().__init__(identity)
         self.backend = backend
-        self.identity = identity
         self._draft = draft
         self._clock = clock
         self._quarantined: dict[str, float] = {}
 
     def put(self, record: SegmentRecord, namespace: Namespace) -> int:
-        """Write a segment, list it in its manifests, return the bytes written.
+        """Write a segment, list it, return the bytes written.
 
-        A stored segment is kept (0 bytes are written) unless only the new one was ranked by readers.
+        A stored segment is kept (0 bytes are written) unless only the new one was measured.
 
         Raises:
             StoreError: it cannot be written.
@@ -85,42 +95,21 @@ class SegmentStore:
         if not self.backend.exists(self._name(IDENTITY)):
             description = json.dumps(self.identity.describe(), indent=1, sort_keys=True)
             self.backend.put(self._name(IDENTITY), description.encode())
-        try:
-            listed = {entry.key: entry.is_read for entry in self._first_manifest(tokens, namespace)}
-        except (CorruptSegmentError, UnreadableItemError):
-            listed = {}
-        name, written = segment_name(record.identity, record.key), 0
-        if not self.backend.exists(name) or (record.is_read and not listed.get(record.key, True)):
-            data = encode_segment(record, self._draft_digest)
-            self.backend.put(name, data)
-            self._quarantined.pop(name, None)
+        entry, block_tokens = IndexEntry.of(record), self.identity.block_tokens
+        chain = namespace.chain(tokens, block_tokens)
+        prefixes = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
+        near = [each for entries in self._listed(prefixes[-1:]).values() for each in entries]
+        is_measured = any(each.key == record.key and each.is_measured for each in near)
+        name, written = segment_name(self.identity.digest, record.key), 0
+        if not self.backend.exists(name) or (record.is_measured and not is_measured):
+            data = encode_segment(record, "" if self._draft is None else self._draft.digest)
+            self._put(name, data)
             written = len(data)
-        is_read = record.is_read if written else listed.get(record.key, record.is_read)
-        entry = ManifestEntry(record.key, record.start, record.end, record.splittable, is_read, namespace.chain(tokens))
-        for depth in self._depths(len(tokens)):
-            manifest = self._manifest_name(namespace.first_tokens(tokens, depth))
-            self.backend.update(manifest, lambda data: merge_manifest(data, [entry]))
+        elif is_measured:
+            entry = IndexEntry(entry.key, entry.splittable, is_measured)
+        for prefix in prefixes:
+            self._put(self._prefix_name(prefix), msgspec.json.encode(entry))
         return written
-
-    def find(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
-        """Return segments whose paths share a prompt's first tokens, newest first.
-
-        Reads one manifest; if that is full, also those of more tokens, longest first.
-
-        Raises:
-            StoreError: the store, or a manifest, cannot be read.
-            CorruptSegmentError: a manifest is corrupt; it was removed.
-        """
-        entries = self._first_manifest(tokens, namespace)
-        if len(entries) < MAX_ENTRIES:
-            return entries
-        longer: list[ManifestEntry] = []
-        for depth in self._depths(len(tokens))[:0:-1]:
-            found = self._read_manifest(namespace.first_tokens(tokens, depth))
-            longer += found
-            if len(found) == MAX_ENTRIES:  # shorter manifests lost some of these entries
-                break
-        return list({entry.key: entry for entry in [*longer, *entries]}.values())
 
     def get(self, key: str) -> SegmentRecord | None:
         """Read and check a segment; None: there is none, or it is quarantined.
@@ -131,30 +120,42 @@ class SegmentStore:
             CorruptSegmentError: the file is not a segment of this identity.
         """
         data = self._read(segment_name(self.identity.digest, key))
-        if data is None:
-            return None
-        record = decode_segment(data, key, self._draft_digest)
-        identity = self.identity
-        if record.identity != identity.digest:
-            raise CorruptSegmentError(f"identity: got {record.identity[:16]!r}; expected {identity.digest[:16]!r}")
-        _check_rows("k", record.keep_lens, record.k, record.v, identity)
-        if record.draft_lens is not None:
-            assert self._draft is not None and record.draft_k is not None and record.draft_v is not None
-            _check_rows("draft_k", record.draft_lens, record.draft_k, record.draft_v, self._draft)
-        return record
+        return None if data is None else decode_segment(data, key, self.identity, self._draft)
 
     def delete(self, key: str) -> bool:
-        """Remove a segment; False: there was none. Manifests may still list it."""
+        """Remove a segment; False: there was none. It may still be listed."""
         return self.backend.delete(segment_name(self.identity.digest, key))
 
-    @property
-    def _draft_digest(self) -> str:
-        return "" if self._draft is None else self._draft.digest
+    def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
+        """See :class:`Tier`; a file of the index that is damaged counts as missing.
+
+        Raises:
+            StoreError: the store cannot be read.
+            UnreadableItemError: a file of the index cannot be read; it is quarantined.
+        """
+        files = {self._prefix_name(name): name for name in names}
+        readable = [file for file in files if not self._is_quarantined(file)]
+        try:
+            found = self.backend.get_many(readable)
+        except StoreError:
+            found = {file: data for file in readable if (data := self._read(file)) is not None}  # says which one
+        listed = {}
+        for file, data in found.items():
+            with suppress(CorruptSegmentError):
+                listed[files[file]] = [decode_entry(data)]
+        return listed
+
+    def _put(self, name: str, data: bytes) -> None:
+        self.backend.put(name, data)
+        self._quarantined.pop(name, None)
+
+    def _is_quarantined(self, name: str) -> bool:
+        until = self._quarantined.get(name)
+        return until is not None and self._clock() < until
 
     def _read(self, name: str) -> bytes | None:
         """Bytes of an item; None: there is none, or it is quarantined."""
-        until = self._quarantined.get(name)
-        if until is not None and self._clock() < until:
+        if self._is_quarantined(name):
             return None
         try:
             return self.backend.get(name)
@@ -165,45 +166,19 @@ class SegmentStore:
             self._quarantined[name] = self._clock() + QUARANTINE_S
             raise UnreadableItemError(str(error)) from error
 
-    def _first_manifest(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
-        """Entries of the manifest of the first ``min_prefix_tokens`` tokens, newest first."""
-        depth = self.identity.min_prefix_tokens
-        return self._read_manifest(namespace.first_tokens(tokens, depth)) if len(tokens) >= depth else []
-
-    def _read_manifest(self, first: str) -> Sequence[ManifestEntry]:
-        data = self._read(self._manifest_name(first))
-        if data is None:
-            return []
-        try:
-            return decode_manifest(data)[::-1]
-        except CorruptSegmentError:
-            self.backend.delete(self._manifest_name(first))
-            raise
-
-    def _depths(self, num_tokens: int) -> Sequence[int]:
-        """Numbers of first tokens by which a sequence is listed: ``min_prefix_tokens`` times 1, 2, 4, ..."""
-        depths = [self.identity.min_prefix_tokens]
-        while 2 * depths[-1] <= num_tokens:
-            depths.append(2 * depths[-1])
-        return depths
-
-    def _manifest_name(self, first: str) -> str:
-        return self._name(f"manifests/{first[:2]}/{first}")
+    def _prefix_name(self, prefix: str) -> str:
+        return self._name(f"prefixes/{prefix[:2]}/{prefix}")
 
     def _name(self, name: str) -> str:
         return f"{ROOT}/{self.identity.digest}/{name}"
 
 
-def _check_rows(name: str, lens: Tensor, k: Tensor, v: Tensor, identity: StoreIdentity) -> None:
-    """Raise ``CorruptSegmentError`` unless runs and rows are those of a model's pool."""
-    heads, expected = (identity.num_layers, identity.num_kv_heads), (identity.head_dim, identity.own_value_dim)
-    widths = k.shape[1], v.shape[1]
-    if tuple(lens.shape) != heads or widths != expected:
-        raise CorruptSegmentError(
-            f"{name}: got runs of {tuple(lens.shape)} and rows of {widths} numbers; expected {heads} and {expected}"
-        )
-    if str(k.dtype) != identity.dtype:
-        raise CorruptSegmentError(f"{name}: got {k.dtype}; expected {identity.dtype}")
+def decode_entry(data: bytes) -> IndexEntry:
+    """Check the bytes of a file of the index; ``CorruptSegmentError``: they are not an entry."""
+    try:
+        return msgspec.json.decode(data, type=IndexEntry)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptSegmentError(f"prefix: {error}") from error
 
 
 def segment_name(identity: str, key: str) -> str:
@@ -215,7 +190,7 @@ def list_segments(backend: Backend) -> Iterator[StoredSegment]:
     """Yield the segments of all identities, unordered."""
     for item in backend.list(ROOT):
         parts = item.name.split("/")
-        if len(parts) == 5 and parts[2] == "segments":
+        if len(parts) == 5 and parts[2] == "segments" and is_key(parts[4]):
             yield StoredSegment(parts[1], parts[4], item)
 
 

@@ -98,6 +98,15 @@ def test_greedy_outputs_equal_stock_single_and_concurrent(full_budget, prompts, 
     assert state["leaked_slots"] == 0 and full_budget.leak_messages() == []
 
 
+def test_policy_none_compresses_nothing_and_answers_as_stock(start, demo_model, prompts, stock_results):
+    server = start(demo_model, *FLAGS, config={"policy": "none"})
+    assert answers(server, prompts, 4) == stock_results[0] == answers(server, prompts, 4)
+    state = idle_state(server)
+    assert (state["policy"], state["compressions"], state["host_bytes"], state["scoring_jobs"]) == ("none", 0, 0, 0)
+    assert state["leaked_slots"] == 0 and server.leak_messages() == []
+    server.stop()
+
+
 def test_max_new_tokens_zero_prompt_logprobs_see_full_positions(full_budget, prompts, stock_results):
     """The first token after a compressed prefix has its logical position: log-probabilities at budget 1.0 agree."""
     _, expected = stock_results

@@ -27,7 +27,7 @@ FAULTS: Mapping[Place, str] = {
     Place.PASS: f"{CACHE}.passes.repetition_probes",
     Place.OBSERVATION: "sgl_kvevict.segments.ReaderChunk.record",
     Place.COMPRESSION: "sgl_kvevict.segments.Compressor.rank",
-    Place.HOST: f"{CACHE}.host.HostTier._bounds",
+    Place.HOST: f"{CACHE}.host.HostMemory._bounds",
     Place.RELEASE: f"{CACHE}.resize.Resizer.try_wanted",
     Place.LISTENER: "sgl_kvevict.events.totals.Totals.count",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
 from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.listener import CacheListener
-from sgl_kvevict.cache.saving import StoreAccess, export_segment
+from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
 from sgl_kvevict.store import (
+    Backend,
+    Item,
     ReadAhead,
     SegmentRecord,
     SegmentStore,
+    StoreIdentity,
     WriteBehind,
     decode_segment,
     encode_segment,
@@ -28,13 +33,8 @@ DRAFT = identity_of(num_layers=1, num_kv_heads=3, head_dim=2, own_value_dim=2)
 IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_prefix_tokens=6)
 
 
-def exported(
-    harness: Harness, extra_key: str | None = None, tail: int = 4, draft: str = DRAFT.digest
-) -> list[SegmentRecord]:
-    """Segments of one namespace of a harness, through bytes and back, those nearest the root first.
-
-    ``draft``: digest of the draft model that reads them.
-    """
+def exported(harness: Harness, extra_key: str | None = None, tail: int = 4) -> list[SegmentRecord]:
+    """Segments of one namespace of a harness, through bytes and back, those nearest the root first."""
     tree = harness.tree
     records = []
     for node, span in tree.spans.items():
@@ -43,7 +43,7 @@ def exported(
         leaving = export_segment(node, tree.port, tree.spans, tree.packer, IDENTITY, tail)
         if leaving is not None:
             record = leaving.record()
-            records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, draft))
+            records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, IDENTITY, DRAFT))
     return sorted(records, key=lambda record: record.start)
 
 
@@ -51,6 +51,41 @@ def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
     tree, prefixes = harness.tree, harness.tree.prefixes
     return Adoption(tree.port, prefixes.table, prefixes.readers, tree.packer, prefixes.resizer)
+
+
+class Items(Backend):
+    """A store in a dictionary."""
+
+    def __init__(self):
+        super().__init__("items")
+        self._items = {}
+
+    def _put(self, name, data):
+        self._items[name] = data
+
+    def _get(self, name):
+        return self._items.get(name)
+
+    def _exists(self, name):
+        return name in self._items
+
+    def _delete(self, name):
+        return self._items.pop(name, None) is not None
+
+    def _list(self, prefix):
+        return iter([Item(name, len(data), 0.0) for name, data in self._items.items() if name.startswith(prefix)])
+
+
+def found_again(
+    records: list[SegmentRecord], prompt: Prompt, into: Adoption, draft: StoreIdentity | None
+) -> Iterator[SegmentRecord]:
+    """Write segments to a store, and yield those that a server with a draft model finds there for a prompt."""
+    items = Items()
+    for record in records:
+        SegmentStore(items, IDENTITY, draft=DRAFT).put(record, IDENTITY.namespace(*prompt.namespace))
+    store = SegmentStore(items, IDENTITY, draft=draft)
+    lookup = into.lookup(prompt, IDENTITY)
+    return store.continuing(lookup, store.find(lookup.tokens, lookup.namespace))
 
 
 class StoreRecorder(CacheListener):
@@ -79,7 +114,7 @@ class Server:
         self.segments = SegmentStore(open_backend(str(folder)), identity, draft=draft)
         self.writer = WriteBehind(self.segments)
         self.reader = ReadAhead(self.segments, 1.0, lambda: self.now)
-        self.access = StoreAccess(identity, self.writer, self.reader)
+        self.access = StoreAccess(self.segments, self.writer, self.reader)
         self.harness = make(access=self.access, **kind)
         self.prefixes = self.harness.tree.prefixes
         assert self.prefixes.loading is not None and self.prefixes.saving is not None

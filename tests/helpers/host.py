@@ -18,7 +18,5 @@ def check_host(host: HostSegments) -> None:
     assert held == Counter(range(host.num_blocks))
     assert host.used_bytes == sum(len(each.blocks) for each in segments.values()) * host.block_bytes
     assert host._num_spare == sum(len(each.blocks) for each in segments.values() if each.in_pool)
-    ends = {(each.names[-1], key) for key, each in segments.items()}
-    through = {(name, key) for key, each in segments.items() for name in each.names}
-    for index, expected in ((host._ending, ends), (host._through, through)):
-        assert {(name, key) for name, keys in index.items() for key in keys} == expected
+    listed = {(name, key) for key, each in segments.items() for name in each.names}
+    assert {(name, key) for name, entries in host._index.items() for key in entries} == listed

@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
+from sgl_kvevict.copies import CopiedRows, CopiedShadow
 from sgl_kvevict.store import Namespace, SegmentRecord, SegmentStore, StoreIdentity, list_segments
 from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.segment_file import MAGIC
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
 MIN_PREFIX = 16
-SHADOW = {
-    "draft_lens": torch.tensor([[2, 0, 3]], dtype=torch.int32),
-    "draft_positions": torch.tensor([1, 39, 0, 20, 21], dtype=torch.int32),
-    "draft_k": torch.arange(30.0).view(5, 6),
-    "draft_v": torch.arange(30.0, 60.0).view(5, 6),
-    "draft_paid": torch.tensor([0.5, 0.0, 2.0, 1.0, 0.25]),
-}
+SHADOW = CopiedShadow(
+    torch.tensor([[2, 0, 3]], dtype=torch.int32),
+    torch.tensor([1, 39, 0, 20, 21], dtype=torch.int32),
+    torch.arange(30.0).view(5, 6),
+    torch.arange(30.0, 60.0).view(5, 6),
+    torch.tensor([0.5, 0.0, 2.0, 1.0, 0.25]),
+)
 """Rows of a draft model with one layer, three heads and a head dim of 6, of a segment of 40 tokens."""
 
 
@@ -61,6 +62,7 @@ def record(
         chosen = torch.randperm(len(path) - start, generator=generator)[: 3 + len(runs)].sort().values
         runs.append(chosen.int() + start)
     positions = torch.cat(runs)
+    lens = torch.tensor([len(run) for run in runs], dtype=torch.int32).view(NUM_LAYERS, NUM_HEADS)
     rows = torch.randn(2, len(positions), HEAD_DIM, generator=generator).to(getattr(torch, own.dtype[6:]))
     base = SegmentRecord(
         key=namespace.segment(path, start),
@@ -68,13 +70,9 @@ def record(
         start=start,
         end=len(path),
         splittable=True,
-        is_read=False,
-        created=1.5,
+        is_measured=False,
         tokens=torch.tensor(path),
-        keep_lens=torch.tensor([len(run) for run in runs], dtype=torch.int32).view(NUM_LAYERS, NUM_HEADS),
-        positions=positions,
-        k=rows[0],
-        v=rows[1],
+        parts=(CopiedRows(16, lens, positions, rows[0], rows[1]),),
         order=torch.arange(len(positions), dtype=torch.int16),
     )
     return dataclasses.replace(base, **changes)
@@ -85,14 +83,22 @@ def keys_in(store: SegmentStore) -> list[str]:
     return [each.key for each in list_segments(store.backend) if each.identity == store.identity.digest]
 
 
+def with_rows(ours: SegmentRecord, **changes: Any) -> SegmentRecord:
+    """A record whose entries, of one width, differ."""
+    (part,) = ours.parts
+    return dataclasses.replace(ours, parts=(dataclasses.replace(part, **changes),))
+
+
 def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:
     """Every field and every bit is the same."""
-    for field in dataclasses.fields(SegmentRecord):
-        a, b = getattr(ours, field.name), getattr(theirs, field.name)
-        if isinstance(a, torch.Tensor):
-            assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field.name
-        else:
-            assert a == b, field.name
+    a, b = ours.tensors, theirs.tensors
+    assert a.keys() == b.keys()
+    for name in a:
+        same = a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
+        assert same and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+    for field in ("key", "identity", "start", "end", "splittable", "is_measured"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+    assert [part.bits for part in ours.parts] == [part.bits for part in theirs.parts]
 
 
 def sealed(payload: bytes, version: int = FORMAT_VERSION, length: int | None = None) -> bytes:

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.harness_store import DRAFT, adoption, exported
+from helpers.harness_store import DRAFT, adoption, exported, found_again
 from helpers.machines import BASES, CacheMachine, ExactMachine, HostMachine, PressureMachine
 from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.geometry import KVGeometry
@@ -201,17 +201,18 @@ class PairsStoreMachine(PairsPressureMachine):
         shared=st.integers(6, 48),
         suffix=st.lists(st.integers(0, 10), min_size=1, max_size=14),
         count=st.sampled_from([20, 60, 200]),
-        draft=st.sampled_from([DRAFT.digest, DRAFT.digest, ""]),
+        draft=st.sampled_from([DRAFT, DRAFT, None]),
     )
     def comes_back(self, base, known, shared, suffix, count, draft):
         """Somebody asks about a text again after the pool has dropped some, or all that it can."""
         req = self.harness.run(base[:known] + suffix[:1])
         if req in self.harness.live:
             self.harness.finish(req)
-        records, into = exported(self.harness, draft=draft), adoption(self.harness)
+        records, into = exported(self.harness), adoption(self.harness)
         self.harness.evict(count)
-        for record in records:
-            into.place(record, Prompt([*base, 9], len(base), (None, None)))
+        prompt = Prompt([*base, 9], len(base), (None, None))
+        for record in found_again(records, prompt, into, draft):
+            into.place(record, prompt)
             self.harness.check()
         self._admit(self.harness.request(base[:shared] + suffix), 200)
         self._settle()

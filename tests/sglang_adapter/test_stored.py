@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.harness_store import adoption, exported
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.errors import StoreError
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -54,7 +51,8 @@ def test_a_segment_comes_back_into_another_pool(splittable):
     assert cache_state(harness.tree)["span_slots"] == 17 and harness.tree.protected_size() == 0
     assert_found(harness, [*DOCUMENT[:56], 10, 10, 10], 56)
     again = exported(harness)[0]
-    assert torch.equal(again.k, record.k) and torch.equal(again.positions, record.positions)
+    assert torch.equal(again.parts[0].k, record.parts[0].k)
+    assert torch.equal(again.parts[0].positions, record.parts[0].positions)
     assert again.key == record.key and (again.order is None or torch.equal(again.order, record.order))
 
 
@@ -165,44 +163,33 @@ def test_namespaces_stay_apart():
     assert_found(harness, [*DOCUMENT[:56], 10], 0)
 
 
-def test_what_does_not_fit_the_pool_is_refused():
-    (record,) = stored([DOCUMENT])
-    harness = Harness()
-    with pytest.raises(StoreError, match="runs"):
-        adoption(harness).adopt(dataclasses.replace(record, keep_lens=record.keep_lens[:1]), (None, None))
-    with pytest.raises(StoreError, match="entries for 2 tokens"):
-        adoption(harness).adopt(dataclasses.replace(record, start=54), (None, None))
-    harness.check()
-    assert cache_state(harness.tree)["free_slots"] == harness.num_slots
-
-
 def test_a_tail_follows_its_segment():
     (record,) = stored([DOCUMENT])
-    assert record.tail_tokens.tolist() == DOCUMENT[56:]
+    assert record.tail.tokens.tolist() == DOCUMENT[56:]
     harness = Harness()
     into = adoption(harness)
-    assert not into.adopt_tail(record, (None, None))  # before its segment
+    assert not into.adopt_tail(record, record.tail, (None, None))  # before its segment
     harness.check()
     into.adopt(record, (None, None))
-    assert into.adopt_tail(record, (None, None))
+    assert into.adopt_tail(record, record.tail, (None, None))
     harness.check()
-    assert not into.adopt_tail(record, (None, None))
+    assert not into.adopt_tail(record, record.tail, (None, None))
     harness.check()
     assert cache_state(harness.tree)["full_tokens"] == 4
     assert_found(harness, [*DOCUMENT, 10, 10], 60)
     several = stored([DOCUMENT[:56] + [i] * 4 for i in range(2)], num_slots=240)
-    assert several[0].tail_tokens is None  # no one tail is what all questions share
+    assert several[0].tail is None  # no one tail is what all questions share
 
 
 def test_a_segment_finds_its_place_among_keys_of_pairs():
     """Of 60 tokens 59 are cached. A prompt that goes on finds the whole segment, another one all but its last token."""
     (record,) = stored([DOCUMENT], keys_are_pairs=True)
-    assert (record.end, record.tokens.tolist(), record.tail_tokens.tolist()) == (55, DOCUMENT[:55], DOCUMENT[55:59])
+    assert (record.end, record.tokens.tolist(), record.tail.tokens.tolist()) == (55, DOCUMENT[:55], DOCUMENT[55:59])
     for rest, prefix_len in ((DOCUMENT[55:], 58), ([], 54)):  # 58: with all of its tail but the last token
         harness = Harness(keys_are_pairs=True)
         assert adoption(harness).adopt(record, (None, None), rest) == 55
         assert adoption(harness).adopt(record, (None, None), rest) == 0
-        assert adoption(harness).adopt_tail(record, (None, None), rest) == bool(rest)
+        assert adoption(harness).adopt_tail(record, record.tail, (None, None), rest) == bool(rest)
         harness.check()
         assert_found(harness, [*DOCUMENT[:59], 10, 10], prefix_len)
     plain = Harness()

@@ -189,6 +189,7 @@ def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatc
         raise StoreError("unreachable")
 
     monkeypatch.setattr(server.segments.backend, "get", fail)
+    monkeypatch.setattr(server.segments.backend, "get_many", fail)
     monkeypatch.setattr(server.segments.backend, "put", fail)
     monkeypatch.setattr(server.segments.backend, "exists", fail)
     assert server.serve(DOCUMENT) == 0
@@ -248,12 +249,12 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     server = Server(tmp_path, config=config, num_slots=200)
     server.serve(DOCUMENT)
     (key,) = keys_in(server.segments)
-    assert not server.segments.get(key).is_read
+    assert not server.segments.get(key).is_measured
     (owner,) = server.harness.tree.spans
     segment = server.harness.tree.spans[owner].segment
     segment.order = replace(segment.order, is_measured=True)
     server.harness.tree.prefixes.resizer.at_budget(owner)
-    assert server.writer.drain(300) and server.segments.get(key).is_read
+    assert server.writer.drain(300) and server.segments.get(key).is_measured
 
 
 def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers.host import check_host
-from helpers.stored import MIN_PREFIX, assert_same, identity, record, tokens
+from helpers.stored import MIN_PREFIX, SHADOW, assert_same, identity, record, tokens
+from sgl_kvevict.copies import CopiedTail
 from sgl_kvevict.store.host import HostSegments
 
 OURS = identity()
@@ -22,7 +23,7 @@ def host(num_blocks=100, block_bytes=64, own=OURS) -> HostSegments:
 
 
 def found(segments: HostSegments, path, namespace=NAMES):
-    return {(same, segment.start, segment.end) for same, segment in segments.find(path, namespace)}
+    return {(same, entry.start, entry.end) for same, entry in segments.find(path, namespace)}
 
 
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16", "torch.float16", "torch.float8_e4m3fn"])
@@ -30,16 +31,11 @@ def found(segments: HostSegments, path, namespace=NAMES):
 def test_every_field_comes_back(dtype, block_bytes):
     own = identity(dtype=dtype)
     names, path = own.namespace("tenant", "salt"), tokens(40)
+    rows = {name: torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])) for name in ("k", "v")}
     extra = {
         "policy_state": torch.rand(2, 2),
-        "tail_tokens": torch.tensor([1, 2, 3]),
-        "tail_k": torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])),
-        "tail_v": torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])),
-        "draft_lens": torch.tensor([[2, 0, 3]], dtype=torch.int32),
-        "draft_positions": torch.tensor([4, 9, 0, 1, 7], dtype=torch.int32),
-        "draft_k": torch.rand(5, 6),
-        "draft_v": torch.rand(5, 6),
-        "draft_paid": torch.rand(5),
+        "tail": CopiedTail(torch.tensor([1, 2, 3]), **rows),
+        "shadow": SHADOW,
     }
     segments = host(20_000 // block_bytes, block_bytes, own)
     for ours in (record(own, names, path), record(own, names, path, start=20), record(own, names, path[:30], **extra)):
@@ -53,20 +49,22 @@ def test_a_prompt_finds_segments_on_its_path():
     for start, end in ((0, 50), (50, 90), (90, 100)):
         segments.put(record(OURS, NAMES, path[:end], start), NAMES)
     assert found(segments, path) == {(50, 0, 50), (90, 50, 90), (100, 90, 100)}
-    assert found(segments, [*path[:60], *tokens(30, seed=1)]) == {(50, 0, 50), (60, 50, 90), (60, 90, 100)}
+    assert found(segments, [*path[:60], *tokens(30, seed=1)]) == {(50, 0, 50)}  # less than half of the second
+    assert found(segments, [*path[:85], *tokens(30, seed=1)]) == {(50, 0, 50), (85, 50, 90)}
     assert found(segments, path[: MIN_PREFIX - 1]) == set()
     assert found(segments, tokens(100, seed=1)) == set()
     assert found(segments, path, OURS.namespace("tenant", None)) == set()
 
 
 def test_many_segments_behind_one_header_are_found_quickly_and_whole():
-    segments, header = host(20_000), tokens(32)
-    paths = [header + tokens(40, seed=seed) for seed in range(1, 200)]
+    segments, header = host(20_000), tokens(48)
+    paths = [header + tokens(24, seed=seed) for seed in range(1, 200)]
     for path in paths:
         segments.put(record(OURS, NAMES, path), NAMES)
     for path in paths:
-        assert found(segments, path) == {(72, 0, 72)}
-    assert len(segments.find(header + tokens(40, seed=999), NAMES)) == 64
+        assert (72, 0, 72) in found(segments, path)
+    others = segments.find(header + tokens(40, seed=999), NAMES)
+    assert len(others) == 64 and {entry.key for _, entry in others} == {NAMES.segment(path, 0) for path in paths[-64:]}
 
 
 def test_what_covers_a_path():
@@ -123,7 +121,7 @@ def test_memory_is_bounded_after_many_moves():
         if move == "put":
             segments.put(dataclasses.replace(ours), NAMES)
         elif move == "get" and (theirs := segments.get(ours.key)) is not None:
-            assert torch.equal(theirs.k, ours.k) and torch.equal(theirs.positions, ours.positions)
+            assert_same(theirs, ours)
         elif move == "use":
             segments.use(ours.key, in_pool=rng.random() < 0.5)
         elif move == "delete" and rng.random() < 0.1:
@@ -135,16 +133,10 @@ def test_memory_is_bounded_after_many_moves():
 
 
 def test_the_rest_of_a_segment_has_the_rest_of_the_drafts_rows():
-    extra = {
-        "draft_lens": torch.tensor([[2, 0, 3]], dtype=torch.int32),
-        "draft_positions": torch.tensor([4, 9, 0, 5, 7], dtype=torch.int32),
-        "draft_k": torch.rand(5, 6),
-        "draft_v": torch.rand(5, 6),
-        "draft_paid": torch.rand(5),
-    }
-    whole = record(OURS, NAMES, tokens(10), **extra)
-    rest = whole.after(5)
-    assert rest.draft_lens.tolist() == [[1, 0, 2]] and rest.draft_positions.tolist() == [9, 5, 7]
-    for name in ("draft_k", "draft_v", "draft_paid"):
-        assert torch.equal(getattr(rest, name), getattr(whole, name)[[1, 3, 4]])
-    assert (rest.positions >= 5).all() and rest.keep_lens.sum() == len(rest.positions) > 0
+    whole = record(OURS, NAMES, tokens(40), shadow=SHADOW)
+    rest = whole.after(20)
+    assert rest.shadow.lens.tolist() == [[1, 0, 2]] and rest.shadow.positions.tolist() == [39, 20, 21]
+    for name in ("k", "v", "paid"):
+        assert torch.equal(getattr(rest.shadow, name), getattr(SHADOW, name)[[1, 3, 4]])
+    (part,) = rest.parts
+    assert (part.positions >= 20).all() and part.keep_lens.sum() == len(part.positions) > 0

@@ -9,114 +9,166 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from helpers.stored import SHADOW, assert_same, identity, record, sealed, tokens
+from helpers.stored import SHADOW, assert_same, identity, record, sealed, tokens, with_rows
+from kvevict_kernels.row_codec import GROUP as ROW_GROUP
+from kvevict_kernels.row_codec import WIDTHS, row_bytes
+from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
 from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import SegmentRecord, decode_segment, encode_segment
-from sgl_kvevict.store.identity import FORMAT_VERSION
-from sgl_kvevict.store.segment_file import read_header
+from sgl_kvevict.store.identity import FORMAT_VERSION, GROUP
+from sgl_kvevict.store.segment_file import PREFIX_BYTES, read_header
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
 RECORD = record(OWN, SPACE, tokens(40))
+K, V, POSITIONS, KEEP_LENS = (getattr(RECORD.parts[0], name) for name in ("k", "v", "positions", "keep_lens"))
 
 
-TAIL = {"tail_tokens": torch.arange(3), "tail_k": torch.ones(2, 3, 2, 4), "tail_v": torch.zeros(2, 3, 2, 4)}
+TAIL = CopiedTail(torch.arange(3), torch.ones(2, 3, 2, 4), torch.zeros(2, 3, 2, 4))
 
-DRAFT = "ef" * 32
+DRAFT = identity(model="dd" * 32, num_layers=1, num_kv_heads=3, head_dim=6, own_value_dim=6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_what_is_read_is_what_was_written(dtype, with_state):
-    changes = {"order": None, "policy_state": torch.randn(2, 2), "is_read": True} if with_state else {}
-    changes |= {name: each.to(dtype) if "tokens" not in name else each for name, each in TAIL.items()}
-    ours = dataclasses.replace(RECORD, k=RECORD.k.to(dtype), v=RECORD.v.to(dtype), **changes)
-    assert_same(ours, decode_segment(encode_segment(ours), ours.key))
+    changes = {"order": None, "policy_state": torch.randn(2, 2), "is_measured": True} if with_state else {}
+    tail = dataclasses.replace(TAIL, k=TAIL.k.to(dtype), v=TAIL.v.to(dtype))
+    own = identity(dtype=str(dtype))
+    ours = dataclasses.replace(
+        with_rows(RECORD, k=K.to(dtype), v=V.to(dtype)), tail=tail, identity=own.digest, **changes
+    )
+    assert_same(ours, decode_segment(encode_segment(ours), ours.key, own))
 
 
 def test_latents_are_stored_as_keys_alone():
-    ours = dataclasses.replace(RECORD, v=RECORD.v[:, :0], **TAIL | {"tail_v": TAIL["tail_v"][..., :0]})
-    got = decode_segment(encode_segment(ours), ours.key)
+    own = identity(own_value_dim=0)
+    tail = dataclasses.replace(TAIL, v=TAIL.v[..., :0])
+    ours = dataclasses.replace(with_rows(RECORD, v=V[:, :0]), tail=tail, identity=own.digest)
+    got = decode_segment(encode_segment(ours), ours.key, own)
     assert_same(ours, got)
-    assert got.after(20).v.shape == (int((ours.positions >= 20).sum()), 0)
-    with pytest.raises(CorruptSegmentError, match="tail_v: got shape"):
-        decode_segment(encode_segment(dataclasses.replace(ours, tail_v=TAIL["tail_v"])), ours.key)
+    assert got.after(20).parts[0].v.shape == (int((POSITIONS >= 20).sum()), 0)
+    with pytest.raises(CorruptSegmentError, match=r"tail\.v: got"):
+        decode_segment(encode_segment(dataclasses.replace(ours, tail=TAIL)), ours.key, own)
+
+
+def in_two_widths() -> SegmentRecord:
+    """Entries of 16 bits, and others of 4 bits, whose rows are bytes."""
+    (part,) = RECORD.parts
+    wide = dataclasses.replace(
+        part, **{name: getattr(part, name).clone() for name in ("keep_lens", "positions", "k", "v")}
+    )
+    narrow = CopiedRows(
+        4,
+        torch.tensor([[1, 0], [2, 0]], dtype=torch.int32),
+        torch.tensor([7, 3, 30], dtype=torch.int32),
+        *torch.randint(0, 256, (2, 3, 5), dtype=torch.uint8),
+    )
+    order = torch.cat([RECORD.order, torch.tensor([-1, -2, -3], dtype=torch.int16)])
+    return dataclasses.replace(RECORD, parts=(wide, narrow), order=order)
+
+
+def test_entries_of_several_widths_are_parts():
+    ours = in_two_widths()
+    data = encode_segment(ours)
+    assert read_header(data)["bits"] == [16, 4] and read_header(data)["tensors"]["parts.1.k"] == ["U8", [3, 5]]
+    assert_same(ours, ours.with_tensors(load(data[PREFIX_BYTES:])))
+    later = ours.after(20)
+    wide, narrow = later.parts
+    assert narrow.positions.tolist() == [30] and narrow.keep_lens.tolist() == [[0, 0], [1, 0]]
+    assert torch.equal(narrow.k, ours.parts[1].k[2:]) and later.order.tolist()[-1] == -3
+    assert len(wide.positions) + 1 == later.num_entries == len(later.order)
+    with pytest.raises(CorruptSegmentError, match=r"bits: got \[16, 4\]; expected some of \(16,\)"):
+        decode_segment(data, ours.key, OWN)
+
+
+def test_rows_of_few_bits_are_bytes_of_the_right_number():
+    """Those of the kernels: 8 and 4 bits of 64 numbers, and scales of each 32."""
+    own = dataclasses.replace(OWN, head_dim=64, own_value_dim=64, dtype="torch.bfloat16")
+    assert own.row_bits == WIDTHS and GROUP == ROW_GROUP
+    for bits in (8, 4):
+        assert own.widths(bits) == (("k", row_bytes(bits, 64, 2)), ("v", row_bytes(bits, 64, 2)))
+    assert dataclasses.replace(own, dtype="torch.float8_e4m3fn").row_bits == (16,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_rows_of_a_draft_model_are_read_by_servers_with_that_model(dtype):
     """Another server reads the segment without them."""
-    rows = {name: part.to(dtype) if name in ("draft_k", "draft_v") else part for name, part in SHADOW.items()}
-    ours = dataclasses.replace(RECORD, **rows)
-    of_tail = {name: torch.ones(1, 3, 3, 6).to(dtype) for name in ("draft_tail_k", "draft_tail_v")}
-    for plain, full in ((RECORD, ours), *((dataclasses.replace(each, **TAIL) for each in (RECORD, ours)),)):
-        full = full if full.tail_k is None else dataclasses.replace(full, **of_tail)
-        data = encode_segment(full, DRAFT)
-        assert_same(full, decode_segment(data, ours.key, DRAFT))
-        for other in ("ee" * 32, ""):
-            assert_same(plain, decode_segment(data, ours.key, other))
-    assert read_header(data)["draft"] == DRAFT and "draft" not in read_header(encode_segment(RECORD, DRAFT))
-    assert_same(RECORD, decode_segment(encode_segment(RECORD, DRAFT), ours.key, DRAFT))
-    assert "draft_k" not in read_header(encode_segment(ours))["tensors"]  # a model that cannot be named
+    draft = dataclasses.replace(DRAFT, dtype=str(dtype))
+    rows = dataclasses.replace(SHADOW, k=SHADOW.k.to(dtype), v=SHADOW.v.to(dtype))
+    ours = dataclasses.replace(RECORD, shadow=rows)
+    of_tail = {name: torch.ones(1, 3, 3, 6).to(dtype) for name in ("draft_k", "draft_v")}
+    for plain, full in ((RECORD, ours), *((dataclasses.replace(each, tail=TAIL) for each in (RECORD, ours)),)):
+        full = full if full.tail is None else dataclasses.replace(full, tail=dataclasses.replace(TAIL, **of_tail))
+        data = encode_segment(full, draft.digest)
+        assert_same(full, decode_segment(data, ours.key, OWN, draft))
+        for other in (dataclasses.replace(draft, model="ee" * 32), None):
+            assert_same(plain, decode_segment(data, ours.key, OWN, other))
+    assert read_header(data)["draft"] == draft.digest
+    without = encode_segment(RECORD, draft.digest)
+    assert read_header(without)["draft"] == "" and "shadow.k" not in read_header(without)["tensors"]
+    assert_same(RECORD, decode_segment(without, ours.key, OWN, draft))
+    assert "shadow.k" not in read_header(encode_segment(ours))["tensors"]  # a model that cannot be named
 
 
 def test_rows_of_tokens_that_are_behind_a_segment_are_not_written():
     """A shadow keeps rows of tokens that its segment has dropped, where there is room."""
-    behind = SHADOW["draft_positions"].clone()
+    behind = SHADOW.positions.clone()
     behind[1] = 40
-    ours = dataclasses.replace(RECORD, **SHADOW | {"draft_positions": behind})
-    found = decode_segment(encode_segment(ours, DRAFT), ours.key, DRAFT)
-    assert found.draft_positions.tolist() == [1, 0, 20, 21] and found.draft_lens.tolist() == [[1, 0, 3]]
-    assert torch.equal(found.draft_k, SHADOW["draft_k"][[0, 2, 3, 4]])
-    assert found.draft_paid.tolist() == [0.5, 2.0, 1.0, 0.25]
-    later = found.after(20)
-    assert later.draft_positions.tolist() == [20, 21] and later.draft_lens.tolist() == [[0, 0, 2]]
+    ours = dataclasses.replace(RECORD, shadow=dataclasses.replace(SHADOW, positions=behind))
+    found = decode_segment(encode_segment(ours, DRAFT.digest), ours.key, OWN, DRAFT).shadow
+    assert found.positions.tolist() == [1, 0, 20, 21] and found.lens.tolist() == [[1, 0, 3]]
+    assert torch.equal(found.k, SHADOW.k[[0, 2, 3, 4]])
+    assert found.paid.tolist() == [0.5, 2.0, 1.0, 0.25]
+    later = ours.after(20).shadow
+    assert later.positions.tolist() == [20, 21] and later.lens.tolist() == [[0, 0, 2]]
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"draft_paid": None}, "tensors: got"),
-        ({"draft_lens": SHADOW["draft_lens"].long()}, "draft_lens: got torch.int64"),
-        ({"draft_lens": torch.tensor([[3, 0, 3]], dtype=torch.int32)}, "draft_lens: sums to 6"),
-        ({"draft_lens": torch.tensor([[41, 0, 3]], dtype=torch.int32)}, "draft_lens: expected lengths from 0 to 40"),
-        ({"draft_lens": torch.tensor([2, 0, 3], dtype=torch.int32)}, "draft_lens: got shape"),
-        ({"draft_positions": SHADOW["draft_positions"] - 1}, "draft_positions: expected all in"),
-        ({"draft_positions": SHADOW["draft_positions"] + 1}, "draft_positions: expected all in"),
-        ({"draft_positions": SHADOW["draft_positions"].flip(0)}, "draft_positions: expected ascending"),
-        ({"draft_k": SHADOW["draft_k"].half()}, "k and v"),
-        ({"draft_k": SHADOW["draft_k"].flatten()}, "draft_k: got shape"),
-        ({"draft_v": SHADOW["draft_v"][:, :3].contiguous()}, "draft_v: got shape"),
-        ({"draft_paid": SHADOW["draft_paid"][:4]}, "draft_paid: got shape"),
-        ({"draft_paid": -SHADOW["draft_paid"]}, "draft_paid: expected finite"),
-        ({"draft_paid": SHADOW["draft_paid"] / 0}, "draft_paid: expected finite"),
-        ({"draft_tail_k": torch.ones(1, 3, 3, 6)}, "tensors: got"),
-        ({"draft_tail_k": torch.ones(1, 3, 3, 6), "draft_tail_v": torch.ones(1, 3, 3, 6)}, "tensors: got"),
+        ({"paid": None}, "tensors: got"),
+        ({"lens": SHADOW.lens.long()}, "shadow.lens: got torch.int64"),
+        ({"lens": torch.tensor([[3, 0, 3]], dtype=torch.int32)}, "shadow.lens: sums to 6"),
+        ({"lens": torch.tensor([[41, 0, 3]], dtype=torch.int32)}, "shadow.lens: expected lengths from 0 to 40"),
+        ({"lens": torch.tensor([2, 0, 3], dtype=torch.int32)}, "shadow.lens: got"),
+        ({"positions": SHADOW.positions - 1}, "shadow.positions: expected all in"),
+        ({"positions": SHADOW.positions + 1}, "shadow.positions: expected all in"),
+        ({"positions": SHADOW.positions.flip(0)}, "shadow.positions: expected ascending"),
+        ({"k": SHADOW.k.half()}, "[kv]: got"),
+        ({"k": SHADOW.k.flatten()}, "shadow.k: got"),
+        ({"v": SHADOW.v[:, :3].contiguous()}, "shadow.v: got"),
+        ({"paid": SHADOW.paid[:4]}, "shadow.paid: got"),
+        ({"paid": -SHADOW.paid}, "shadow.paid: expected finite"),
+        ({"paid": SHADOW.paid / 0}, "shadow.paid: expected finite"),
     ],
 )
-@pytest.mark.parametrize("draft", [DRAFT, ""], ids=["same", "none"])
-def test_rows_of_a_draft_model_that_do_not_fit_together_are_refused(monkeypatch, changes, what, draft):
-    """Also by servers that would leave them out."""
-    monkeypatch.setattr(SegmentRecord, "shadow_within", lambda _record, _start: {})
-    ours = dataclasses.replace(RECORD, **SHADOW | changes)
+def test_rows_of_a_draft_model_that_do_not_fit_together_are_refused(monkeypatch, changes, what):
+    monkeypatch.setattr(CopiedShadow, "within", lambda shadow, _start, _end: shadow)
+    ours = dataclasses.replace(RECORD, shadow=dataclasses.replace(SHADOW, **changes))
     with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(encode_segment(ours, DRAFT), ours.key, draft)
+        decode_segment(encode_segment(ours, DRAFT.digest), ours.key, OWN, DRAFT)
 
 
-@pytest.mark.parametrize(("draft", "shadow"), [("", SHADOW), (DRAFT, {})], ids=["rows", "model"])
-def test_rows_without_a_model_and_a_model_without_rows_are_refused(draft, shadow):
-    payload = encode_segment(dataclasses.replace(RECORD, **SHADOW), DRAFT)[64:]
-    length = int.from_bytes(payload[:8], "little")
-    fields = json.loads(payload[8 : 8 + length])["__metadata__"]
-    tensors = {name: part for name, part in load(payload).items() if name in shadow or not name.startswith("draft")}
-    with pytest.raises(CorruptSegmentError, match="draft: got"):
-        decode_segment(sealed(save(tensors, fields | {"draft": json.dumps(draft)})), RECORD.key)
+@pytest.mark.parametrize(
+    "missing", ["shadow.k", "shadow.", "tail.draft_k", "tail.draft_", "tail.k", "parts.0.v", "tokens"]
+)
+def test_a_file_has_all_of_what_it_has(missing):
+    """The draft model's rows, also of the tail, or none."""
+    tail = dataclasses.replace(TAIL, draft_k=torch.ones(1, 3, 3, 6), draft_v=torch.zeros(1, 3, 3, 6))
+    payload = encode_segment(dataclasses.replace(RECORD, shadow=SHADOW, tail=tail), DRAFT.digest)[PREFIX_BYTES:]
+    fields = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
+    tensors = load(payload)
+    decode_segment(sealed(save(tensors, fields)), RECORD.key, OWN, DRAFT)
+    left = {name: each for name, each in tensors.items() if not name.startswith(missing)}
+    with pytest.raises(CorruptSegmentError, match="tensors: got"):
+        decode_segment(sealed(save(left, fields)), RECORD.key, OWN, DRAFT)
 
 
 def test_the_header_tells_what_is_inside():
     header = read_header(encode_segment(RECORD))
     assert (header["start"], header["end"], header["key"]) == (0, 40, RECORD.key)
-    assert header["tensors"]["k"] == ["F32", [18, 4]]
+    assert header["tensors"]["parts.0.k"] == ["F32", [18, 4]]
 
 
 def test_no_flipped_bit_is_ever_loaded():
@@ -126,61 +178,85 @@ def test_no_flipped_bit_is_ever_loaded():
         flipped = bytearray(data)
         flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         with pytest.raises(CorruptSegmentError):
-            decode_segment(bytes(flipped), RECORD.key)
+            decode_segment(bytes(flipped), RECORD.key, OWN)
 
 
 def test_no_part_of_a_file_is_ever_loaded():
     data = encode_segment(RECORD)
     for length in [*range(0, 200), *range(200, len(data), 37)]:
         with pytest.raises(CorruptSegmentError):
-            decode_segment(data[:length], RECORD.key)
+            decode_segment(data[:length], RECORD.key, OWN)
     for more in (b"\0", data):
         with pytest.raises(CorruptSegmentError):
-            decode_segment(data + more, RECORD.key)
+            decode_segment(data + more, RECORD.key, OWN)
 
 
 def test_a_segment_under_another_name_is_refused():
     with pytest.raises(CorruptSegmentError, match="key: got"):
-        decode_segment(encode_segment(RECORD), "00" * 32)
+        decode_segment(encode_segment(RECORD), "00" * 32, OWN)
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"start": -1}, "start and end"),
-        ({"start": 40}, "start and end"),
-        ({"end": 1 << 60}, "start and end"),
-        ({"end": 41}, "tokens: got shape"),
-        ({"end": "40"}, "end: got"),
-        ({"splittable": 1}, "splittable: got"),
+        ({"tokens": RECORD.tokens[:-1]}, "tokens: got"),
+        ({"splittable": 1}, "splittable"),
+        ({"identity": "ab"}, "identity: got 'ab'"),
         ({"tokens": RECORD.tokens.int()}, "tokens: got torch.int32"),
-        ({"positions": RECORD.positions.long()}, "positions: got torch.int64"),
-        ({"positions": RECORD.positions[:-1]}, "k: got shape"),
-        ({"positions": RECORD.positions.flip(0)}, "ascending"),
-        ({"positions": RECORD.positions + 30}, "positions: expected all in"),
-        ({"positions": RECORD.positions - 30}, "positions: expected all in"),
-        ({"keep_lens": torch.tensor([[3, 4], [5, 7]], dtype=torch.int32)}, "sums to 19"),
-        ({"keep_lens": torch.tensor([[-1, 8], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
-        ({"keep_lens": torch.tensor([[41, 4], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
-        ({"keep_lens": torch.tensor([3, 4, 5, 6], dtype=torch.int32)}, "keep_lens: got shape"),
-        ({"keep_lens": torch.empty(0, 2, dtype=torch.int32)}, "lengths from 0"),
-        ({"k": RECORD.k.double()}, "k and v"),
-        ({"v": RECORD.v.half()}, "k and v"),
-        ({"v": RECORD.v[:, :2]}, "v: got shape"),
-        ({"order": RECORD.order[:3]}, "order: got shape"),
-        ({"policy_state": torch.zeros(3, 3)}, "policy_state: got shape"),
-        ({"tail_tokens": torch.arange(3)}, "tensors: got"),
-        ({**TAIL, "tail_v": None}, "tensors: got"),
-        ({**TAIL, "tail_tokens": torch.arange(2)}, "tail_k: got shape"),
-        ({**TAIL, "tail_tokens": torch.arange(0)}, "tail_tokens: got 0"),
-        ({**TAIL, "tail_tokens": torch.arange(3).int()}, "tail_tokens: got torch.int32"),
-        ({**TAIL, "tail_k": TAIL["tail_k"].half()}, "k and v"),
-        ({**TAIL, "tail_v": TAIL["tail_v"][:1]}, "tail_v: got shape"),
+        ({"order": RECORD.order[:3]}, "order: got"),
+        ({"policy_state": torch.zeros(3, 3)}, "policy_state: got"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(changes, what):
     with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(encode_segment(dataclasses.replace(RECORD, **changes)), RECORD.key)
+        decode_segment(encode_segment(dataclasses.replace(RECORD, **changes)), RECORD.key, OWN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"positions": POSITIONS.long()}, "positions: got torch.int64"),
+        ({"positions": POSITIONS[:-1]}, "got"),
+        ({"positions": POSITIONS.flip(0)}, "ascending"),
+        ({"positions": POSITIONS + 30}, "positions: expected all in"),
+        ({"positions": POSITIONS - 30}, "positions: expected all in"),
+        ({"keep_lens": torch.tensor([[3, 4], [5, 7]], dtype=torch.int32)}, "sums to 19"),
+        ({"keep_lens": torch.tensor([[-1, 8], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
+        ({"keep_lens": torch.tensor([[41, 4], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
+        ({"keep_lens": torch.tensor([3, 4, 5, 6], dtype=torch.int32)}, "keep_lens: got"),
+        ({"keep_lens": torch.empty(0, 2, dtype=torch.int32)}, "keep_lens: got"),
+        ({"k": K.double()}, "[kv]: got"),
+        ({"v": V.half()}, "[kv]: got"),
+        ({"v": V[:, :2]}, "v: got"),
+    ],
+)
+def test_entries_that_do_not_fit_together_are_refused(changes, what):
+    with pytest.raises(CorruptSegmentError, match=what):
+        decode_segment(encode_segment(with_rows(RECORD, **changes)), RECORD.key, OWN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"v": None}, "tensors: got"),
+        ({"tokens": torch.arange(2)}, "tail.k: got"),
+        ({"tokens": torch.arange(0)}, "tail.tokens: got 0"),
+        ({"tokens": torch.arange(3).int()}, "tail.tokens: got torch.int32"),
+        ({"k": TAIL.k.half()}, "[kv]: got"),
+        ({"v": TAIL.v[:1]}, "tail.v: got"),
+    ],
+)
+def test_a_tail_that_does_not_fit_is_refused(changes, what):
+    tail = dataclasses.replace(TAIL, **changes)
+    with pytest.raises(CorruptSegmentError, match=what):
+        decode_segment(encode_segment(dataclasses.replace(RECORD, tail=tail)), RECORD.key, OWN)
+
+
+@pytest.mark.parametrize("bounds", ["40-40", "41-40", "0-67108865", "0-41", "0", "-1-40"])
+def test_bounds_that_do_not_fit_are_refused(bounds):
+    key = f"{'ab' * 32}-{bounds}"
+    with pytest.raises(CorruptSegmentError, match=r"start and end: got|tokens: got|cannot be read"):
+        decode_segment(encode_segment(dataclasses.replace(RECORD, key=key)), key, OWN)
 
 
 @pytest.mark.parametrize(
@@ -188,28 +264,28 @@ def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(chan
     [
         (b"", "not a segment"),
         (pickle.dumps({"k": 1}) * 20, "not a segment"),
-        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 3"),
+        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 4"),
         (sealed(b"", length=1 << 63), "length: got 0"),
         (sealed(b""), "header: got 0"),
         (sealed((1 << 63).to_bytes(8, "little") + b"{}"), "header: got"),
         (sealed((100).to_bytes(8, "little") + b"{}"), "header: got 100"),
         (sealed((2).to_bytes(8, "little") + b"{]"), "cannot be read"),
-        (sealed((2).to_bytes(8, "little") + b"[]"), "not an object"),
+        (sealed((2).to_bytes(8, "little") + b"[]"), "cannot be read"),
         (sealed((60_000).to_bytes(8, "little") + b"[" * 60_000), "cannot be read"),
-        (sealed(save({"k": torch.zeros(2, 2)})), "fields: got"),
-        (sealed(save({"k": torch.zeros(2, 2)}, {"key": "1"})), "fields: got"),
+        (sealed(save({"k": torch.zeros(2, 2)})), "header cannot be read"),
+        (sealed(save({"k": torch.zeros(2, 2)}, {"key": "1"})), "header cannot be read"),
     ],
 )
 def test_hostile_files_are_refused(data, what):
     with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(data, RECORD.key)
+        decode_segment(data, RECORD.key, OWN)
 
 
 def test_offsets_beyond_the_end_are_refused():
     payload = encode_segment(RECORD)[64:]
     length = int.from_bytes(payload[:8], "little")
     header = json.loads(payload[8 : 8 + length])
-    header["v"]["data_offsets"] = [0, 1 << 50]
+    header["parts.0.v"]["data_offsets"] = [0, 1 << 50]
     text = json.dumps(header).encode()
     with pytest.raises(CorruptSegmentError, match="cannot be read"):
-        decode_segment(sealed(len(text).to_bytes(8, "little") + text + payload[8 + length :]), RECORD.key)
+        decode_segment(sealed(len(text).to_bytes(8, "little") + text + payload[8 + length :]), RECORD.key, OWN)

@@ -4,19 +4,30 @@ import dataclasses
 import errno
 import multiprocessing
 import os
+import random
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from helpers.stored import SHADOW, assert_same, identity, keys_in, record, tokens
+from helpers.stored import MIN_PREFIX, SHADOW, assert_same, identity, keys_in, record, tokens, with_rows
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError, StoreError
-from sgl_kvevict.store import SegmentStore, describe_identity, list_segments, open_backend
+from sgl_kvevict.store import (
+    IndexEntry,
+    Lookup,
+    SegmentStore,
+    describe_identity,
+    encode_segment,
+    list_segments,
+    open_backend,
+)
 from sgl_kvevict.store.directory import SCRATCH, DirectoryBackend
-from sgl_kvevict.store.maintenance import copy_store, find_segments, tokens_of_segments, verify_store
-from sgl_kvevict.store.manifest import MAX_ENTRIES, ManifestEntry, decode_manifest, encode_manifest
+from sgl_kvevict.store.maintenance import copy_store, find_segments, verify_store
 from sgl_kvevict.store.segments import segment_name
+from sgl_kvevict.store.tier import listed_blocks
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
@@ -34,38 +45,37 @@ def test_a_segment_is_found_by_any_prompt_that_begins_with_it(backend):
     path = tokens(200)
     ours = record(OWN, SPACE, path)
     assert store.put(ours, SPACE) > 0
-    (entry,) = store.find([*path, 5, 6], SPACE)
-    chain = SPACE.chain([*path, 5, 6])
-    assert (entry.key, entry.start, entry.overlap(chain, 202)) == (ours.key, 0, 200)
+    ((same, entry),) = store.find([*path, 5, 6], SPACE)
+    assert (entry.key, entry.start, entry.end, same) == (ours.key, 0, 200, 200)
     found = store.get(entry.key)
     assert found is not None
     assert_same(ours, found)
     elsewhere = [*path[:150], *tokens(100, seed=1)]
-    assert store.find(elsewhere, SPACE)[0].overlap(SPACE.chain(elsewhere), 250) == 128
+    assert store.find(elsewhere, SPACE) == [(144, entry)]  # whole blocks; the rest is compared once it is read
+    assert store.find([*path[:90], *tokens(100, seed=1)], SPACE) == []  # less than half of it would be used
     assert store.find([1, *path], SPACE) == [] and store.find(path[:15], SPACE) == []
 
 
 def test_servers_with_other_draft_models_share_segments(backend):
     """Rows of a draft model are written once, and found by servers with that model."""
     plain = record(OWN, SPACE, tokens(40))
-    ours = dataclasses.replace(plain, **SHADOW)
+    ours = dataclasses.replace(plain, shadow=SHADOW)
     assert SegmentStore(backend, OWN, draft=DRAFT).put(ours, SPACE) > 0
     other = dataclasses.replace(DRAFT, model="de" * 32)
     for theirs, expected in ((DRAFT, ours), (other, plain), (None, plain)):
         store = SegmentStore(backend, OWN, draft=theirs)
         assert store.put(ours, SPACE) == 0
         assert_same(store.get(ours.key), expected)
-    assert verify_store(backend, pytest.fail) == {"segments": 1, "manifests": 2}
+    assert verify_store(backend, pytest.fail) == {"segments": 1, "prefixes": 1}
 
 
 @pytest.mark.parametrize("change", [{"num_kv_heads": 2}, {"head_dim": 5}, {"dtype": "torch.bfloat16"}])
-def test_rows_that_do_not_fit_the_draft_model_are_refused(backend, monkeypatch, change):
+def test_rows_that_do_not_fit_the_draft_model_are_refused(backend, change):
     """A file that names this server's draft model, and has rows of another shape."""
-    ours = dataclasses.replace(record(OWN, SPACE, tokens(40)), **SHADOW)
-    SegmentStore(backend, OWN, draft=DRAFT).put(ours, SPACE)
-    monkeypatch.setattr(SegmentStore, "_draft_digest", DRAFT.digest)
-    with pytest.raises(CorruptSegmentError, match="draft_k: got"):
-        SegmentStore(backend, OWN, draft=dataclasses.replace(DRAFT, **change)).get(ours.key)
+    ours, draft = record(OWN, SPACE, tokens(40), shadow=SHADOW), dataclasses.replace(DRAFT, **change)
+    backend.put(segment_name(OWN.digest, ours.key), encode_segment(ours, draft.digest))
+    with pytest.raises(CorruptSegmentError, match=r"shadow\.[a-z]+: got"):
+        SegmentStore(backend, OWN, draft=draft).get(ours.key)
 
 
 def test_a_segment_is_written_once_and_listed_once(backend):
@@ -77,7 +87,7 @@ def test_a_segment_is_written_once_and_listed_once(backend):
     assert describe_identity(backend, OWN.digest)["architecture"] == "LlamaForCausalLM"
 
 
-def test_a_removed_segment_is_gone_though_its_manifest_lists_it(backend):
+def test_a_removed_segment_is_gone_though_it_is_listed(backend):
     store = SegmentStore(backend, OWN)
     ours = record(OWN, SPACE, tokens(40))
     store.put(ours, SPACE)
@@ -121,7 +131,7 @@ def test_a_tenant_never_finds_what_another_stored(backend):
     spaces = [OWN.namespace(*tenant) for tenant in tenants]
     for space in spaces:
         store.put(record(OWN, space, path), space)
-    keys = [[entry.key for entry in store.find(path, space)] for space in spaces]
+    keys = [[entry.key for _, entry in store.find(path, space)] for space in spaces]
     assert [len(found) for found in keys] == [1] * len(tenants)
     assert len({found[0] for found in keys}) == len(tenants)
 
@@ -138,55 +148,98 @@ def test_a_segment_is_not_written_under_a_name_that_is_not_its_own(backend):
 def test_a_segment_of_another_shape_is_refused(backend):
     store = SegmentStore(backend, OWN)
     ours = record(OWN, SPACE, tokens(40))
-    store.put(dataclasses.replace(ours, k=ours.k[:, :2], v=ours.v[:, :2]), SPACE)
-    with pytest.raises(CorruptSegmentError, match=r"rows of \(2, 2\) numbers"):
+    (part,) = ours.parts
+    store.put(with_rows(ours, k=part.k[:, :2], v=part.v[:, :2]), SPACE)
+    with pytest.raises(CorruptSegmentError, match=r"parts\.0\.[kv]: got torch.float32 of \(18, 2\)"):
         store.get(ours.key)
 
 
-def test_a_corrupt_manifest_is_reported_once_and_begun_anew(backend):
+@pytest.mark.parametrize("data", [b"", b"half", b"[]", b"{}", b"\xff", b'{"key": 1}', b"[" * 5000])
+def test_a_damaged_file_of_the_index_is_written_anew(backend, data):
     store = SegmentStore(backend, OWN)
     ours = record(OWN, SPACE, tokens(30))
     store.put(ours, SPACE)
-    (manifest,) = [item.name for item in backend.list() if "/manifests/" in item.name]
-    data = bytearray(backend.get(manifest))
-    data[100] ^= 1
-    backend.put(manifest, bytes(data))
-    with pytest.raises(CorruptSegmentError, match="checksum"):
-        store.find(tokens(30), SPACE)
+    (name,) = [item.name for item in backend.list() if "/prefixes/" in item.name]
+    backend.put(name, data)
     assert store.find(tokens(30), SPACE) == []
-    store.put(ours, SPACE)
-    assert len(store.find(tokens(30), SPACE)) == 1
+    assert verify_store(backend, lambda _line: None) == {"segments": 1, "corrupt": 1}
+    assert store.put(ours, SPACE) == 0 and len(store.find(tokens(30), SPACE)) == 1
 
 
-def test_a_manifest_lists_the_newest_segments():
-    entries = [ManifestEntry(f"{i:064x}", 0, 64, True, False, "00" * 8) for i in range(5)]
-    assert decode_manifest(encode_manifest(entries)) == entries
-    assert MAX_ENTRIES >= 5
+def test_what_the_index_says_of_a_segment_is_not_believed(backend):
+    """A prompt that leaves the segment in the middle, and an index that says it can be split."""
+    store, path = SegmentStore(backend, OWN), tokens(64)
+    whole = record(OWN, SPACE, path, splittable=False)
+    store.put(whole, SPACE)
+    prompt = [*path[:50], *tokens(30, seed=1)]
+    name = store._prefix_name(SPACE.chain(path, MIN_PREFIX)[2])
+    backend.put(name, msgspec.json.encode(IndexEntry(whole.key, True, False)))
+    found = store.find(prompt, SPACE)
+    assert [same for same, _ in found] == [48]
+    assert list(store.continuing(Lookup(prompt, SPACE, 0, 0), found)) == []
 
 
-def test_segments_beyond_a_full_manifest_are_found(backend, monkeypatch):
-    """A long system prompt before many documents: the manifest of its first tokens forgets the oldest."""
-    monkeypatch.setattr("sgl_kvevict.store.manifest.MAX_ENTRIES", 3)
-    monkeypatch.setattr("sgl_kvevict.store.segments.MAX_ENTRIES", 3)
+def test_documents_behind_a_shared_header_are_all_found(backend):
+    """Each is listed under names of its own; those of the header list one of them."""
     store = SegmentStore(backend, OWN)
-    system = tokens(40)
+    system = tokens(80)
     documents = [[*system, *tokens(60, seed=i)] for i in range(5)]
     for document in documents:
         store.put(record(OWN, SPACE, document), SPACE)
-    found = [{entry.key for entry in store.find([*document, 5], SPACE)} for document in documents]
-    assert all(SPACE.segment(document, 0) in keys for document, keys in zip(documents, found, strict=True))
-    assert len(store.find([*system, 1, 2], SPACE)) == 3  # the newest
+    for document in documents:
+        same, entry = store.find([*document, 5], SPACE)[0]
+        assert (same, entry.key) == (140, SPACE.segment(document, 0))
+    ((same, _),) = store.find([*system, *tokens(20, seed=9)], SPACE)
+    assert same == 80
 
 
-def test_a_segment_ranked_by_readers_replaces_a_predicted_one(backend):
+def test_a_name_lists_the_newest_segment(backend):
+    """Whichever it is, a prompt that finds it uses at least half of it; what is removed is listed no longer."""
+    store, path = SegmentStore(backend, OWN), tokens(160)
+    short, long = record(OWN, SPACE, path[:100]), record(OWN, SPACE, path)
+    for order in ((short, long), (long, short)):
+        for each in order:
+            store.put(each, SPACE)
+        assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(order[1].key, True, False))
+        assert store.find(path, SPACE)[0] == (160, IndexEntry(long.key, True, False))
+    store.delete(short.key)
+    store.put(long, SPACE)
+    assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(long.key, True, False))
+
+
+def test_a_conversation_is_found_though_another_prompt_shares_its_first_turn(backend):
+    """The names of the first turn list the other prompt's segment: its beginning is used, then the second turn."""
+    store, turn, more = SegmentStore(backend, OWN), tokens(96), tokens(80, seed=1)
+    first, second = record(OWN, SPACE, turn), record(OWN, SPACE, [*turn, *more], start=96)
+    other = record(OWN, SPACE, [*turn, *tokens(80, seed=2)])
+    for each in (first, second, other):
+        store.put(each, SPACE)
+    lookup = Lookup([*turn, *more, 1], SPACE, 0, 0)
+    found = list(store.continuing(lookup, store.find(lookup.tokens, SPACE)))
+    assert [each.key for each in found] == [other.key, second.key]
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 16), (0, 40), (3, 20), (500, 1000), (1000, 9999), (0, 64_000)])
+def test_a_segment_has_few_names_and_whoever_uses_half_of_it_knows_one(start, end):
+    key = f"{'ab' * 32}-{start}-{end}"
+    numbers = listed_blocks(IndexEntry(key, True, False), 16)
+    assert numbers == sorted(set(numbers)) and len(numbers) <= 9 and numbers[-1] == end // 16
+    half = start + (end - start) / 2
+    assert (numbers[0] - 1) * 16 < half and numbers[0] * 16 > start
+    steps = [b - a for a, b in pairwise(numbers)]
+    assert max(steps, default=0) <= max((end - start) / 16 / 16 + 1, 1)
+    assert listed_blocks(IndexEntry(key, False, False), 16) == [end // 16]
+
+
+def test_a_measured_segment_replaces_a_predicted_one(backend):
     store = SegmentStore(backend, OWN)
     unread = record(OWN, SPACE, tokens(40))
-    read = record(OWN, SPACE, tokens(40), seed=1, is_read=True)
+    read = record(OWN, SPACE, tokens(40), seed=1, is_measured=True)
     written = [store.put(each, SPACE) > 0 for each in (unread, read, read, unread)]
     assert written == [True, True, False, False]
     assert_same(store.get(read.key), read)
-    (entry,) = store.find(tokens(40), SPACE)
-    assert entry.is_read
+    ((_, entry),) = store.find(tokens(40), SPACE)
+    assert entry.is_measured
 
 
 def put_many(url: str, numbers: list[int]) -> None:
@@ -196,7 +249,7 @@ def put_many(url: str, numbers: list[int]) -> None:
         store.put(record(OWN, SPACE, path, seed=7), SPACE)
 
 
-def test_many_writers_of_one_manifest_lose_nothing(tmp_path):
+def test_many_writers_at_once_lose_nothing(tmp_path):
     """Processes and threads, each segment by two of them."""
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=put_many, args=(str(tmp_path), list(range(i, i + 20)))) for i in (0, 10, 20)]
@@ -206,9 +259,11 @@ def test_many_writers_of_one_manifest_lose_nothing(tmp_path):
     for writer in writers:
         writer.join()
     store = SegmentStore(open_backend(str(tmp_path)), OWN)
-    entries = store.find(tokens(32), SPACE)
-    assert len(entries) == len({entry.key for entry in entries}) == 50
-    assert all(store.get(entry.key) is not None for entry in entries)
+    for number in range(50):
+        path = [*tokens(32), *tokens(32, seed=number)]
+        same, entry = store.find(path, SPACE)[0]
+        assert same == 64 and store.get(entry.key).tokens.tolist() == path
+    assert len(keys_in(store)) == 50
 
 
 def test_a_folder_that_is_too_large_loses_what_was_used_longest_ago(tmp_path):
@@ -265,7 +320,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_loses_what_was_used_longest_ago(tmp_path, monkeypatch, code):
-    """As a folder that reached its limit: what is new is stored, whether it is a segment or a list of them."""
+    """As a folder that reached its limit: what is new is stored."""
     disk, write = 10_000, Path.write_bytes
 
     def limited(path: Path, data: bytes) -> int:
@@ -284,9 +339,8 @@ def test_a_full_disk_loses_what_was_used_longest_ago(tmp_path, monkeypatch, code
     for i in range(9, 40):
         backend.put(f"a/{i}", bytes(1000))
         os.utime(tmp_path / "a" / str(i), (time.time() + i,) * 2)
-        backend.update("manifest", lambda old: (old or b"") + b"12345678" * 8)
         names = {item.name for item in backend.list()}
-        assert f"a/{i}" in names and "manifest" in names and len(names) >= 6
+        assert f"a/{i}" in names and len(names) >= 6
         assert i > 12 or ("a/0" in names and "a/1" not in names) or i < 10
     assert list((tmp_path / SCRATCH).iterdir()) == []
     with pytest.raises(StoreError, match=os.strerror(code)):
@@ -302,9 +356,8 @@ def test_another_error_of_a_disk_removes_nothing(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "write_bytes", fail)
-    for write in (lambda: backend.put("b", b"new"), lambda: backend.update("b", lambda _old: b"new")):
-        with pytest.raises(StoreError, match="Input/output"):
-            write()
+    with pytest.raises(StoreError, match="Input/output"):
+        backend.put("b", b"new")
     assert [item.name for item in backend.list()] == ["a"]
 
 
@@ -329,7 +382,6 @@ def test_a_place_that_is_not_there_is_an_error_and_is_not_created(tmp_path, url)
         lambda: list(list_segments(missing)),
         lambda: verify_store(missing, print),
         lambda: find_segments(missing, ["abcd"]),
-        lambda: tokens_of_segments(missing),
         lambda: copy_store(missing, target, print),
     ):
         with pytest.raises(StoreError, match="there"):
@@ -355,11 +407,12 @@ def test_a_service_that_fails_is_a_store_error(monkeypatch):
     def fail(*_args, **_kwargs):
         raise RuntimeError("connection reset")
 
-    for method in ("pipe_file", "cat_file", "exists", "find"):
+    for method in ("pipe_file", "cat_file", "cat", "exists", "find"):
         monkeypatch.setattr(type(backend._files), method, fail)
     for call in (
         lambda: backend.put("a", b""),
         lambda: backend.get("a"),
+        lambda: backend.get_many(["a", "b"]),
         lambda: backend.delete("a"),
         lambda: backend.exists("a"),
         lambda: list(backend.list()),
@@ -371,7 +424,80 @@ def test_a_service_that_fails_is_a_store_error(monkeypatch):
 def test_ten_thousand_segments_are_listed(tmp_path):
     backend = DirectoryBackend(tmp_path)
     for i in range(10_000):
-        path = tmp_path / segment_name(OWN.digest, f"{i:064x}"[::-1])
+        path = tmp_path / segment_name(OWN.digest, f"{f'{i:064x}'[::-1]}-0-{i + 1}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert sum(1 for _ in list_segments(backend)) == 10_000
+    assert {each.num_tokens for each in list_segments(backend)} == set(range(1, 10_001))
+
+
+def test_files_of_another_format_are_ignored(tmp_path):
+    """And removed when they were used longest ago, as any file."""
+    old = f"v2/{OWN.digest}/segments/ab/{'ab' * 32}"
+    backend = DirectoryBackend(tmp_path, max_bytes=10_000)
+    backend.put(old, bytes(5000))
+    os.utime(tmp_path / old, (1, 1))
+    assert list(list_segments(backend)) == [] and verify_store(backend, pytest.fail) == {}
+    assert copy_store(backend, open_backend(str(tmp_path / "target")), pytest.fail) == {}
+    backend.put("new", bytes(6000))
+    assert {item.name for item in backend.list()} == {"new"}
+
+
+def test_processes_that_remove_at_once_remove_the_same(tmp_path):
+    """Each sees the folder above its limit; together they leave what one of them would."""
+    for i in range(20):
+        (tmp_path / f"item{i}").write_bytes(bytes(1000))
+        os.utime(tmp_path / f"item{i}", (1000 + i, 1000 + i))
+    backends = [DirectoryBackend(tmp_path, max_bytes=10_000) for _ in range(4)]
+    threads = [threading.Thread(target=each._trim, args=(10_000,)) for each in backends]
+    for each in backends:
+        each.create()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {item.name for item in backends[0].list()} == {f"item{i}" for i in range(11, 20)}
+
+
+def test_random_writers_never_mislead_a_reader(tmp_path):
+    """Several servers write, remove, damage and trim at once; what is found always continues the prompt."""
+    rng = random.Random(3)
+    stores = [SegmentStore(DirectoryBackend(tmp_path, max_bytes=40_000), OWN) for _ in range(3)]
+    texts = [tokens(70, seed=seed) for seed in range(3)]
+    cuts = [[rng.choice(texts)[: rng.randrange(20, 70)] for _ in range(2)] for _ in range(30)]
+    prompts = [[*head, *end] for head, end in cuts]
+    num_found = 0
+    for step in range(400):
+        store, prompt = rng.choice(stores), rng.choice(prompts)
+        start = rng.choice([0, 0, 0, rng.randrange(len(prompt) - MIN_PREFIX)])
+        ours = record(OWN, SPACE, prompt, start, splittable=rng.random() < 0.7, is_measured=rng.random() < 0.5)
+        store.put(ours, SPACE)
+
+        def get(key, store=store):
+            try:
+                return store.get(key)
+            except CorruptSegmentError:
+                store.delete(key)
+                return None
+
+        if start == 0:
+            for _ in range(2):  # the first time it may find that what was there is damaged
+                found = list(store.continuing(Lookup(prompt, SPACE, 0, 0), store.find(prompt, SPACE), get))
+                store.put(ours, SPACE)
+            assert found[0].tokens.tolist() == prompt
+        if step % 7 == 0:
+            items = [item.name for item in store.backend.list() if "identity" not in item.name]
+            victim = rng.choice(items)
+            path = tmp_path / victim
+            path.write_bytes(path.read_bytes()[: rng.randrange(60)]) if rng.random() < 0.5 else path.unlink()
+        asked, compressed = rng.choice(prompts), rng.choice([0, 0, 30])
+        lookup = Lookup([*asked, 1, 2], SPACE, compressed, compressed)
+
+        reached = compressed
+        for found in store.continuing(lookup, store.find(lookup.tokens, SPACE), get):
+            path = found.tokens.tolist()
+            same = next((i for i, (a, b) in enumerate(zip(lookup.tokens, path, strict=False)) if a != b), len(path))
+            assert same >= reached + MIN_PREFIX and (found.start == reached or found.splittable)
+            assert found.start <= reached and (found.splittable or same == found.end)
+            reached, num_found = same, num_found + 1
+        assert sum(item.size for item in store.backend.list()) <= 45_000
+    assert num_found > 100

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.stored import identity, record, tokens
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.store import ReadAhead, SegmentStore, Wanted, WriteBehind, open_backend
+from sgl_kvevict.store import Lookup, ReadAhead, SegmentStore, WriteBehind, open_backend
 from sgl_kvevict.store.reader import PAUSE_S
 from sgl_kvevict.store.segments import QUARANTINE_S, segment_name
 from sgl_kvevict.store.workers import Workers
@@ -23,7 +23,7 @@ def store(tmp_path):
 
 
 def fetched(reader, prompt, compressed=0, cached=0, space=SPACE):
-    fetch = reader.start(Wanted(prompt, space, compressed, cached))
+    fetch = reader.start(Lookup(prompt, space, compressed, cached))
     assert fetch is not None and reader._workers.drain(300) and fetch.is_done
     return fetch
 
@@ -93,7 +93,7 @@ def test_segments_of_a_path_are_fetched_one_after_the_other(store):
     assert [each.start for each in fetched(reader, [*turn, 1], 200, 200).records] == [200]
     assert fetched(reader, [*turn, 1], 250, 260).records[0].start == 200  # the tree is compressed up to its middle
     assert fetched(reader, [*turn, 1], 100, 200).records == []  # what wins so much begins behind that
-    assert reader.start(Wanted([*turn, 1], SPACE, 350, 350)) is None
+    assert reader.start(Lookup([*turn, 1], SPACE, 350, 350)) is None
 
 
 def test_the_longest_agreement_wins_and_a_small_one_is_not_fetched(store):
@@ -138,13 +138,14 @@ def test_a_store_in_trouble_gets_a_pause(store, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(store.backend, "get", fail)
+        patch.setattr(store.backend, "get_many", fail)
         assert fetched(reader, tokens(100)).errors == ["unreachable"]
-        assert reader.start(Wanted(tokens(100), SPACE, 0, 0)) is None and reader.num_skipped == 1
+        assert reader.start(Lookup(tokens(100), SPACE, 0, 0)) is None and reader.num_skipped == 1
     now[0] = PAUSE_S
     assert fetched(reader, tokens(100)).errors == []
 
 
-@pytest.mark.parametrize("which", ["segments", "manifests"])
+@pytest.mark.parametrize("which", ["segments", "prefixes"])
 def test_one_item_that_cannot_be_read_is_quarantined_and_the_others_are_found(store, tmp_path, monkeypatch, which):
     """A folder in the place of a file: one error, no pause, and the item is not touched again for a while."""
     now = [0.0]
@@ -152,7 +153,7 @@ def test_one_item_that_cannot_be_read_is_quarantined_and_the_others_are_found(st
     bad, good = tokens(100), tokens(100, seed=1)
     for path in (bad, good):
         store.put(record(OWN, SPACE, path), SPACE)
-    name = SPACE.segment(bad, 0) if which == "segments" else SPACE.first_tokens(bad, OWN.min_prefix_tokens)
+    name = SPACE.segment(bad, 0) if which == "segments" else SPACE.chain(bad, OWN.block_tokens)[-1]
     path = next(tmp_path.rglob(name))
     path.unlink()
     path.mkdir()
@@ -185,11 +186,11 @@ def test_a_late_fetch_is_abandoned_and_the_store_gets_a_pause(store, monkeypatch
     get = store.backend.get
     monkeypatch.setattr(store.backend, "get", lambda name: (gate.wait(300), get(name))[1])
     reader = ReadAhead(store, 0.1, lambda: now[0])
-    fetch = reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0))
+    fetch = reader.start(Lookup([*tokens(200), 1], SPACE, 0, 0))
     assert fetch is not None and not reader.is_late(fetch)
     now[0] = 0.1
     assert reader.is_late(fetch) and fetch.is_abandoned
-    assert reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0)) is None
+    assert reader.start(Lookup([*tokens(200), 1], SPACE, 0, 0)) is None
     gate.set()
     assert reader._workers.drain(300) and fetch.is_done and fetch.records[1:] == []
 
@@ -200,7 +201,7 @@ def test_a_late_fetch_causes_no_pause_if_others_were_served(store, monkeypatch):
     reader = ReadAhead(store, 0.1, lambda: now[0])
     with monkeypatch.context() as patch:
         patch.setattr(reader._workers, "submit", lambda work: True)  # others are before it all the time
-        fetch = reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0))
+        fetch = reader.start(Lookup([*tokens(200), 1], SPACE, 0, 0))
     now[0] = 0.05
     fetched(reader, [*tokens(200), 1])
     now[0] = 0.1
@@ -220,7 +221,7 @@ def test_requests_for_the_same_segment_share_one_read(store, monkeypatch):
 
     monkeypatch.setattr(store, "get", held)
     reader = ReadAhead(store, 5.0)
-    fetches = [reader.start(Wanted([*tokens(200), i], SPACE, 0, 0)) for i in range(6)]
+    fetches = [reader.start(Lookup([*tokens(200), i], SPACE, 0, 0)) for i in range(6)]
     all_asked.set()
     assert reader._workers.drain(300) and len(reads) == 1
     assert len({id(fetch.records[0]) for fetch in fetches}) == 1

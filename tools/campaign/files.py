@@ -29,8 +29,9 @@ values = (
 )
 
 
-DRAFT = "ef" * 32
-"""Digest of the draft model whose rows the segment has."""
+OWN = identity()
+DRAFT = identity(model="dd" * 32, num_layers=1, num_kv_heads=3, head_dim=6, own_value_dim=6)
+"""The draft model whose rows the segment has."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,8 @@ changes = st.builds(
 
 @cache
 def _segment_bytes() -> tuple[str, bytes]:
-    own = identity()
-    ours = record(own, own.namespace(None, None), tokens(40), **SHADOW)
-    return ours.key, encode_segment(ours, DRAFT)
+    ours = record(OWN, OWN.namespace(None, None), tokens(40), shadow=SHADOW)
+    return ours.key, encode_segment(ours, DRAFT.digest)
 
 
 def segment(change: Change) -> None:
@@ -83,12 +83,13 @@ def segment(change: Change) -> None:
     key, data = _segment_bytes()
     payload = change.apply(data[PREFIX_BYTES:])
     with contextlib.suppress(CorruptSegmentError):
-        found = decode_segment(sealed(payload) if change.is_sealed else data[:PREFIX_BYTES] + payload, key, DRAFT)
+        found = decode_segment(sealed(payload) if change.is_sealed else data[:PREFIX_BYTES] + payload, key, OWN, DRAFT)
         assert found.key == key and found.tokens.numel() == found.end > found.start >= 0
-        assert found.num_entries == len(found.k) == len(found.v) == int(found.keep_lens.sum())
-        if found.draft_lens is not None:
-            assert len(found.draft_positions) == len(found.draft_k) == len(found.draft_v) == int(found.draft_lens.sum())
-            assert found.draft_paid.isfinite().all() and len(found.draft_paid) == len(found.draft_k)
+        assert found.num_entries == sum(int(part.keep_lens.sum()) for part in found.parts) > 0
+        assert all(len(part.positions) == len(part.k) == len(part.v) for part in found.parts)
+        if (shadow := found.shadow) is not None:
+            assert len(shadow.positions) == len(shadow.k) == len(shadow.v) == int(shadow.lens.sum())
+            assert shadow.paid.isfinite().all() and len(shadow.paid) == len(shadow.k)
 
 
 @cache

@@ -1,0 +1,132 @@
+"""Copies what the pool holds of a path into the record of one segment, which then leaves for a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
+from sgl_kvevict.cache.paths import Spans
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.copies import CopiedTail
+from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.segments import SegmentPacker, Sources, View
+from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A copied segment that leaves the pool's device; ``copied`` is on it, complete once ``launched`` has happened."""
+
+    namespace: Namespace
+    copied: SegmentRecord
+    launched: torch.cuda.Event | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(part.nbytes for part in self.copied.tensors.values())
+
+    def record(self) -> SegmentRecord:
+        """The segment in the host's memory; called by another thread, because it waits for the device."""
+        if self.launched is None:
+            return self.copied
+        stream = torch.cuda.Stream(self.copied.parts[0].k.device)  # type: ignore[no-untyped-call]
+        stream.wait_event(self.launched)
+        with torch.cuda.stream(stream):
+            return self.copied.with_tensors({name: part.cpu() for name, part in self.copied.tensors.items()})
+
+
+def export_segment(
+    node: Node, tree: TreePort, spans: Spans, packer: SegmentPacker, identity: StoreIdentity, num_tail: int
+) -> Leaving | None:
+    """Copy what a store keeps of the segment whose last span ``node`` holds; None: it is too short to be looked up.
+
+    Parts of earlier segments that its path leaves in the middle are copied with it. Up to ``num_tail`` uncompressed
+    tokens after it are copied if only one prompt continues there.
+    """
+    path = path_to(node)
+    views = views_of(path, spans)
+    if views[-1].end - views[0].start < identity.min_prefix_tokens:
+        return None
+    tail = _tail_of(node, tree, spans, packer, num_tail)
+    return export_views(views, path, packer, identity, tail)
+
+
+def export_views(
+    views: Sequence[View],
+    path: Sequence[Node],
+    packer: SegmentPacker,
+    identity: StoreIdentity,
+    tail: CopiedTail | None = None,
+) -> Leaving:
+    """Copy consecutive views of packed segments, which end where a path ends, as if they were all of the last one."""
+    last, sources = views[-1].segment, Sources(packer.geometry, views)
+    order = last.is_measured, last.policy_state
+    return export_sources(sources, path, packer, identity, last.splittable, *order, tail)
+
+
+def export_sources(
+    sources: Sources,
+    path: Sequence[Node],
+    packer: SegmentPacker,
+    identity: StoreIdentity,
+    splittable: bool,
+    is_measured: bool,
+    state: object | None,
+    tail: CopiedTail | None = None,
+) -> Leaving:
+    """Copy consecutive ranges, which end where a path ends, as if one segment held them, and the tail behind it.
+
+    ``splittable``, ``is_measured`` and ``state``, that of the policy, are as in :class:`~sgl_kvevict.segments.Segment`.
+    """
+    tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
+    copied = packer.copy(sources)
+    assert state is None or isinstance(state, PolicyState)
+    record = SegmentRecord(
+        key=namespace.segment(tokens, sources.start),
+        identity=identity.digest,
+        start=sources.start,
+        end=sources.end,
+        splittable=splittable,
+        is_measured=is_measured,
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        parts=copied.parts,
+        order=copied.order,
+        policy_state=None if state is None else state.threshold,
+        tail=tail,
+        shadow=packer.copy_shadow(sources),
+    )
+    if not copied.parts[0].k.is_cuda:
+        return Leaving(namespace, record, None)
+    launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    launched.record()
+    return Leaving(namespace, record, launched)
+
+
+def views_of(path: Sequence[Node], spans: Spans) -> list[View]:
+    """The last segment of a path, preceded by the parts of earlier segments that the path leaves in the middle."""
+    views: list[View] = []
+    for node in path:
+        span = spans[node]
+        if views and views[-1].segment is span.segment:
+            views[-1] = View(span.segment, views[-1].start, span.end)
+        else:
+            views.append(View(span.segment, span.start, span.end))
+    first = len(views) - 1
+    while first and not views[first - 1].is_whole:
+        first -= 1
+    return views[first:]
+
+
+def _tail_of(node: Node, tree: TreePort, spans: Spans, packer: SegmentPacker, num_tail: int) -> CopiedTail | None:
+    """The first uncompressed tokens after a segment, if one prompt alone continues there."""
+    below = list(node.children.values())
+    if not num_tail or len(below) != 1 or below[0] in spans:
+        return None
+    slots = tree.token_slots(below)[:num_tail]
+    tokens = torch.tensor(tokens_of(below)[:num_tail], dtype=torch.int64)
+    of_draft = () if packer.drafts is None else packer.drafts.token_rows(slots)
+    return CopiedTail(tokens, *packer.token_rows(slots), *of_draft)
