@@ -11,7 +11,7 @@ from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderChunk, ReaderObservation, bytes_of
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment, Span, View
 from sgl_kvevict.segments.shadow import DraftRows
-from sgl_kvevict.segments.sources import Kept, Range, Sources, TokenRange
+from sgl_kvevict.segments.sources import KeptRows, Range, Sources, TokenRange
 from sgl_kvevict.segments.streams import SideStream
 from sgl_kvevict.segments.warm_up import warm_up
 
@@ -24,7 +24,7 @@ __all__ = [
     "Generated",
     "GeneratedCompressor",
     "GeneratedStep",
-    "Kept",
+    "KeptRows",
     "MeasuredRange",
     "Observation",
     "ObservationSpec",

@@ -62,8 +62,8 @@ Range = TokenRange | View
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """Kept entries that get rows of one width.
+class KeptRows:
+    """KeptRows entries that get rows of one width.
 
     Attributes:
         bits: of a number of these rows.
@@ -119,14 +119,14 @@ class Sources:
         self._given = selection
 
     @cached_property
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[KeptRows, ...]:
         """The kept entries by the width of their new rows, widest first."""
         if self._given is None:
             widths = dict.fromkeys(piece.bits for piece in self._pieces)
             return tuple(self._all_of(bits) for bits in sorted(widths, reverse=True))
         lens, indices = self._given.keep_lens, self._given.indices
         runs = _runs_of(lens, self._given.num_entries)
-        return (Kept(16, self._numbers(runs, indices), lens),)
+        return (KeptRows(16, self._numbers(runs, indices), lens),)
 
     @property
     def selection(self) -> Selection | None:
@@ -223,13 +223,13 @@ class Sources:
         smaller._pieces, smaller.kept = self._pieces, self._chosen(plan, keys, num_sink_tokens)
         return smaller
 
-    def _chosen(self, plan: tuple[Part, ...], keys: Tensor | None, num_sink_tokens: int) -> tuple[Kept, ...]:
+    def _chosen(self, plan: tuple[Part, ...], keys: Tensor | None, num_sink_tokens: int) -> tuple[KeptRows, ...]:
         """Choose the entries of each planned width; ``keys`` are those of all entries by run.
 
         Of 16 bits sinks come first; of any width entries whose rows are as wide now, of which there are enough; among
         these, and then among all that are left, the best ones.
         """
-        kept: list[Kept] = []
+        kept: list[KeptRows] = []
         lens = self._lens.sum(0)
         places = torch.arange(self._count, device=lens.device)  # by run, of those not chosen yet
         for i, (bits, number) in enumerate(plan):
@@ -268,14 +268,14 @@ class Sources:
         of_entries = {"num_sinks": sinks, "num_whole": whole, "num_wide": wide}
         return rows_that_fit(self.geometry, num_slots, num_entries, bits, **of_entries)
 
-    def _kept(self, bits: int, places: Tensor, lens: Tensor) -> Kept:
-        """Kept entries, given their places by run."""
+    def _kept(self, bits: int, places: Tensor, lens: Tensor) -> KeptRows:
+        """KeptRows entries, given their places by run."""
         numbers = places if self._by_run is None else self._by_run[places]
         lens = lens.int()
         if self._interleaves:
             runs = _runs_of(lens, numbers.numel())
             numbers = numbers[((runs << 32) | self._table.positions[numbers]).argsort()]
-        return Kept(bits, numbers, lens.view(self.geometry.num_layers, -1))
+        return KeptRows(bits, numbers, lens.view(self.geometry.num_layers, -1))
 
     def _keys_by_run(self) -> Tensor | None:
         """[num_entries], int16, keys of all entries by run, if they are known of all ranges."""
@@ -351,12 +351,12 @@ class Sources:
         """Whether positions need not ascend within a run, because a range has rows of several widths."""
         return len(self._pieces) > len(self.ranges)
 
-    def _all_of(self, bits: int) -> Kept:
+    def _all_of(self, bits: int) -> KeptRows:
         """Every entry with rows of one width."""
         places = [i for i, piece in enumerate(self._pieces) if piece.bits == bits]
         count, lens = sum(self._pieces[i].count for i in places), self._lens[places]
         numbers = run_entries(self._firsts[places].T, lens.T, count)
-        return Kept(bits, numbers, lens.sum(0).int().view(self.geometry.num_layers, -1))
+        return KeptRows(bits, numbers, lens.sum(0).int().view(self.geometry.num_layers, -1))
 
     def _numbers(self, runs: Tensor, indices: Tensor) -> Tensor:
         """[n], int64: numbers of entries, see :meth:`at`."""

@@ -239,7 +239,7 @@ def test_entries_that_do_not_fit_together_are_refused(changes, what):
     ("changes", "what"),
     [
         ({"v": None}, "tensors: got"),
-        ({"tokens": torch.arange(2)}, "tail.k: got"),
+        ({"tokens": torch.arange(2)}, "tail.[kv]: got"),
         ({"tokens": torch.arange(0)}, "tail.tokens: got 0"),
         ({"tokens": torch.arange(3).int()}, "tail.tokens: got torch.int32"),
         ({"k": TAIL.k.half()}, "[kv]: got"),
