@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import NamedTuple
 
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
-from sgl_kvevict.config import LIGHT_SHARE
 from sgl_kvevict.segments import Compressor, PromptObservation, Segment
 
 ROUND_SHARE = 1 / 64
@@ -18,27 +17,40 @@ ROUND_SHARE = 1 / 64
 
 ANSWERS = 2.5
 """Worth of all answers of a prefix until it is dropped, in prefills of it."""
-LOST_WITH_FEW_BITS = ((1.0, 0.0), (0.5, 0.005), (0.4, 0.01), (0.2, 0.03), (0.125, 0.06), (0.05, 0.15), (0.0, 1.0))
-"""Part of the answers that is lost at a share of the bytes, where rows have 8 and 4 bits: hardly any by bits alone, up
-to 0.4; then entries go. A pool of float32 holds twice as much at a share."""
-LOST_WITH_16_BITS = ((1.0, 0.0), (0.5, 0.03), (0.2, 0.06), (0.1, 0.14), (0.0, 1.0))
-"""The same with rows of 16 bits: 3 % at 50 % (within the error of docs/quality.md). Scores of shorter texts lost 7 and
-14 % from 20 % to 10 % on two seeds; the shipped ones lose 14 and 19 %, for which 8 % was not chosen anew."""
 
 
-def loss_of_step(before: float, after: float, lost: Sequence[tuple[float, float]]) -> float:
-    """Loss of shrinking from one share of the bytes to a smaller one, in tokens of prefill per slot released.
+class Losses(NamedTuple):
+    """Losses of the steps in which a prefix shrinks, per slot released.
 
-    ``lost``: the part of the answers that is lost at descending shares; between them it grows evenly.
+    ``packing`` is in tokens of prefill; the others are relative to the loss of dropping the prefix before the step.
     """
 
-    def at(share: float) -> float:
-        for (high, less), (low, more) in pairwise(lost):
-            if share >= low:
-                return less + (more - less) * max(high - share, 0.0) / (high - low)
-        return 1.0
+    packing: float  # to the first share above the budget
+    whole: float  # to another one above the budget: no entry is evicted, or few
+    budget: float
+    between: float  # from the budget half-way to the least share
+    least: float
 
-    return ANSWERS * (at(after) - at(before)) / (before - after)
+
+WITH_16_BITS = Losses(
+    packing=ANSWERS * 0.03 / 0.5,
+    whole=ANSWERS * 0.03 / 0.3 / 2,
+    budget=ANSWERS * 0.03 / 0.3 / 2,
+    between=ANSWERS * 0.08 / 0.1 / 5,
+    least=ANSWERS * 0.08 / 0.1 / 5,
+)
+"""3 % of the answers are lost at 50 % (within the error of docs/quality.md), another 3 % from there to 20 %, where
+dropping it costs 2 tokens of prefill a slot, and 8 % from 20 % to 10 %, where that is 5. Scores of shorter texts lost 7
+and 14 % by the last step on two seeds; the shipped ones lose 14 and 19 %, for which 8 % was not chosen anew."""
+WITH_FEW_BITS = Losses(
+    packing=ANSWERS * 0.005 / 0.5,
+    whole=ANSWERS * 0.005 / 0.1 / 2,
+    budget=ANSWERS * 0.02 / 0.2 / 2.5,
+    between=ANSWERS * 0.03 / 0.075 / 5,
+    least=ANSWERS * 0.09 / 0.075 / 8,
+)
+"""Estimates: 0.5 % of the answers are lost with 8 bits at 50 %, 1 % in all at 40 %, where no entry was evicted, 3 % at
+20 %, 6 % at 12.5 % and 15 % at 5 %. A slot then saves 2, 2.5, 5 and 8 tokens of prefill."""
 
 
 class Pressure:
@@ -65,10 +77,8 @@ class Pressure:
         self._config = compressor.config
         self._resizer = resizer
         self._recency = recency
-        geometry = compressor.packer.geometry
-        self._lost = LOST_WITH_16_BITS if self._config.bits == 16 else LOST_WITH_FEW_BITS
-        self._size = 1.0 if self._config.bits == 16 else geometry.itemsize / 2  # of a slot, in slots of 16 bits
-        self._round = max(int(geometry.num_token_slots * ROUND_SHARE), 1)
+        self._losses = WITH_16_BITS if self._config.bits == 16 else WITH_FEW_BITS
+        self._round = max(int(compressor.packer.geometry.num_token_slots * ROUND_SHARE), 1)
         self.clear()
 
     def clear(self) -> None:
@@ -198,22 +208,25 @@ class Pressure:
         """Whether a segment's next step leads below the budget, then its priority on the scale of dropping a leaf."""
         span = self._spans.of(node)
         assert span is not None
-        segment, size = span.segment, self._size
+        segment = span.segment
         if segment.packed is None:
-            first = min(size * (self._config.shares[0] if self._config.shares else LIGHT_SHARE), 0.99)
-            return False, *self._recency.priority(node, loss_of_step(1.0, first, self._lost))
+            return False, *self._recency.priority(node, self._losses.packing)
         is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
-        slots, loss = self._next_slots(segment), self._recency.saved(node)
-        if slots is not None:
-            before, after = (size * number / segment.num_tokens for number in (segment.num_slots, slots))
-            loss = size * loss_of_step(before, after, self._lost)
+        loss = self._loss_of_step(segment) * self._recency.saved(node)
         return not is_light, *self._recency.priority(node, loss)
 
-    def _next_slots(self, segment: Segment) -> int | None:
-        """Token slots of a packed segment after its next step; None: it does not shrink any more."""
+    def _next_share(self, segment: Segment) -> float | None:
+        """The share to which a packed segment shrinks next; None: it does not shrink any more."""
         shares = () if segment.order is None else self._config.shares
-        steps = (self._resizer.slots_at(segment, share) for share in shares)
-        return next((slots for slots in steps if slots < segment.num_slots), None)
+        return next((share for share in shares if self._resizer.slots_at(segment, share) < segment.num_slots), None)
+
+    def _loss_of_step(self, segment: Segment) -> float:
+        """Loss of a packed segment's next step, relative to the loss of dropping it."""
+        share, budget = self._next_share(segment), self._config.budget
+        if share is None or share < budget:
+            is_between = share is not None and share > self._config.shares[-1]
+            return self._losses.between if is_between else self._losses.least
+        return self._losses.budget if share == budget else self._losses.whole
 
     def _shrink(self, node: Node, wanted: int) -> int:
         """Let a segment take its next step. 0: not now, or never again if the node left ``shrinking``."""
@@ -222,10 +235,11 @@ class Pressure:
         segment = span.segment
         if segment.packed is None:
             return self._compress(segment, self._config.shares[0] if self._config.shares else None)
-        slots = self._next_slots(segment)
-        if slots is None:
+        share = self._next_share(segment)
+        if share is None:
             self._shrinking.discard(node)
             return 0
+        slots = self._resizer.slots_at(segment, share)
         if segment.is_joined:
             slots = max(slots, segment.num_slots - max(wanted, self._round))
         return self._resizer.resize([segment], slots)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.fake_tree import CONFIG, FakeNode, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from sgl_kvevict.cache.pressure import LOST_WITH_16_BITS, loss_of_step
+from sgl_kvevict.cache.pressure import WITH_16_BITS
 
 SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
 
@@ -125,10 +125,10 @@ def test_a_leaf_that_costs_less_is_dropped_instead():
     tree = cache()
     cached(tree, 22)
     leaf = tree.add(3)
-    compressing = loss_of_step(1.0, 0.5, LOST_WITH_16_BITS)
+    compressing = WITH_16_BITS.packing
     assert reclaim(tree, ((compressing / 2, 0.0), leaf)) == 0
     assert reclaim(tree, ((compressing, 1.0), leaf)) == 10
-    squeezing = loss_of_step(0.5, 0.25, LOST_WITH_16_BITS)
+    squeezing = 2 * WITH_16_BITS.least  # two tokens a slot
     assert reclaim(tree, ((squeezing, -1.0), leaf)) == 0 and reclaim(tree, ((squeezing + 1, -1.0), leaf)) == 5
 
 
