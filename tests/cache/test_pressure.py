@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from helpers.fake_tree import CONFIG, FakeNode, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from sgl_kvevict.cache.pressure import WITH_16_BITS
+from sgl_kvevict.cache.pressure import WITH_16_BITS, WITH_FEW_BITS
 
 SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
 
 
-def cache(num_slots: int = 320, **fields) -> FakeTree:
+def cache(num_slots: int = 320, *, has_few_bits: bool = False, **fields) -> FakeTree:
     """A tree whose prefixes wait for passes, and can be scored without them; 5 slots are won at once."""
-    policy = PseudoRandomPolicy(needs_passes=True)
-    return FakeTree(policy, SHRINKING.model_copy(update=fields), num_slots, scores_any_range=True)
+    policy, config = PseudoRandomPolicy(needs_passes=True), SHRINKING.model_copy(update=fields)
+    return FakeTree(policy, config, num_slots, scores_any_range=True, has_few_bits=has_few_bits)
 
 
 def cached(tree: FakeTree, num_tokens: int, parent: FakeNode | None = None, *, at: float = 0.0) -> FakeNode:
@@ -56,6 +56,43 @@ def test_the_first_step_is_a_light_one():
     assert tree.prefixes.pressure.reclaimable() == 18
     assert [reclaim(tree) for _ in range(4)] == [10, 5, 3, 0] and spans(tree) == {node: 2}
     tree.release(reader)
+
+
+def rows_of(tree: FakeTree, node: FakeNode) -> dict[int, int]:
+    """Entries of a node's segment per run, on average, by the bits of their rows."""
+    parts = tree.prefixes.spans[node].segment.storage.parts
+    return {part.bits: part.num_entries // tree.geometry.num_runs for part in parts}
+
+
+def test_entries_lose_bits_before_any_is_evicted():
+    """Of 20 tokens: 0.5, 0.4, 0.25, 0.175 and 0.1 of their slots."""
+    tree = cache(num_slots=64, has_few_bits=True, budget=0.25, min_budget=0.1)
+    node = cached(tree, 22)
+    reader = tree.reader(node)
+    assert tree.prefixes.pressure.reclaimable() == 18
+    rows = []
+    for won in (10, 2, 3, 1, 2):
+        assert reclaim(tree) == won
+        rows.append(rows_of(tree, node))
+    assert rows == [{8: 20}, {8: 8, 4: 12}, {8: 6, 4: 6}, {8: 4, 4: 6}, {8: 2, 4: 3}]
+    assert reclaim(tree) == 0 and tree.prefixes.pressure.reclaimable() == 0
+    tree.release(reader)
+
+
+def test_sinks_keep_all_their_bits():
+    tree = cache(num_slots=64, has_few_bits=True, budget=0.25, min_budget=0.1, sink_tokens=2)
+    node = cached(tree, 22)
+    rows = []
+    while reclaim(tree):
+        rows.append(rows_of(tree, node))
+    assert rows == [{16: 2, 8: 12, 4: 6}, {16: 2, 8: 6, 4: 9}, {16: 2, 8: 4, 4: 3}, {16: 2, 8: 2, 4: 3}, {16: 2}]
+
+
+def test_answers_are_dearest_last():
+    """Each step of a prefix costs more per slot than the one before, with 8 and 4 bits as with 16."""
+    for losses, saved in ((WITH_FEW_BITS, (2, 2.5, 5, 8)), (WITH_16_BITS, (2, 2, 5, 5))):
+        absolute = [losses.packing, *(loss * at for loss, at in zip(losses[1:], saved, strict=True))]
+        assert absolute == sorted(absolute)
 
 
 def test_a_light_prefix_is_compressed_before_one_is_squeezed_below_the_budget():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.learned import LearnedCompressor
+from helpers.statistics import random_statistics
 from helpers.stored import identity
 from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.nodes import NamespaceKey, path_to
@@ -84,11 +85,13 @@ class FakeTree:
         *,
         scores_any_range: bool = False,
         stream: ChoiceStream | None = None,
+        has_few_bits: bool = False,
     ) -> None:
-        self.geometry = KVGeometry(2, 2, 2, 2, num_slots)
+        self.geometry = KVGeometry(2, 2, 2, 32 if has_few_bits else 2, num_slots)
         self.now = 0.0
-        arena = torch.zeros(2, num_slots, 2, 2)
-        store = SegmentPacker(self.geometry, arena, arena.clone())
+        arena = torch.zeros(self.geometry.arena_shape, dtype=torch.bfloat16 if has_few_bits else torch.float32)
+        statistics = random_statistics(self.geometry) if has_few_bits else None
+        store = SegmentPacker(self.geometry, arena, arena.clone(), statistics=statistics)
         self.guard = Guard()
         compressor = (LearnedCompressor if scores_any_range else Compressor)(config, policy, store, stream=stream)
         host = HostSegments(0, 1, arena.device, identity())

@@ -34,7 +34,8 @@ from torch.distributed import ProcessGroup
 from helpers.host import check_host
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from kvevict_kernels.row_codec import RowStatistics, decode_rows, encode_rows, load_rows
+from helpers.statistics import random_statistics
+from kvevict_kernels.row_codec import decode_rows, encode_rows, load_rows
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.cache.saving import StoreAccess
@@ -72,14 +73,6 @@ def publish_server_args(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
     ours = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
     publish(ServerArgs(model_path=str(folder), device="cpu", **ours), role="scheduler")
-
-
-def random_statistics(geometry: KVGeometry) -> RowStatistics:
-    """Statistics of no model: any numbers will do."""
-    random = torch.Generator().manual_seed(7)
-    shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
-    means, deviations = torch.randn(2, *shape, generator=random), torch.rand(2, *shape, generator=random) + 0.5
-    return RowStatistics(means[0], deviations[0], means[1], deviations[1])
 
 
 def recoded(rows: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor], widths: list[int]) -> torch.Tensor:
