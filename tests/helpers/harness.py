@@ -386,7 +386,7 @@ class Harness:
             }
             bounds = zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
             for run, (begin, length) in enumerate(bounds):
-                slots = runs.head_slots[begin : begin + length].long()
+                slots = runs.rows[begin : begin + length].long()
                 for arena, sign in self.arenas:
                     self._check_run(run, sign * arena.view(-1, 2)[slots], expected)
             compressed_len += runs.num_tokens

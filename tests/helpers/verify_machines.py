@@ -58,7 +58,7 @@ class VerifyingHarness(Harness):
         for runs in path:
             expected = {code: i for i, code in enumerate(codes[compressed_len : compressed_len + runs.num_tokens])}
             for head, (begin, length) in enumerate(zip(runs.starts[0].tolist(), runs.lens[0].tolist(), strict=True)):
-                slots = runs.head_slots[begin : begin + length].long()
+                slots = runs.rows[begin : begin + length].long()
                 for rows in (self.draft_k, -self.draft_v):
                     self._check_run(head, rows.view(-1, 2)[slots], expected)
                 self.num_draft_rows_read += length

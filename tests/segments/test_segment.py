@@ -41,7 +41,7 @@ def read(store, span):
     runs = span.runs()
     entries = []
     for begin, length in zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True):
-        slots = runs.head_slots[begin : begin + length].long()
+        slots = runs.rows[begin : begin + length].long()
         k = store.k_arena.view(-1, GEOMETRY.head_dim)[slots]
         v = store.v_arena.view(-1, GEOMETRY.head_dim)[slots]
         assert torch.equal(k, -v)
@@ -99,7 +99,7 @@ def test_split_is_a_view_of_both_halves(cut):
     want = expected(indices, token_slots)
     assert read(store, upper) == [[e for e in run if e[0] < START + cut] for run in want]
     assert read(store, lower) == [[e for e in run if e[0] >= START + cut] for run in want]
-    assert upper.runs().head_slots is lower.runs().head_slots is segment.storage.head_slots
+    assert upper.runs().rows is lower.runs().rows is segment.storage.head_slots
     assert (upper.charged_slots, lower.charged_slots) == (segment.num_slots, 0)
     assert segment.num_spans == 2
 

@@ -52,7 +52,7 @@ class World:
         found = []
         for run in range(4):
             begin, length = int(runs.starts[run // 2, run % 2]), int(runs.lens[run // 2, run % 2])
-            head_slots = runs.head_slots[begin : begin + length].long()
+            head_slots = runs.rows[begin : begin + length].long()
             rows = self.k.view(-1, 8)[head_slots]
             assert torch.equal(rows, -self.v.view(-1, 8)[head_slots]) and (rows == rows[:, :1]).all()
             tokens = (rows[:, 0] - 100 * run).int() - FIRST
