@@ -1,4 +1,4 @@
-"""``benchmarks/gpu/serve_gpu.py --tiny`` on a CPU: answers and mixed traffic of real servers; phases: test_fake_gpu.py."""
+"""``benchmarks/gpu/serve_gpu.py --tiny`` on a CPU: answers, mixed traffic (phases: test_fake_gpu.py)."""
 
 from __future__ import annotations
 
