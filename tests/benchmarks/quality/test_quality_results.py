@@ -257,33 +257,9 @@ def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
     assert "| `squad` | q | 4,096 | 90 % | *75 ± 22 %* |  |  |" in lines
 
 
-def test_real_text_stands_in_a_table_of_its_own():
-    from kvevict_quality.by_model import fidelity_table, model_table
-
-    real = {"task": "speeches", "tokens": 8192, "questions": 254}
-    rows = [
-        stock(scores="1 1"),
-        stock(**real, scores="1", score=1.0, kl=0.0, nll=2.25),
-        row(**real, scores="0.9", score=0.9, kl=0.0312, nll=2.5),
-    ]
-    assert "speeches" not in model_table(rows) and "snapkv" not in model_table(rows)
-    assert fidelity_table(rows).splitlines()[2:] == [
-        "| m | `speeches` | full cache | 8,192 | 254 | 1.000 | 0.0000 | 2.250 |",
-        "| m | `speeches` | `snapkv` 0.2 | 8,192 | 254 | 0.900 | 0.0312 | 2.500 |",
-    ]
-
-
 def test_the_committed_tables_by_model_are_those_of_the_rows():
     from kvevict_quality.by_model import fidelity_table, model_table
     from kvevict_quality.rows import MODEL_RESULTS, read_rows
 
     rows, page = read_rows(MODEL_RESULTS), MODEL_RESULTS.with_name("tables.md").read_text(encoding="utf-8")
     assert model_table(rows) in page and fidelity_table(rows) in page
-
-
-def test_the_full_cache_can_be_measured_on_this_plugin():
-    from kvevict_quality.systems import FULL, Setup
-
-    own, stock_setup = Setup(FULL, 1.0, own_full=True), Setup(FULL, 1.0)
-    assert own.engine == "kvevict" and own.system().env["KVEVICT_CONFIG"] == '{"policy": "none"}'
-    assert stock_setup.engine == "stock" and "KVEVICT_CONFIG" not in stock_setup.system().env
