@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -104,8 +104,8 @@ class Runner:
         if device == "cpu":
             return batch
         for span in {span for path in batch.paths for span in path} - self.copies.keys():
-            moved = {name: x.to(device) for name, x in vars(span).items() if isinstance(x, Tensor)}
-            self.copies[span] = replace(span, **moved)
+            tensors = {one.name: x for one in fields(span) if isinstance(x := getattr(span, one.name), Tensor)}
+            self.copies[span] = replace(span, **{name: x.to(device) for name, x in tensors.items()})
         return replace(
             batch,
             paths=tuple(tuple(self.copies[span] for span in path) for path in batch.paths),
