@@ -44,6 +44,7 @@ class Bar:
 
 DEFAULT = "default"
 FOUR = "4x the pool"
+PASSES = "prefix 3000, 4 clients, passes"
 NO_PASSES = "no passes"
 LONG = "0.5x, one prefix of 3072, 32 new tokens"
 NO_STORE = "no store"
@@ -72,6 +73,7 @@ BARS = (
     Bar("pressure", FOUR, DEFAULT, "hit_rate_pct", 90, is_absolute=True),
     Bar("pressure", FOUR, DEFAULT, "needle_score", 0.9),
     Bar("pressure", f"{FOUR}, passes done", DEFAULT, "needle_score", 0.9),
+    Bar("hot", "prefix 3000, 4 clients, long answers", DEFAULT, "decode_tokens_per_s", 1.3, baseline="budget 1"),
     *(
         Bar("hits", f"{point}, all", "passes", metric, 1.1, is_cost=True, baseline=NO_PASSES)
         for point in (
@@ -82,6 +84,7 @@ BARS = (
         )
         for metric in ("hit_s", "hit_p95_s")
     ),
+    Bar("hot", f"{PASSES}, long answers", "pass_share 1", "steps_to_compressed", 2, is_cost=True, is_absolute=True),
     Bar("shared-prefix", "0.5x the pool", DEFAULT, "requests_per_s", 1.0, baseline="none"),
     Bar("shared-prefix", "0.5x the pool", "none", "requests_per_s", 0.97),
     Bar("shared-prefix", "0.5x the pool", "budget 1", "requests_per_s", 0.97),

@@ -6,8 +6,7 @@ and keep every token anyway, all but these last tokens are given as the prompt: 
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from serving_bench.fleet import COMMON_FLAGS, Fleet, flush_all, running
@@ -15,17 +14,16 @@ from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document
+from serving_bench.watch import most_slots
 
-from kvevict_tools.launcher import RunningServer, System, kvevict_system, stock_system
-from kvevict_tools.measure import in_turn, parse_gauges
+from kvevict_tools.launcher import System, kvevict_system, stock_system
+from kvevict_tools.measure import in_turn
 
 POOL_SLOTS = 6_000
 PROMPT_TOKENS = 512
 BLOCK = 256
 LAST_TOKENS = 64
 """Tokens that are timed."""
-LOOKS_S = 0.5
-"""Between two looks at a server's gauges, which it refreshes every few dozen steps."""
 POLICIES = ("h2o", "streaming-llm")
 BUDGET = 0.25
 
@@ -101,16 +99,6 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
         recorder.add(point.name, name, repetition, found)
 
     in_turn(fleet, recorder.options.repeats, one)
-
-
-def most_slots(server: RunningServer, asked: Future[list[Stream]]) -> int:
-    """Most token slots that were not free, as SGLang's gauges show it, until the answer is there."""
-    most = 0
-    while not asked.done():
-        gauges = parse_gauges(server.get_text("/metrics"))
-        most = max(most, gauges.total - gauges.available)
-        time.sleep(LOOKS_S)
-    return most
 
 
 def speed(stream: Stream, num_tokens: int) -> float:

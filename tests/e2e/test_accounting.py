@@ -20,7 +20,7 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "15"}  # 
 @pytest.mark.parametrize(
     ("config", "flags", "count"),
     [
-        pytest.param(CONFIG, (), 250, id="overlap"),
+        pytest.param(CONFIG, (), 500, id="overlap"),
         pytest.param(CONFIG, ("--enable-mixed-chunk", "--chunked-prefill-size", "64"), 150, id="mixed-chunk"),
         pytest.param(
             CONFIG,

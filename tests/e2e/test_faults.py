@@ -45,7 +45,7 @@ def traffic(server, seed: int) -> None:
     for _ in range(2):
         suffix = [rng.randrange(3, VOCAB_SIZE) for _ in range(20)]
         assert len(generate(server, document + suffix, 4)["output_ids"]) == 4
-    jobs = random_jobs(15, seed=seed, vocab_size=VOCAB_SIZE, aborts=False)
+    jobs = random_jobs(30, seed=seed, vocab_size=VOCAB_SIZE, aborts=False)
     outputs = run_jobs(server, jobs, concurrency=6)
     assert all(len(outputs[job.rid]) == max(job.max_new_tokens, 1) or not job.max_new_tokens for job in jobs)
 

@@ -1,0 +1,1 @@
+"""What the papers claim of their methods, tested on the demo model without a server."""
