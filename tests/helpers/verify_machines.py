@@ -66,6 +66,12 @@ class VerifyingHarness(Harness):
         suffix = self.rows.req_to_token[req.kv.req_pool_idx, compressed_len:seq_len].long()
         assert self.draft_k[0, suffix, 0, 0].tolist() == codes[compressed_len:]
 
+    def _check_run(self, run: int, rows: torch.Tensor, expected: dict[float, int]) -> None:
+        """Check the keys, or negated values, that the draft reads of a span in one head: of tokens that it may hold."""
+        assert rows[:, 1].tolist() == [run] * len(rows)
+        positions = [expected[code] for code in rows[:, 0].tolist()]
+        assert positions == sorted(set(positions))
+
     def finish(self, req: Req, num_beyond_stop: int = 0) -> None:
         """Finish a request; its last ``num_beyond_stop`` tokens were accepted with the one that ended it."""
         req.finished_reason = FINISH_LENGTH(len(req.output_ids))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.packing import pack, repack, squeeze
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import Selection
@@ -118,7 +119,7 @@ def elsewhere(num_tokens, order=None):
     lens = torch.full((2, 2), num_tokens, dtype=torch.int32)
     positions = torch.arange(START, START + num_tokens, dtype=torch.int32).repeat(4)
     rows = torch.zeros(4 * num_tokens, TARGET.head_dim)
-    return CopiedEntries(lens, positions, rows, rows, order)
+    return CopiedEntries((CopiedRows(16, lens, positions, rows, rows),), order)
 
 
 def test_segments_from_elsewhere_have_no_rows(world):
