@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8, is_latent
+from kvevict_kernels.row_codec import RowStatistics
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
 from sgl_kvevict.attention.interface import CompiledAttention
@@ -68,6 +69,9 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     slot_positions: Tensor | None = None
     """See :class:`CachedRange`; None unless the model's positions have several axes (M-RoPE)."""
+    statistics: RowStatistics | None = None
+    """With which rows of 8 and 4 bits are read, of this rank's heads; known before the first request. None: all rows
+    have 16 bits."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
