@@ -130,8 +130,10 @@ class Distilling:
 
     @property
     def digest(self) -> str:
-        """Of the statistics of all heads, with which rows of 8 and 4 bits are written; empty: there are none."""
-        return "" if self._known.statistics is None else Learned(None, self._known.statistics).digest()
+        """Of the statistics of all heads, with which rows of 8 and 4 bits are written; empty: none are."""
+        if self._statistics is None or self._known.statistics is None:
+            return ""
+        return Learned(None, self._known.statistics).digest()
 
     def use_none(self) -> None:
         """Do without what cannot be learned: of dummy weights anything, and scores where all layers have windows."""

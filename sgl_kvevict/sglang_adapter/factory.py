@@ -116,7 +116,9 @@ def _assemble(
         compressor = Compressor(config, policy, packer, rotary, output_grams, learned, backend.slot_positions, stream)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
-        access = open_access(config, ctx, geometry, arena.k.dtype, drafts)
+        access = open_access(
+            config, ctx, geometry, arena.k.dtype, drafts, "" if distilling is None else distilling.digest
+        )
     host = open_host(config, ctx, packer)
     ours = partial(KVEvictTree, compressor=compressor, host=host, access=access, distilling=distilling)
     tree = create_unified_radix_cache(ctx, cache_class=ours)

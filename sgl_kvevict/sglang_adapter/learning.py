@@ -14,8 +14,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.utils import DynamicGradMode
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sgl_kvevict.cache.prefills import SampleText
 from sgl_kvevict.cache.nodes import length_of, path_to, tokens_of
+from sgl_kvevict.cache.prefills import SampleText
 from sgl_kvevict.cache.probes import repetition_probes
 from sgl_kvevict.distill import CachedRange, ScoredText
 from sgl_kvevict.distill.texts import passages_of
@@ -24,6 +24,7 @@ from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.segments import ObservationSpec, PromptObservation, ReaderObservation, Segment
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
+from sgl_kvevict.sglang_adapter.scheduler_store import read_with
 from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -242,6 +243,8 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
 
     distilling.finish(learner, sums, tried)
     reader.forget()
+    if tree.prefixes.access is not None:
+        read_with(tree.prefixes.access, distilling.digest)
     seconds = time.perf_counter() - begin
     if has_scores:
         distilling.log(logging.INFO, "learned statistics of keys and values; it took %.0f s", seconds)
