@@ -41,7 +41,7 @@ RESULTS = ROOT / "docs" / "results" / "quality" / "bits.csv"
 ATTENTION = "kvevict_bits"
 CONTEXT, CONTINUATION = 1024, 128
 NUM_SINKS, TAIL = 4, 32
-"""First tokens that are always kept, and last ones that are never compressed, as configured by default."""
+"""First tokens of a path, always kept and in 16 bits, and last ones, never compressed; as configured by default."""
 FAR = {"SmolLM2-135M-Instruct": 6000}
 """Position to which a whole text is moved, by model: RoPE has turned its keys further than those of any text that
 statistics were learned from."""
@@ -189,18 +189,23 @@ class Mix:
 
     @property
     def kept(self) -> float:
-        """Share of the entries: two rows of 8 bits, or three of 4, take the bytes of one of 16."""
+        """Share of the entries: the first tokens in 16 bits; two rows of 8, or three of 4, take the bytes of one."""
         if self.wide is None:
             return self.share
-        return min(self.share / (self.wide / 2 + (1 - self.wide) / 3), ALL_ENTRIES)
+        num_tokens = CONTEXT - TAIL
+        num_rows = (self.share * num_tokens - NUM_SINKS) / (self.wide / 2 + (1 - self.wide) / 3)
+        return min((NUM_SINKS + num_rows) / num_tokens, ALL_ENTRIES)
 
     def ranked(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Which entries are kept, and which of them are wide, bool: the best over all layers and heads."""
+        """Which entries are kept, and which of them are wide, bool: the best over all layers and heads.
+
+        The first tokens have the highest scores, and count neither as wide nor as the others.
+        """
         place = torch.empty(scores.numel(), dtype=torch.int64)
         place[scores.flatten().argsort(descending=True)] = torch.arange(scores.numel())
         place = place.view(scores.shape)
-        num_kept = round(self.kept * scores.numel())
-        return place < num_kept, place < round((self.wide or 0.0) * num_kept)
+        num_kept, num_sinks = round(self.kept * scores.numel()), NUM_SINKS * scores.shape[0] * scores.shape[1]
+        return place < num_kept, place < num_sinks + round((self.wide or 0.0) * (num_kept - num_sinks))
 
 
 MIXES = tuple(Mix(share, wide) for share in (0.3, 0.2, 0.1, 0.05) for wide in (None, 0.0, 0.2, 0.4, 0.6, 1.0))
@@ -211,7 +216,11 @@ def read_back(entries: EntryFormat, k: Tensor, v: Tensor, statistics: RowStatist
     s = statistics
     keys = [entries.k.read_back(*layer) for layer in zip(k, s.k_mean, s.k_deviation, strict=True)]
     values = [entries.v.read_back(*layer) for layer in zip(v, s.v_mean, s.v_deviation, strict=True)]
-    return torch.stack(keys), torch.stack(values)
+    stored = torch.stack(keys), torch.stack(values)
+    if not entries.has_sinks:
+        for whole, rows in zip((k, v), stored, strict=True):
+            rows[:, :, :NUM_SINKS] = whole[:, :, :NUM_SINKS]
+    return stored
 
 
 def measured(
@@ -224,10 +233,14 @@ def measured(
     return {"kl": f"{divergence:.5f}", "same": f"{same:.3f}"}
 
 
-def format_rows(reader: Reader, context: Context, statistics: RowStatistics) -> Iterator[dict[str, str]]:
-    """Every entry of a context in each format."""
+def format_rows(
+    reader: Reader, context: Context, statistics: RowStatistics, only: Sequence[str]
+) -> Iterator[dict[str, str]]:
+    """Every entry of a context in each format whose name contains one of ``only``."""
     full = reader.predict(context, context.k, context.v, None)
-    for entries in FORMATS[1:]:
+    for entries in FORMATS:
+        if not any(part in entries.name for part in only):
+            continue
         stored = read_back(entries, context.k, context.v, statistics)
         bits = f"{entries.bits_per_number(reader.head_dim):.3g}"
         where = {"format": entries.name, "bits": bits, "share": "", "kept": "1"}
@@ -262,7 +275,7 @@ def model_rows(args: argparse.Namespace, model: str) -> Iterator[dict[str, str]]
         for name, text in texts().items():
             context = reader.context(text, start)
             where = {"model": reader.folder.name, "text": name, "first position": str(start)}
-            for row in format_rows(reader, context, statistics):
+            for row in format_rows(reader, context, statistics, args.only):
                 yield where | row
             print(f"{time.monotonic() - started:5.0f} s  {model}: {name} at {start}, formats", flush=True)
             if start == 0:
@@ -276,6 +289,7 @@ def main() -> None:
     """Measure models, and write the table of all rows that there are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["demo", "qwen-0.5b", "qwen-1.5b"])
+    parser.add_argument("--only", nargs="*", default=[""], help="formats whose names contain one of these")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.3, 0.2, 0.1, 0.05])
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -312,7 +326,7 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         return " | ".join(means)
 
     heads = " | ".join(models)
-    formats = list(dict.fromkeys((row["format"], row["bits"]) for row in rows if not row["share"]))
+    formats = list(dict.fromkeys(row["format"] for row in rows if not row["share"]))
     lines = [
         "# What few bits cost",
         "",
@@ -323,21 +337,22 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         "",
         "## Every entry in one format",
         "",
-        "*Far*: the whole text at other positions, to which RoPE turns keys further than in any text that was learned",
-        f"from: {FAR_POSITION:,}; SmolLM2: {FAR['SmolLM2-135M-Instruct']:,}.",
+        f"The first {NUM_SINKS} tokens, attention sinks, stay in 16 bits unless said otherwise. *Far*: the whole text",
+        "at other positions, to which RoPE turns keys further than in any text that was learned from:",
+        f"{FAR_POSITION:,}; SmolLM2: {FAR['SmolLM2-135M-Instruct']:,}.",
         "",
-        f"| bits of a number | with headers | {heads} | {' | '.join(f'{model}, far' for model in models)} |",
-        "|---|--:|" + "--:|" * (2 * len(models)),
+        f"| bits of a number | {heads} | {' | '.join(f'{model}, far' for model in models)} |",
+        "|---|" + "--:|" * (2 * len(models)),
     ]
-    for name, bits in formats:
-        chosen = [row for row in rows if (row["format"], row["share"]) == (name, "") and row["bits"] == bits]
-        lines.append(f"| {name} | {bits} | {cells(chosen)} | {cells(chosen, far=True)} |")
+    for name in formats:
+        chosen = [row for row in rows if (row["format"], row["share"]) == (name, "")]
+        lines.append(f"| {name} | {cells(chosen)} | {cells(chosen, far=True)} |")
     lines += [
         "",
         "## Bits or entries: a share of the bytes",
         "",
         "Entries are kept by learned scores, from the cache alone, over all layers and heads; 8 bits as e4m3, 4 with a",
-        f"scale for 32, both of the model. The last {TAIL} tokens stay as they are.",
+        f"scale for 32, both of the model. The first {NUM_SINKS} tokens (counted) and the last {TAIL} stay in 16 bits.",
         "",
         f"| share of bytes | bits | entries kept | {heads} |",
         "|--:|---|--:|" + "--:|" * len(models),

@@ -126,13 +126,14 @@ def learn(
     """
     if (error := output_error(out)) is not None:
         raise ConfigError(f"--out: {str(out)!r} cannot be written ({error}); allowed: a path in a folder")
+    if completes:
+        check_format(out)
     if texts is not None:
         passages_of(str(texts))  # refused before anything is started
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the folder, stops the server
     with tempfile.TemporaryDirectory(prefix="kvevict-learn-") as folder:
         learned, log_path = Path(folder) / "scores.safetensors", Path(folder) / "server.log"
         if completes:
-            check_format(out)
             shutil.copyfile(out, learned)
         values = {"score_weights": str(learned), "score_texts": None if texts is None else str(texts.absolute())}
         plan = plan_serve(model, parse_config(values, "sgl-kvevict learn"), sglang_flags, listens=False)

@@ -88,11 +88,19 @@ def hadamard(size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """How the key and the value of an entry are stored."""
+    """How the key and the value of an entry are stored.
+
+    Attributes:
+        name: for tables.
+        k: of its key.
+        v: of its value.
+        has_sinks: also those of the first tokens of a path, which otherwise stay in 16 bits.
+    """
 
     name: str
     k: RowFormat
     v: RowFormat
+    has_sinks: bool = False
 
     def bits_per_number(self, head_dim: int) -> float:
         """Bits of a number, mean of key and value."""
@@ -116,7 +124,6 @@ def _steps(parts: int) -> RowFormat:
 
 
 FORMATS = (
-    _both("16", AS_IT_IS),
     _both("8, a scale for a row", RowFormat("scaled", 8)),
     _both("8, a scale for a row, of the model", EIGHT_SCALED),
     _both("8, e4m3 of the model", FLOAT8),
@@ -131,8 +138,11 @@ FORMATS = (
         "4, a scale for a row, of the model, rotated", RowFormat("scaled", 4, mean=True, deviation=True, rotated=True)
     ),
     EntryFormat("K 8 e4m3, V 4 for 32, of the model", FLOAT8, FOUR),
+    EntryFormat("K 16, V 4 for 32, of the model", AS_IT_IS, FOUR),
     EntryFormat("K 4, V 3 for 32, of the model", FOUR, THREE),
     EntryFormat("K 3, V 4 for 32, of the model", THREE, FOUR),
     _both("3, a scale for 32, of the model", THREE),
+    EntryFormat("8, e4m3 of the model; the first tokens, too", FLOAT8, FLOAT8, has_sinks=True),
+    EntryFormat("4, a scale for 32, of the model; the first tokens, too", FOUR, FOUR, has_sinks=True),
 )
 """What is compared; "of the model": its mean and deviation of each channel, learned from other texts."""
