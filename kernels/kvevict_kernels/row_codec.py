@@ -75,6 +75,10 @@ class RowStatistics:
         )
         return (k_mean, k_deviation), (v_mean, v_deviation)
 
+    def by_run(self) -> Tensor:
+        """[num_layers, num_kv_heads, 4, head_dim]: means and deviations of keys, then of values, for kernels."""
+        return torch.stack([self.k_mean, self.k_deviation, self.v_mean, self.v_deviation], dim=2)
+
     def __post_init__(self) -> None:
         shape, device = tuple(self.k_mean.shape), self.k_mean.device
         check_tensor("k_mean", self.k_mean, (None, None, None), torch.float32)
@@ -121,7 +125,7 @@ def encode_normalised(x: Tensor, bits: int) -> Tensor:
     """:func:`encode_rows` for numbers [n, head_dim], float32, that are normalised already."""
     if bits == 8:
         return x.clamp(-MAX_8, MAX_8).to(torch.float8_e4m3fn).view(torch.uint8)
-    groups = x.clamp(-MAX_4, MAX_4).unflatten(1, (-1, GROUP))  # [n, groups, GROUP]
+    groups = x.clamp(-MAX_4, MAX_4).view(x.shape[0], x.shape[1] // GROUP, GROUP)
     low, high = groups.aminmax(dim=2)
     header = torch.stack([(high - low) / MAX_CODE, low], dim=2).half()  # [n, groups, 2]
     scale, minimum = header.float().unbind(2)
@@ -136,8 +140,10 @@ def decode_normalised(encoded: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return encoded.view(torch.float8_e4m3fn).float()
     num_bytes = encoded.shape[1] * 4 // 5  # of codes: a group has 16, and 4 of scale and minimum
-    halves = encoded[:, :num_bytes].unflatten(1, (-1, GROUP // 2))
-    scale, minimum = encoded[:, num_bytes:].contiguous().view(torch.float16).unflatten(1, (-1, 2)).float().unbind(2)
+    num_groups = num_bytes * 2 // GROUP
+    halves = encoded[:, :num_bytes].reshape(encoded.shape[0], num_groups, GROUP // 2)
+    header = encoded[:, num_bytes:].contiguous().view(torch.float16).view(encoded.shape[0], num_groups, 2)
+    scale, minimum = header.float().unbind(2)
     codes = torch.cat([halves & MAX_CODE, halves >> 4], dim=2)
     return (codes * scale[..., None] + minimum[..., None]).flatten(1)
 

@@ -72,9 +72,10 @@ class RowFormat:
             return (numbers * self.parts).round().clamp(-128, 127) / self.parts
         groups = numbers.unflatten(-1, (-1, self.group or numbers.shape[-1]))
         least, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        most = 2**self.bits - 1
+        step = ((largest - least) / most).half().float().clamp_min(_TINY)
         least = least.half().float()
-        step = ((largest - least) / (2**self.bits - 1)).half().float().clamp_min(_TINY)
-        return (((groups - least) / step).round().clamp(0, 2**self.bits - 1) * step + least).flatten(-2)
+        return (((groups - least) / step + 0.5).floor().clamp(0, most) * step + least).flatten(-2)
 
 
 @functools.cache
