@@ -12,7 +12,7 @@ from kvevict_kernels.checks import FP8
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill import CachedRange, RowSums, statistics_of_rank, statistics_of_ranks
 from sgl_kvevict.distill.learner import NUM_SINKS
-from sgl_kvevict.distill.row_sums import MIN_DEVIATION, SPREAD_POSITIONS, STATISTICS
+from sgl_kvevict.distill.row_sums import MIN_DEVIATION, POWER, SPREAD_POSITIONS, STATISTICS
 from sgl_kvevict.geometry import KVGeometry, KVScales
 
 LAYERS, SLOTS, HEADS, DIM = 3, 50, 4, 8
@@ -44,7 +44,9 @@ def test_they_are_those_of_all_tokens_of_all_texts() -> None:
         (arena(1), found.v_mean, found.v_deviation),
     ):
         torch.testing.assert_close(mean, rows[:, slots].mean(1))
-        torch.testing.assert_close(deviation, rows[:, slots].std(1, correction=0), rtol=1e-3, atol=1e-3)
+        plain = rows[:, slots].std(1, correction=0)
+        shares = plain / plain.mean(-1, keepdim=True)
+        torch.testing.assert_close(deviation, shares**POWER * plain.mean(-1, keepdim=True), rtol=1e-3, atol=1e-3)
 
 
 def test_attention_sinks_are_left_out() -> None:
@@ -79,7 +81,7 @@ def test_a_channel_that_never_varied_gets_a_deviation() -> None:
     sums.add(text)
     found = sums.solve()
     others = text.k_arena[0, :20, 1].std(0, correction=0).mean()
-    assert found.k_deviation[0, 1, 2] == pytest.approx(float(MIN_DEVIATION * others), rel=1e-3)
+    assert found.k_deviation[0, 1, 2] == pytest.approx(float(MIN_DEVIATION**POWER * others), rel=1e-3)
     assert found.k_mean[0, 1, 2] == 7.0 and (found.k_deviation > 0).all()
 
 
