@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -23,7 +23,15 @@ ENV_VAR = "KVEVICT_CONFIG"
 HOST_PER_POOL = 2
 """Bytes of ``host_bytes`` per byte of the pool by default: the default of SGLang's ``--hicache-ratio``."""
 LIGHT_SHARE = 0.5
-"""Share of its entries to which an uncompressed prefix shrinks first when slots are short; not below ``budget``."""
+"""Share of its bytes to which an uncompressed prefix shrinks first when slots are short; not below ``budget``. Every
+entry is kept in rows of 8 bits, or half of the entries where rows have 16."""
+WHOLE_SHARES = {"auto": (LIGHT_SHARE, 0.4), 16: (LIGHT_SHARE,), 8: (LIGHT_SHARE,), 4: (1 / 3,)}
+"""By ``bits``: shares above the budget. The last one is the smallest that keeps every entry: 2 of 5 with 8 bits, the
+others with 4; all with 8; all with 4."""
+LEAST_SHARE_OF_16_BITS = 0.1
+"""Default of ``min_budget`` where rows have 16 bits."""
+Bits = Literal["auto", 16, 8, 4]
+"""Of a number in a row: 16 as the pool stores it; auto: :func:`sgl_kvevict.widths.rows_that_fit`."""
 _as_written = cache(lambda share: Fraction(repr(share)))  # exact value of a share's decimal notation
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -72,18 +80,25 @@ class KVEvictConfig(BaseModel):
     )
     budget: float | int = Field(
         default=0.2,
-        description="entries kept of a compressed range",
+        description="what a compressed range keeps of its bytes, uncompressed",
         json_schema_extra={
-            "allowed": "a float in (0, 1] (share of the entries; 1.0 keeps all) "
-            "or an integer >= 2 (entries per KV head)"
+            "allowed": "a float in (0, 1] (share of the bytes; 1.0 keeps all) "
+            "or an integer >= 2 (entries per KV head, with 16 bits)"
         },
     )
+    bits: Bits = Field(
+        default="auto",
+        description="bits of a number in the rows of compressed prefixes. auto: before entries are evicted all get 8, "
+        "then 4 but for the best; 16 where others cannot be read (the log at start says why). 16: as the pool "
+        "stores them (docs/design.md#packing)",
+        json_schema_extra={"allowed": "'auto', 16, 8 or 4"},
+    )
     min_budget: float | None = Field(
-        default=0.1,
+        default=0.05,
         gt=0,
         lt=1,
-        description="share to which compressed prefixes shrink when slots are short, before one is dropped; "
-        "null: none does. No effect with an integer `budget`, or 1.0",
+        description="share of the bytes to which compressed prefixes shrink when slots are short, before one is "
+        "dropped (default with rows of 16 bits: 0.1); null: none does. No effect with an integer `budget`, or 1.0",
     )
     prefill_budget: float | None = Field(
         default=None,
@@ -263,15 +278,24 @@ class KVEvictConfig(BaseModel):
             slots = self.slots_at(self.budget, num_tokens, start)
         return min(max(slots, 1), num_tokens)
 
-    @cached_property
+    @property
     def shares(self) -> tuple[float, ...]:
-        """Descending shares to which prefixes shrink in turn when token slots are short; () if they do not shrink."""
-        budget = self.budget
+        """Descending shares of their bytes to which prefixes shrink in turn when token slots are short.
+
+        () if they do not shrink. With rows of fewer bits than 16 there is a step between ``budget`` and a much smaller
+        ``min_budget``.
+        """
+        budget, least = self.budget, self.min_budget
         if not isinstance(budget, float) or budget == 1 or self.budget_includes_tail:
             return ()
-        light = () if budget >= LIGHT_SHARE else (LIGHT_SHARE,)
-        least = () if self.min_budget is None or self.min_budget >= budget else (self.min_budget,)
-        return (*light, budget, *least)
+        if self.bits == 16 and "min_budget" not in self.model_fields_set:
+            least = LEAST_SHARE_OF_16_BITS
+        whole = tuple(share for share in WHOLE_SHARES[self.bits] if share > budget)
+        if least is None or least >= budget:
+            return (*whole, budget)
+        is_far = self.bits != 16 and budget > 2 * least
+        between = (round((budget + least) / 2, 6),) if is_far else ()
+        return (*whole, budget, *between, least)
 
     def slots_at(self, share: float, num_tokens: int, start: int) -> int:
         """Token slots that the compressed tokens ``[start, start + num_tokens)`` take at a share; sinks stay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -47,6 +48,7 @@ class KVGeometry:
             Empty: no layer has a window.
         latent_dim: width of the values, if they are the first numbers of the keys' rows (latent attention, MLA); 0:
             values have rows of their own, as wide as keys.
+        itemsize: bytes of a number in the arena. Only rows of fewer than 16 bits depend on it.
 
     Raises:
         ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, a
@@ -61,6 +63,7 @@ class KVGeometry:
     scales: KVScales = UNSCALED
     windows: tuple[int, ...] = ()
     latent_dim: int = 0
+    itemsize: int = 2
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_qo_heads", "num_kv_heads", "head_dim", "num_token_slots"):
@@ -142,6 +145,14 @@ class KVGeometry:
         """Head slots in the whole arena."""
         return self.num_token_slots * self.num_runs
 
-    def slots_for(self, num_entries: int) -> int:
-        """Token slots that ``num_entries`` packed entries take: ``ceil(num_entries / num_runs)``."""
-        return -(-num_entries // self.num_runs)
+    def rows_per_slot(self, bits: int) -> int:
+        """Rows of a width that a head slot holds, as :func:`kvevict_kernels.row_codec.rows_per_slot` says."""
+        return {16: 2, 8: 2 * self.itemsize, 4: 3 * self.itemsize}[bits] // 2
+
+    def head_slots_for(self, parts: Iterable[tuple[int, int]]) -> int:
+        """Head slots that packed entries take; of each part the bits of its rows, and how many entries it has."""
+        return sum(-(-count // self.rows_per_slot(bits)) for bits, count in parts)
+
+    def slots_for(self, num_head_slots: int) -> int:
+        """Token slots that have so many head slots; an entry with 16 bits takes one: ``ceil(number / num_runs)``."""
+        return -(-num_head_slots // self.num_runs)

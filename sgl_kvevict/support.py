@@ -29,7 +29,7 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.machine import BUILD_TOOLS, FP8_CAPABILITY, Check
 
 if TYPE_CHECKING:
-    from sgl_kvevict.config import KVEvictConfig
+    from sgl_kvevict.config import Bits, KVEvictConfig
     from sgl_kvevict.policies.policy import Policy
     from sgl_kvevict.sglang_adapter.settings import ServerSettings
 
@@ -165,6 +165,8 @@ class AfterLoad(Kernels, HasTraits):
         decode_graphs: of decode steps.
         has_glue_graph: one graph is to record what steps are planned from.
         pooling: of rows by the policy on a GPU: its width, and the widest that shared memory allows.
+        num_head_slots: of the full-attention pool.
+        has_weights: the model's are not random (``--load-format dummy``).
         machine: checks of the machine that the scheduler runs on.
     """
 
@@ -186,7 +188,25 @@ class AfterLoad(Kernels, HasTraits):
     decode_graphs: str = "disabled"
     has_glue_graph: bool = False
     pooling: tuple[int, int] = (0, 0)
+    num_head_slots: int = 0
+    has_weights: bool = True
     machine: tuple[Check, ...] = ()
+
+    @property
+    def why_16_bits(self) -> list[str]:
+        """Why all rows have 16 bits, whatever ``bits`` says; [] if they need not."""
+        return [] if self.policy is None else reasons(BITS, self)
+
+    @property
+    def bits(self) -> Bits:
+        """Of rows of compressed prefixes: ``bits``, or 16 where that is all that can be read or written."""
+        return 16 if self.policy is None or self.why_16_bits else self.config.bits
+
+    @property
+    def bits_refused(self) -> str:
+        """One sentence for each reason."""
+        field = f"bits is {self.config.bits}; allowed: 16 or 'auto'"
+        return "\n".join(f"{field}, because {reason}" for reason in self.why_16_bits)
 
     @property
     def has_places(self) -> bool:
@@ -460,10 +480,34 @@ ATTENTION: Table[AfterLoad] = {
 }
 """What attention needs, of a model and of its draft model."""
 
+GROUP = 32
+"""Numbers of a row with one scale: ``kvevict_kernels.row_codec.GROUP``, without importing torch."""
+MAX_ROWS = 2**31 - 1024
+"""Row numbers are int32; see ``kvevict_kernels.alloc_head_slots``."""
+BITS: Table[AfterLoad] = {
+    "budget": (lambda f: isinstance(f.config.budget, int),
+        "budget is {f.config.budget}, a number of entries, which have 16 bits (a share is one of bytes)"),
+    "budget_includes_tail": (lambda f: f.config.budget_includes_tail,
+        "budget_includes_tail counts entries of 16 bits, as papers do"),
+    "merging": (lambda f: f.policy is not None and f.policy.merger is not None,
+        "policy {f.policy.name!r} merges rows, and sums of rows with few bits would lose more each time"),
+    "latents": (lambda f: f.is_latent, "the model keeps latents (MLA), for which fewer bits were never measured"),
+    "float8": (lambda f: f.dtype == FP8, "the pool's rows have 8 bits already (--kv-cache-dtype)"),
+    "flashinfer": (lambda f: f.chosen == "flashinfer", "attention 'flashinfer' reads rows of 16 bits only"),
+    "head_dim": (lambda f: not f.is_latent and f.head_dim % GROUP,
+        f"a scale is that of {GROUP} numbers, and the model's head_dim is {{f.head_dim}}"),
+    "rows": (lambda f: f.num_head_slots * (6 if f.dtype == "float32" else 3) > MAX_ROWS,
+        "the pool has {f.num_head_slots} head slots, and numbers of their rows would not fit 32 bits"),
+    "weights": (lambda f: not f.has_weights,
+        "the weights are random (--load-format dummy), so that keys and values have no statistics"),
+}
+"""Why rows of compressed prefixes have 16 bits: ends of sentences."""
+
 _UNMEASURED = "the model keeps latents (MLA), and what their eviction costs without scoring passes was never measured"
 AFTER_LOAD: Table[AfterLoad] = {
     **ATTENTION,
     **MODEL,
+    "bits": (lambda f: f.config.bits in (8, 4) and f.why_16_bits, "{f.bits_refused}"),
     "images that see later tokens": (lambda f: f.is_multimodal and f.sees_later,
         "an image's tokens attend to later ones of the same image, which causal attention would leave out; "
         "--language-model-only serves the model's text"),

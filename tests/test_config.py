@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
+from sgl_kvevict.config import ENV_VAR, Bits, KVEvictConfig, load_config, parse_config
 from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.fields import allowed
@@ -132,8 +132,31 @@ def test_every_field_of_bytes_takes_what_people_write() -> None:
 @pytest.mark.parametrize("budget", [0.05, 0.6, 1.0, 2])
 def test_default_shares_that_do_not_fit_the_budget_have_no_effect(budget: float) -> None:
     config = load(json.dumps({"budget": budget}))
-    assert config.shares == {0.05: (0.5, 0.05), 0.6: (0.6, 0.1)}.get(budget, ())
+    assert config.shares == {0.05: (0.5, 0.4, 0.05), 0.6: (0.6, 0.325, 0.05)}.get(budget, ())
+    assert config.model_copy(update={"bits": 16}).shares == {0.05: (0.5, 0.05), 0.6: (0.6, 0.1)}.get(budget, ())
     assert load(config.model_dump_json(exclude_unset=True)) == config
+
+
+@pytest.mark.parametrize(
+    ("bits", "shares"),
+    [
+        ("auto", (0.5, 0.4, 0.2, 0.125, 0.05)),
+        (16, (0.5, 0.2, 0.1)),
+        (8, (0.5, 0.2, 0.125, 0.05)),
+        (4, (1 / 3, 0.2, 0.125, 0.05)),
+    ],
+)
+def test_bits_go_before_entries_do(bits: Bits, shares: tuple[float, ...]) -> None:
+    config = KVEvictConfig(bits=bits)
+    assert config.shares == shares
+    assert KVEvictConfig(bits=bits, min_budget=0.1).shares == (*shares[: shares.index(0.2) + 1], 0.1)
+    assert KVEvictConfig(bits=bits, min_budget=None).shares == shares[: shares.index(0.2) + 1]
+
+
+@pytest.mark.parametrize("bits", [2, 32, "8", 16.5, True, None])
+def test_other_bits_are_refused(bits: object) -> None:
+    with pytest.raises(ConfigError, match=r"bits: got .*; allowed: 'auto', 16, 8 or 4"):
+        load(json.dumps({"bits": bits}))
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])

@@ -12,7 +12,19 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {"errors", "guard", "geometry", "ragged", "copies", "config", "config_file", "fields", "request", "long_prompts"}
+BASE = {
+    "errors",
+    "guard",
+    "geometry",
+    "ragged",
+    "copies",
+    "config",
+    "config_file",
+    "fields",
+    "request",
+    "long_prompts",
+    "widths",
+}
 MACHINE, SUPPORT = "machine", "support"
 TOP = {"cli", "client"}
 BELOW_TOP = {

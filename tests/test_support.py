@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from helpers.own_policies import OWN_POLICIES
 from helpers.settings import loaded, settings
 from sgl_kvevict import support
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.machine import Check
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.support import (
     AFTER_LOAD,
     ATTENTION,
     BEFORE_LOAD,
+    BITS,
     FIRST_FORWARD,
     FIRST_START,
     FLAGS,
@@ -28,6 +30,7 @@ from sgl_kvevict.support import (
     MODELS,
     RESOURCES,
     SETTINGS,
+    AfterLoad,
     BeforeLoad,
     LayerCall,
     Table,
@@ -107,6 +110,7 @@ AFTER = {
     "decode_block with states": loaded(BLOCKS, has_states=True),
     "store of places": loaded(KVEvictConfig(store="memory://x"), windows_class=WINDOWS),
     "host_bytes of places": loaded(KVEvictConfig(host_bytes=10**9), has_states=True),
+    "bits": loaded(KVEvictConfig(bits=4), build_policy("snapkv", {}), head_dim=80),
     "policy with places": loaded(policy=build_policy("d2o", {"direction": "any"}), has_states=True),
     "page_size of the pool": loaded(page_size=16),
     "layout of the pool": loaded(layout="hnd"),
@@ -124,6 +128,17 @@ AFTER = {
     "policy with latents": loaded(policy=build_policy(OWN_POLICIES["defensive"], {}), is_latent=True),
     "speculative_algorithm with latents": loaded(own=DRAFTS, is_latent=True),
 }
+SIXTEEN = {
+    "budget": loaded(KVEvictConfig(budget=64)),
+    "budget_includes_tail": loaded(KVEvictConfig(budget_includes_tail=True)),
+    "merging": loaded(policy=build_policy("d2o", {})),
+    "latents": loaded(is_latent=True, head_dim=576),
+    "float8": loaded(dtype="float8_e4m3fn", capability=(9, 0)),
+    "flashinfer": loaded(**FLASHINFER),
+    "head_dim": loaded(head_dim=80),
+    "rows": loaded(num_head_slots=2**30),
+    "weights": loaded(has_weights=False),
+}
 MACHINES = {
     "part": Check("GPU", "missing", "torch sees none", "see driver"),
     "build tool": Check("ninja", "missing", "not on PATH", "pip install ninja"),
@@ -131,6 +146,7 @@ MACHINES = {
 MOMENTS: list[tuple[str, Table[Any], dict[str, Any]]] = [
     ("before", BEFORE_LOAD, BEFORE),
     ("after", AFTER_LOAD, AFTER),
+    ("bits", BITS, SIXTEEN),
     ("machine", FIRST_START, MACHINES),
     ("first forward", FIRST_FORWARD, {"extras": LayerCall("'sinks'")}),
 ]
@@ -166,6 +182,25 @@ def test_no_name_stands_for_two_rows() -> None:
 def test_nothing_is_refused_of_a_plain_model() -> None:
     assert reasons(AFTER_LOAD, loaded()) == reasons(BEFORE_LOAD, before()) == []
     assert reasons(AFTER_LOAD, loaded(**ON_CPU, dtype="float32")) == reasons(FIRST_FORWARD, LayerCall("")) == []
+
+
+@pytest.mark.parametrize("facts", SIXTEEN.values(), ids=SIXTEEN)
+def test_where_rows_must_have_16_bits_others_are_refused_and_auto_means_16(facts: AfterLoad) -> None:
+    policy = facts.policy or build_policy("snapkv", {})
+    auto = replace(facts, policy=policy)
+    (why,) = auto.why_16_bits
+    assert auto.config.bits == "auto" and auto.bits == 16 and not AFTER_LOAD["bits"][0](auto)
+    for bits in (16, 8, 4):
+        given = replace(auto, config=auto.config.model_copy(update={"bits": bits}))
+        applies, sentence = AFTER_LOAD["bits"]
+        assert given.bits == 16 and bool(applies(given)) == (bits != 16)
+        assert sentence.format(f=given) == f"bits is {bits}; allowed: 16 or 'auto', because {why}"
+
+
+@pytest.mark.parametrize("bits", ["auto", 16, 8, 4])
+def test_a_plain_model_has_the_bits_of_the_configuration(bits: Bits) -> None:
+    facts = loaded(KVEvictConfig(bits=bits), build_policy("snapkv", {}))
+    assert facts.bits == bits and facts.why_16_bits == [] and loaded(KVEvictConfig(bits=bits)).bits == 16
 
 
 def test_sentences_of_several_things_are_apart() -> None:

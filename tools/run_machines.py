@@ -2,9 +2,10 @@
 
 Runs the machines of one kind of model in turn, each with seeds of its own, until so many operations were done (default
 100,000). POOLS is ``one``, ``windows`` (layers with a sliding window have a pool of their own), ``states`` (recurrent
-layers have one), ``images``, ``latents`` (values are a part of the keys' rows), or ``host`` (those of the others whose
-prefixes move to the host's memory). After each operation the harness checks contents, conservation and SGLang's own
-`sanity_check`. Stops at the first failure with the smallest sequence that shows it.
+layers have one), ``images``, ``latents`` (values are a part of the keys' rows), ``bits`` (rows of 8 and 4 bits), or
+``host`` (those of the others whose prefixes move to the host's memory). After each operation the harness checks
+contents, conservation and SGLang's own `sanity_check`. Stops at the first failure with the smallest sequence that shows
+it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
+from helpers.bits_machines import BITS_MACHINES
 from helpers.harness import publish_server_args
 from helpers.image_machines import IMAGE_MACHINES
 from helpers.latent_machines import LATENT_MACHINES
@@ -31,6 +33,7 @@ from helpers.verify_machines import VERIFY_MACHINES
 from helpers.window_machines import WINDOW_MACHINES
 
 KINDS = {
+    "bits": BITS_MACHINES,
     "one": MACHINES + LONG_MACHINES + VERIFY_MACHINES,
     "images": IMAGE_MACHINES,
     "latents": LATENT_MACHINES,

@@ -179,7 +179,7 @@ def compression_cost(num_tokens: int) -> dict[str, float]:
     begin = time.perf_counter()
     order = compressor.rank(slots, 0, observation, turn=0)
     sources = Sources(geometry, [TokenRange(slots, 0, order.keys)]).best(config.num_slots(len(slots)))
-    compressor.packer.rewrite(sources, sources.fewest_slots, bits=16)
+    compressor.packer.rewrite(sources, sources.fewest_slots)
     return {"wall_ms": 1e3 * (time.perf_counter() - begin)}
 
 

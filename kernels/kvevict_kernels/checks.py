@@ -42,11 +42,11 @@ def check_tensor(
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()} for {_show_shape(x.shape)}")
 
 
-def check_positions(positions: object, head_slots: torch.Tensor) -> None:
-    """Require a span's positions, one per head slot: layers with a window read them."""
+def check_positions(positions: object, rows: torch.Tensor) -> None:
+    """Require a span's positions, one per row: layers with a window read them."""
     if positions is None:
         raise ValueError("positions: a layer with a window needs the positions of every span, got None")
-    check_tensor("positions", positions, tuple(head_slots.shape), torch.int32, head_slots.device)
+    check_tensor("positions", positions, tuple(rows.shape), torch.int32, rows.device)
 
 
 def check_arenas(

@@ -21,6 +21,7 @@ row after row, group after group. Row ``r`` is part ``r % n`` of block ``r // n`
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -75,9 +76,23 @@ class RowStatistics:
         )
         return (k_mean, k_deviation), (v_mean, v_deviation)
 
-    def by_run(self) -> Tensor:
-        """[num_layers, num_kv_heads, 4, head_dim]: means and deviations of keys, then of values, for kernels."""
+    @cached_property
+    def _by_run(self) -> Tensor:
         return torch.stack([self.k_mean, self.k_deviation, self.v_mean, self.v_deviation], dim=2)
+
+    def by_run(self) -> Tensor:
+        """[num_layers, num_kv_heads, 4, head_dim]: means and deviations of keys, then of values, for kernels.
+
+        The same tensor each time.
+        """
+        return self._by_run
+
+    def assign(self, other: RowStatistics) -> None:
+        """Take over other numbers of the same shape, in place: who reads these reads those from now on."""
+        for field in fields(self):
+            getattr(self, field.name).copy_(getattr(other, field.name))
+        parts = (self.k_mean, self.k_deviation, self.v_mean, self.v_deviation)
+        self._by_run.copy_(torch.stack(parts, dim=2))
 
     def __post_init__(self) -> None:
         shape, device = tuple(self.k_mean.shape), self.k_mean.device

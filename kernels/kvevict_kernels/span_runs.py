@@ -8,25 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class SpanRuns:
-    """One compressed span. Immutable; compared and hashed by identity.
+    """One compressed span, or its rows of one width. Immutable; compared and hashed by identity.
 
-    Run ``(l, h)`` is ``head_slots[starts[l, h] : starts[l, h] + lens[l, h]]``.
+    Run ``(l, h)`` is ``rows[starts[l, h] : starts[l, h] + lens[l, h]]``. Tokens whose entries have rows of two widths
+    are two spans of a path; attention merges them like any others.
     """
 
-    head_slots: Tensor  # [segment_entries], int32: of the whole segment, shared by all spans cut from it
+    # [segment_entries], int32, numbers of rows of ``bits`` bits (row_codec.py): of the whole segment, shared by all
+    # spans cut from it
+    rows: Tensor
     starts: Tensor  # [num_layers, num_kv_heads], int32, first entry of each run
     lens: Tensor  # [num_layers, num_kv_heads], int32, entries of each run; may be 0
-    num_tokens: int  # logical tokens that were compressed into the span
+    num_tokens: int  # logical tokens that were compressed into the span: no run is longer
     # [segment_entries], int32, logical position of each entry's token, ascending within a run. None: unknown, and only
     # layers without a window may read the span.
     positions: Tensor | None = None
+    bits: int = 16  # width of a number in a row: 16 (as the pool stores it), 8 or 4
+    is_counted: bool = True  # False: another span of the path has other rows of the same tokens, which count once
 
 
 class SpanReaders:
@@ -58,14 +62,6 @@ class SpanReaders:
             self.path_start.append(len(self.path_span))
 
 
-class HasNumTokens(Protocol):
-    """A span, or its runs."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Logical tokens that were compressed into it."""
-
-
-def compressed_len_of(path: Iterable[HasNumTokens]) -> int:
+def compressed_len_of(path: Iterable[SpanRuns]) -> int:
     """Tokens that were compressed into the spans of a path; every later token has a token slot of its own."""
-    return sum(span.num_tokens for span in path)
+    return sum(span.num_tokens for span in path if span.is_counted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvevict_kernels.row_codec import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.errors import InvariantError
 
@@ -97,3 +99,14 @@ class AttentionBatch:
     def key(self) -> BatchKey:
         """The key of layouts that do not depend on the lengths of suffixes."""
         return BatchKey(self.paths, tuple(self.new_lens), is_tree=self.visible is not None)
+
+
+def require_widths(paths: Iterable[Path], *, has_statistics: bool) -> None:
+    """Require spans that an implementation can read: with statistics of the model all, else those of 16 bits.
+
+    Raises:
+        InvariantError: a span of another number of bits.
+    """
+    for span in (span for path in paths for span in path):
+        if span.bits != WIDTHS[0] and not (has_statistics and span.bits in WIDTHS):
+            raise InvariantError(f"a span has rows of {span.bits} bits, which this attention was not built to read")

@@ -74,7 +74,8 @@ class Adoption:
         fewest = -self._tree.largest(-record.num_entries)  # among all ranks
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it
-        num_slots = self._packer.geometry.slots_for(record.num_entries)
+        geometry = self._packer.geometry
+        num_slots = geometry.slots_for(geometry.head_slots_for(CopiedEntries(record.parts, record.order).sizes))
         slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
@@ -149,8 +150,7 @@ class Adoption:
         return length_of(there) < record.end and self._spans.compressed_len(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
-        (part,) = record.parts
-        copied = CopiedEntries(part.keep_lens, part.positions, part.k, part.v, record.order)
+        copied = CopiedEntries(record.parts, record.order)
         segment = self._packer.new_segment(
             slots, copied, record.start, record.end, is_measured=record.is_measured, shadow=record.shadow
         )

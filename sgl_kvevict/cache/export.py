@@ -10,7 +10,7 @@ import torch
 from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.paths import Spans
 from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.copies import CopiedRows, CopiedTail
+from sgl_kvevict.copies import CopiedTail
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.segments import SegmentPacker, Sources, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
@@ -93,13 +93,13 @@ def export_sources(
         splittable=splittable,
         is_measured=is_measured,
         tokens=torch.tensor(tokens, dtype=torch.int64),
-        parts=(CopiedRows(16, copied.keep_lens, copied.positions, copied.k, copied.v),),
+        parts=copied.parts,
         order=copied.order,
         policy_state=None if state is None else state.threshold,
         tail=tail,
         shadow=packer.copy_shadow(sources),
     )
-    if not copied.k.is_cuda:
+    if not copied.parts[0].k.is_cuda:
         return Leaving(namespace, record, None)
     launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
     launched.record()

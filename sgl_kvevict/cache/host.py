@@ -49,7 +49,6 @@ class HostMemory:
         self._guard = guard
         self._adoption = adoption
         self._min_tokens = segments.identity.min_prefix_tokens
-        self._slot_bytes = self._packer.slot_bytes
 
     @property
     def is_on(self) -> bool:
@@ -63,8 +62,8 @@ class HostMemory:
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
         is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
-        num_slots = segment.num_slots + 1  # the last one for the lengths of its runs, and the policy's state
-        return is_found and self.segments.has_room(num_slots * self._slot_bytes)
+        beside = self._packer.slot_bytes  # for the lengths of its runs, and the policy's state
+        return is_found and self.segments.has_room(self._packer.bytes_of(segment) + beside)
 
     # ---- out --------------------------------------------------------------------------------------------------
 
@@ -126,7 +125,8 @@ class HostMemory:
         splittable = self._compressor.policy.splittable and not is_cut
         above = self._spans.at(node.parent)
         state = None if above is None else above.segment.policy_state
-        identity, best = self.segments.identity, sources.best(num_slots)
+        identity = self.segments.identity
+        best = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
         return export_sources(best, path, self._packer, identity, splittable, order.is_measured, state).copied
 
     # ---- in ---------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class HostMemory:
                 reads = self._readers[reader]
                 if reads.host_start is None:
                     reads.host_start = record.end - num_tokens
-                num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
+                num_bytes = sum(tensor.nbytes for tensor in record.tensors.values())
                 begin, since = time.perf_counter(), begin
                 start, seconds = record.end - num_tokens, begin - since
                 self._table.listener.emit(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))

@@ -344,7 +344,9 @@ class ScoringPasses:
             if self.num_bytes + num_bytes <= self._config.observation_bytes:
                 radius = ANSWER_RADIUS if job.questions else 0
                 arena = self._packer.k_arena
-                job.observation = ReaderObservation(self._packer.geometry, arena, length_of(path), radius, job.prompt)
+                job.observation = ReaderObservation(
+                    self._packer.geometry, arena, length_of(path), radius, job.prompt, self._packer.statistics
+                )
                 for segment in segments:
                     job.observation.observe(segment)
         if job.observation is None:

@@ -78,17 +78,17 @@ class Spans(Mapping[Node, Span]):
         unless its last spans were dropped: their entries stay until a repack saves a slot.
         """
         spans = [self[node] for node in path if node in self]
-        runs = []
+        runs: list[SpanRuns] = []
         i = 0
         while i < len(spans):
             segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
             is_one = segment.is_generated or segment.is_joined
             is_whole = is_one and last < len(spans) and spans[last].segment is segment
             if is_whole and spans[i].is_owner and spans[last].end == segment.end:
-                runs.append(segment.runs())
+                runs += segment.runs()
                 i = last
             else:
-                runs.append(spans[i].runs())
+                runs += spans[i].runs()
             i += 1
         return tuple(runs)
 

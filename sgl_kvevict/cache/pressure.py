@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
+from sgl_kvevict.config import LIGHT_SHARE
 from sgl_kvevict.segments import Compressor, PromptObservation, Segment
 
 ROUND_SHARE = 1 / 64
@@ -16,23 +18,35 @@ ROUND_SHARE = 1 / 64
 
 ANSWERS = 2.5
 """Worth of all answers of a prefix until it is dropped, in prefills of it."""
-LOSS_OF_COMPRESSING = ANSWERS * 0.03 / 0.5
-"""Loss of compressing a prefix, in tokens of prefill per slot released: 3 % of the answers at 50 % (within the error
-of docs/quality.md)."""
-LOSS_OF_LIGHT = ANSWERS * 0.03 / 0.3 / 2
-"""Loss from the light share to the budget per slot released, relative to the loss of dropping the prefix: another 3 %
-from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
-LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
-"""The same from the budget to ``min_budget``: 8 % from 20 % to 10 %, and 5 tokens a slot. Scores of shorter texts lost
-7 and 14 % on two seeds; the shipped ones lose 14 and 19 % (docs/quality.md), for which 8 % was not chosen anew."""
+LOST_WITH_FEW_BITS = ((1.0, 0.0), (0.5, 0.005), (0.4, 0.01), (0.2, 0.03), (0.125, 0.06), (0.05, 0.15), (0.0, 1.0))
+"""Part of the answers that is lost at a share of the bytes, where rows have 8 and 4 bits: hardly any by bits alone, up
+to 0.4; then entries go. A pool of float32 holds twice as much at a share."""
+LOST_WITH_16_BITS = ((1.0, 0.0), (0.5, 0.03), (0.2, 0.06), (0.1, 0.14), (0.0, 1.0))
+"""The same with rows of 16 bits: 3 % at 50 % (within the error of docs/quality.md). Scores of shorter texts lost 7 and
+14 % from 20 % to 10 % on two seeds; the shipped ones lose 14 and 19 %, for which 8 % was not chosen anew."""
+
+
+def loss_of_step(before: float, after: float, lost: Sequence[tuple[float, float]]) -> float:
+    """Loss of shrinking from one share of the bytes to a smaller one, in tokens of prefill per slot released.
+
+    ``lost``: the part of the answers that is lost at descending shares; between them it grows evenly.
+    """
+
+    def at(share: float) -> float:
+        for (high, less), (low, more) in pairwise(lost):
+            if share >= low:
+                return less + (more - less) * max(high - share, 0.0) / (high - low)
+        return 1.0
+
+    return ANSWERS * (at(after) - at(before)) / (before - after)
 
 
 class Pressure:
     """Shrinks segments whose entries are ordered, or can be, above the least share.
 
     They shrink in steps (``KVEvictConfig.shares``): in place they are ranked and packed at the light share, then they
-    give up entries by the order that they have, to the budget and to ``min_budget``. Those in place shrink from the
-    root down.
+    give up bits and entries by the order that they have, to the budget and to ``min_budget``. Those in place shrink
+    from the root down.
     """
 
     def __init__(
@@ -51,7 +65,10 @@ class Pressure:
         self._config = compressor.config
         self._resizer = resizer
         self._recency = recency
-        self._round = max(int(compressor.packer.geometry.num_token_slots * ROUND_SHARE), 1)
+        geometry = compressor.packer.geometry
+        self._lost = LOST_WITH_16_BITS if self._config.bits == 16 else LOST_WITH_FEW_BITS
+        self._size = 1.0 if self._config.bits == 16 else geometry.itemsize / 2  # of a slot, in slots of 16 bits
+        self._round = max(int(geometry.num_token_slots * ROUND_SHARE), 1)
         self.clear()
 
     def clear(self) -> None:
@@ -181,12 +198,22 @@ class Pressure:
         """Whether a segment's next step leads below the budget, then its priority on the scale of dropping a leaf."""
         span = self._spans.of(node)
         assert span is not None
-        segment = span.segment
+        segment, size = span.segment, self._size
         if segment.packed is None:
-            return False, *self._recency.priority(node, LOSS_OF_COMPRESSING)
+            first = min(size * (self._config.shares[0] if self._config.shares else LIGHT_SHARE), 0.99)
+            return False, *self._recency.priority(node, loss_of_step(1.0, first, self._lost))
         is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
-        loss = LOSS_OF_LIGHT if is_light else LOSS_OF_SQUEEZING
-        return not is_light, *self._recency.priority(node, loss * self._recency.saved(node))
+        slots, loss = self._next_slots(segment), self._recency.saved(node)
+        if slots is not None:
+            before, after = (size * number / segment.num_tokens for number in (segment.num_slots, slots))
+            loss = size * loss_of_step(before, after, self._lost)
+        return not is_light, *self._recency.priority(node, loss)
+
+    def _next_slots(self, segment: Segment) -> int | None:
+        """Token slots of a packed segment after its next step; None: it does not shrink any more."""
+        shares = () if segment.order is None else self._config.shares
+        steps = (self._resizer.slots_at(segment, share) for share in shares)
+        return next((slots for slots in steps if slots < segment.num_slots), None)
 
     def _shrink(self, node: Node, wanted: int) -> int:
         """Let a segment take its next step. 0: not now, or never again if the node left ``shrinking``."""
@@ -195,9 +222,7 @@ class Pressure:
         segment = span.segment
         if segment.packed is None:
             return self._compress(segment, self._config.shares[0] if self._config.shares else None)
-        shares = () if segment.order is None else self._config.shares
-        steps = (self._resizer.slots_at(segment, share) for share in shares)
-        slots = next((slots for slots in steps if slots < segment.num_slots), None)
+        slots = self._next_slots(segment)
         if slots is None:
             self._shrinking.discard(node)
             return 0

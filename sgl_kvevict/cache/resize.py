@@ -93,7 +93,7 @@ class Resizer:
         return length_of(path) - self._config.tail_tokens
 
     def slots_at(self, segment: Segment, share: float | None = None) -> int:
-        """Token slots of a segment at a share of its entries; None: at the budget."""
+        """Token slots of a segment at a share of its bytes; None: at the budget."""
         if share is None:
             return self._config.num_slots(segment.num_tokens, segment.start)
         return self._config.slots_at(share, segment.num_tokens, segment.start)
@@ -327,7 +327,7 @@ class Resizer:
             self._table.shrinking.discard(self._table.in_place[segment])
 
     def shrink_now(self, segments: Sequence[Segment], share: float | None = None) -> int:
-        """Pack consecutive segments in place, each at a share of its entries (None: the budget).
+        """Pack consecutive segments in place, each at a share of its bytes (None: the budget).
 
         Returns the token slots released. After an error of the policy the rest stays in place, and shrinks no more.
         """
@@ -371,30 +371,26 @@ class Resizer:
 
     # ---- size -------------------------------------------------------------------------------------------------
 
-    def resize(
-        self, segments: Sequence[Segment], num_slots: int, bits: int = 16, block: GeneratedBlock | None = None
-    ) -> int:
+    def resize(self, segments: Sequence[Segment], num_slots: int, block: GeneratedBlock | None = None) -> int:
         """Give consecutive segments of one path another size; several become one, the first of them.
 
-        The best entries of their order are written into the first of their slots, the others are released; readers go
-        on from there at their next step. 0 slots are released, and nothing is changed, while a reader must not move
+        The best entries of their order are written into the first of their slots, in rows of as many bits as then fit
+        (:func:`~sgl_kvevict.widths.rows_that_fit`); the other slots are released; readers go on from there at their
+        next step. 0 slots are released, and nothing is changed, while a reader must not move
         (:meth:`ReaderTable.movable`), or if the policy fails.
 
         Args:
             segments: root side first, in place or packed; of several in place :meth:`PrefixTable.join` made one before.
-                With fewer slots than they have they need an order, or a ``block``.
-            num_slots: token slots afterwards.
-            bits: of a number of a row. Only 16 is implemented.
+                With fewer slots than they have they need an order, or a ``block``, whose rows have 16 bits.
+            num_slots: token slots afterwards, at most.
             block: what is kept of generated tokens; None: what comes first in the order.
 
         Returns:
             Token slots released.
 
         Raises:
-            InvariantError: more slots than the segments have: what was evicted cannot come back; or other ``bits``.
+            InvariantError: more slots than the segments have: what was evicted cannot come back.
         """
-        if bits != 16:
-            raise InvariantError(f"segments have rows of 16 bits, not of {bits}")
         held = sum(segment.num_slots for segment in segments)
         if num_slots > held:
             raise InvariantError(f"segments of {held} token slots cannot grow to {num_slots}: what was evicted is gone")
@@ -408,10 +404,10 @@ class Resizer:
         with self._guard.at(Place.COMPRESSION) as attempt:
             sources = Sources(self._packer.geometry, list(map(self._source, segments)), selection)
             if block is None and num_slots < held:
-                sources = sources.best(num_slots)
+                sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
             merge, state = self._merge(segments, sources, num_slots) if block is None else (block.merge, block.state)
             all_packed = len(packed) == len(segments)
-            written = self._packer.rewrite(sources, num_slots if all_packed else sources.fewest_slots, bits, merge)
+            written = self._packer.rewrite(sources, num_slots if all_packed else sources.fewest_slots, merge)
         if attempt.failed:
             return 0
         segment, num_freed = segments[0], written.freed.numel()
@@ -476,11 +472,11 @@ class Resizer:
         segment = self._spans[owner].segment
         # sync: only when a node below another view of its segment is dropped
         sources = Sources(self._packer.geometry, [View(segment, segment.start, end)])
-        segment.num_live_entries, segment.live_end = sources.selection.num_entries, end
+        segment.live_counts, segment.live_end = sources.counts, end
         num_slots = self._tree.largest(sources.fewest_slots, segment.start, end, segment.num_slots)
         if num_slots == segment.num_slots:
             return segment.storage.token_slots[:0]
-        written = self._packer.rewrite(sources, num_slots, bits=16)
+        written = self._packer.rewrite(sources, num_slots)
         self.exchange(self._spans.views_of(owner), segment, (), written, end)
         return written.freed
 
@@ -498,16 +494,17 @@ class Resizer:
         self, segments: Sequence[Segment], sources: Sources, num_slots: int
     ) -> tuple[MergePlan | None, PolicyState | None]:
         """What is merged into the kept entries of a segment that leaves its place, and the policy's state after it."""
-        first, (part, *_) = segments[0], sources.parts
+        first, (source, *_) = segments[0], sources.ranges
         above = self._spans.at(self._table.nodes_of(first)[0].parent)
         state = None if above is None else above.segment.policy_state
-        if isinstance(part, View):
+        if isinstance(source, View):
             state = segments[-1].policy_state
         assert state is None or isinstance(state, PolicyState)
-        if isinstance(part, View) or num_slots == first.num_slots:
+        selection = sources.selection
+        if isinstance(source, View) or num_slots == first.num_slots or selection is None:
             return None, state
         prompt = first.prompt or CacheObservation()
-        return self._compressor.merge(part.token_slots, part.start, prompt, sources.selection, state)
+        return self._compressor.merge(source.token_slots, source.start, prompt, selection, state)
 
 
 def _is_launched(segment: Segment) -> bool:

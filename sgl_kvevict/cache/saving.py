@@ -59,7 +59,7 @@ class Saving:
         with self._guard.at(Place.STORE):
             writer, packer, spans = self._access.writer, self._packer, self._spans
             segment = spans[last].segment
-            if not writer.has_room(packer.slot_bytes * segment.num_slots):
+            if not writer.has_room(packer.bytes_of(segment)):
                 self._table.listener.emit(Stored("", segment.num_tokens, 0, "too many segments wait"))
                 return
             num_tail = self._compressor.stored_tail

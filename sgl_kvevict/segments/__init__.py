@@ -9,9 +9,9 @@ from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
 from sgl_kvevict.segments.prompt_observation import CacheObservation, Observation, ObservationSpec, PromptObservation
 from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderChunk, ReaderObservation, bytes_of
-from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Segment, Span, View
+from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment, Span, View
 from sgl_kvevict.segments.shadow import DraftRows
-from sgl_kvevict.segments.sources import Part, Sources, TokenRange
+from sgl_kvevict.segments.sources import KeptRows, Range, Sources, TokenRange
 from sgl_kvevict.segments.streams import SideStream
 from sgl_kvevict.segments.warm_up import warm_up
 
@@ -24,16 +24,18 @@ __all__ = [
     "Generated",
     "GeneratedCompressor",
     "GeneratedStep",
+    "KeptRows",
     "MeasuredRange",
     "Observation",
     "ObservationSpec",
     "Order",
     "Packed",
-    "Part",
     "PromptObservation",
+    "Range",
     "ReaderChunk",
     "ReaderObservation",
     "Rewritten",
+    "Rows",
     "Segment",
     "SegmentPacker",
     "SideStream",

@@ -48,11 +48,11 @@ class ArenaRows:
         return head_slots
 
     def keys(self, head_slots: Tensor) -> Tensor:
-        """[*head_slots.shape, head_dim]: copies of keys, in the arena's dtype."""
+        """[*head_slots.shape, head_dim]: copies of keys with 16 bits, in the arena's dtype."""
         return self._gather(self.k_arena, head_slots)
 
     def values(self, head_slots: Tensor) -> Tensor:
-        """[*head_slots.shape, v_head_dim]: copies of values, in the arena's dtype."""
+        """[*head_slots.shape, v_head_dim]: copies of values with 16 bits, in the arena's dtype."""
         return self._gather(self.v_arena, head_slots)
 
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:

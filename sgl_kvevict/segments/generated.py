@@ -320,5 +320,6 @@ class GeneratedCompressor:
             return tokens
         heads = self._geometry.num_kv_heads
         first = heads * sum(generated.lens[:layer])
-        old = generated.segment.storage.head_slots[first : first + heads * generated.lens[layer]]
+        (part,) = generated.segment.storage.parts
+        old = part.rows[first : first + heads * generated.lens[layer]]
         return torch.cat([old.view(heads, -1), tokens], dim=1)

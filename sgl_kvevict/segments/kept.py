@@ -16,12 +16,14 @@ def kept_share(span: Span, num_bins: int) -> Tensor:
     """
     if not 1 <= num_bins <= span.num_tokens:
         raise ValueError(f"num_bins must be between 1 and the span's {span.num_tokens} tokens, got {num_bins}")
-    runs, segment = span.runs(), span.segment
-    lens = runs.lens.flatten().long()
-    run_of_entry = torch.repeat_interleave(lens)
-    entries = run_entries(runs.starts, lens, len(run_of_entry))
-    tokens = segment.storage.positions[entries].long() - span.start
-    cells = run_of_entry * num_bins + tokens * num_bins // span.num_tokens
-    kept = torch.bincount(cells, minlength=len(lens) * num_bins).view(len(lens), num_bins)
-    bin_of_token = torch.arange(span.num_tokens, device=lens.device) * num_bins // span.num_tokens
+    num_runs, kept = span.segment.geometry.num_runs, torch.zeros(0)
+    for runs in span.runs():
+        assert runs.positions is not None
+        lens = runs.lens.flatten().long()
+        run_of_entry = torch.repeat_interleave(lens)
+        tokens = runs.positions[run_entries(runs.starts, lens, len(run_of_entry))].long() - span.start
+        cells = run_of_entry * num_bins + tokens * num_bins // span.num_tokens
+        counts = torch.bincount(cells, minlength=num_runs * num_bins).view(num_runs, num_bins)
+        kept = counts if not kept.numel() else kept + counts
+    bin_of_token = torch.arange(span.num_tokens, device=kept.device) * num_bins // span.num_tokens
     return kept / torch.bincount(bin_of_token, minlength=num_bins).float()

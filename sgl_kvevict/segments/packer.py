@@ -5,128 +5,192 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.recode_rows import recode_rows
+from kvevict_kernels.row_codec import RowStatistics, encode_rows, load_rows, read_rows, write_rows
 from kvevict_kernels.stored_rows import as_moved, as_words
-from sgl_kvevict.copies import CopiedShadow
+from sgl_kvevict.copies import CopiedRows, CopiedShadow
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
-from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Segment
+from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment
 from sgl_kvevict.segments.shadow import DraftRows, Shadow
-from sgl_kvevict.segments.sources import Part, Sources, TokenRange
+from sgl_kvevict.segments.sources import Range, Sources, TokenRange
+
+CHUNK_ROWS = 4096
+"""Rows of which a copy with fewer bits has float32 numbers at a time."""
 
 
 class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
-    Any head slot may hold an entry of any (layer, head), so a segment of ``C`` entries takes
-    ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are. ``drafts``: rows of a draft
-    model, which follow :meth:`rewrite`; segments from outside the pool have none, unless they bring some.
+    Any head slot may hold an entry of any (layer, head), or several with fewer bits, so a segment whose entries fill
+    ``C`` head slots takes ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
+
+    Args:
+        geometry: of the arena.
+        k_arena: as in :class:`ArenaRows`, like ``v_arena``.
+        drafts: rows of a draft model, which follow :meth:`rewrite`; segments from outside the pool have none, unless
+            they bring some.
+        statistics: of the model, by which rows of 8 and 4 bits are written; None: all rows have 16.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, drafts: DraftRows | None = None) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        k_arena: Tensor,
+        v_arena: Tensor,
+        drafts: DraftRows | None = None,
+        statistics: RowStatistics | None = None,
+    ) -> None:
         super().__init__(geometry, k_arena, v_arena)
+        if statistics is not None and k_arena.element_size() != geometry.itemsize:
+            raise InvariantError(f"numbers of {k_arena.element_size()} bytes, expected {geometry.itemsize}")
         self.drafts = drafts
+        self.statistics = statistics
         self._no_shadow = None if drafts is None else drafts.absent()
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes outside the pool of a token slot's entries: keys, values, positions, order, draft's rows."""
+        """Bytes outside the pool of a token slot's entries of 16 bits: keys, values, positions, order, draft's rows."""
+        return self._slot_bytes(1)
+
+    def bytes_of(self, segment: Segment) -> int:
+        """Bytes of a segment's entries outside the pool, at most; by slots, because entries differ between ranks."""
+        bits = 16 if segment.packed is None else segment.packed.parts[-1].bits
+        return segment.num_slots * self._slot_bytes(self.geometry.rows_per_slot(bits))
+
+    def _slot_bytes(self, per_head_slot: int) -> int:
         row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
         draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
-        return self.geometry.num_runs * (row_bytes + 4 + 2) + draft_bytes
+        return self.geometry.num_runs * (row_bytes + per_head_slot * (4 + 2)) + draft_bytes
 
-    def rewrite(self, sources: Sources, num_slots: int, bits: int, merge: MergePlan | None = None) -> Rewritten:
+    def rewrite(self, sources: Sources, num_slots: int, merge: MergePlan | None = None) -> Rewritten:
         """Write the kept entries of consecutive ranges of a path into the first of the ranges' slots.
 
         Segments and spans are not touched. No host sync.
 
         Args:
-            sources: the ranges, all that is alive of each, and the entries that are kept.
+            sources: the ranges, all that is alive of each, and the entries that are kept, in rows of how many bits.
             num_slots: token slots that hold them afterwards, at least as many as the entries take.
-            bits: of a number of a row. Only 16 is implemented: rows are moved as they are.
-            merge: the weighted sums that replace the kept entries; its sources need not be kept.
+            merge: the weighted sums that replace the kept entries; its sources need not be kept. All rows have 16 bits.
 
         Raises:
-            ValueError: ``bits`` is not 16; more slots than the ranges hold, or fewer than the entries take.
+            ValueError: more slots than the ranges hold, or fewer than the entries take.
         """
-        held, selection = sources.token_slots, sources.selection
-        if bits != 16:
-            raise ValueError(f"bits: got {bits}; allowed: 16")
+        held = sources.token_slots
         if not sources.fewest_slots <= num_slots <= held.numel():
             raise ValueError(
-                f"num_slots: got {num_slots} for {selection.num_entries} entries of ranges of {held.numel()} slots; "
+                f"num_slots: got {num_slots} for {sources.num_entries} entries of ranges of {held.numel()} slots; "
                 f"allowed: {sources.fewest_slots} to {held.numel()}"
             )
-        kept = sources.entries()
+        kept = sources.entries
         rows = kept
         if merge is not None:
             runs = merge.layers.long() * self.geometry.num_kv_heads + merge.heads
             rows = sources.at(runs, merge.indices)
-        packed = self._laid_out(held[:num_slots], selection.keep_lens, kept.positions)
+        lens = [(each.bits, each.lens, each.num_entries) for each in sources.kept]
+        packed = self._laid_out(held[:num_slots], lens, kept.positions)
         with accounting():
-            if merge is None:
-                compact_kv(*self._moved, rows.head_slots, packed.head_slots)
+            first, *narrower = packed.parts
+            if narrower or first.bits != 16:
+                bits = torch.full_like(kept.rows, 16, dtype=torch.int8) if kept.bits is None else kept.bits
+                places = [(part.rows, part.bits) for part in packed.parts]
+                recode_rows(*self._moved, kept.rows, bits, sources.runs.int(), places, self.statistics)
+            elif merge is None:
+                compact_kv(*self._moved, rows.rows, first.rows)
             else:
                 weights = {"indptr": merge.indptr, "weights": merge.weights}
-                compact_kv(*self._moved, rows.head_slots, packed.head_slots, **weights)
+                compact_kv(*self._moved, rows.rows, first.rows, **weights)
             if self.drafts is not None:
-                shadow = self.drafts.move(self._shadows(sources.parts), sources.end, packed.token_slots)
+                shadow = self.drafts.move(self._shadows(sources.ranges), sources.end, packed.token_slots)
                 packed = replace(packed, shadow=shadow)
         return Rewritten(packed, kept, held[num_slots:])
 
-    def _shadows(self, parts: Sequence[Part]) -> list[Shadow]:
-        """The draft's rows of each part."""
+    def _shadows(self, ranges: Sequence[Range]) -> list[Shadow]:
+        """The draft's rows of each range."""
         assert self.drafts is not None
         return [
-            self.drafts.every(part.token_slots, part.start)
-            if isinstance(part, TokenRange)
-            else part.segment.storage.shadow or self.drafts.absent()
-            for part in parts
+            self.drafts.every(each.token_slots, each.start)
+            if isinstance(each, TokenRange)
+            else each.segment.storage.shadow or self.drafts.absent()
+            for each in ranges
         ]
 
-    def _laid_out(self, token_slots: Tensor, keep_lens: Tensor, positions: Tensor) -> Packed:
-        """Storage whose rows are not written; arguments as in :class:`Packed`, ``keep_lens`` as in Selection."""
-        num_token_slots = self.geometry.num_token_slots
-        indptr, head_slots = alloc_head_slots(keep_lens, token_slots, num_token_slots, positions.numel())
-        return Packed(token_slots.clone(), head_slots, positions, indptr, self._no_shadow)
+    def _laid_out(self, token_slots: Tensor, lens: Sequence[tuple[int, Tensor, int]], positions: Tensor) -> Packed:
+        """Storage whose rows are not written.
+
+        ``lens``: of each part the bits of its rows, the entries of each run, [num_layers, num_kv_heads], int32, and of
+        all runs; ``positions``, [num_entries], int32: of all entries, part after part.
+        """
+        parts: list[Rows] = []
+        num_head_slots = 0
+        own_positions = torch.split(positions, [count for *_, count in lens])
+        for (bits, keep_lens, count), own in zip(lens, own_positions, strict=True):
+            per_slot = self.geometry.rows_per_slot(bits)
+            place = {"per_slot": per_slot, "first_cell": num_head_slots}
+            indptr, rows = alloc_head_slots(keep_lens, token_slots, self.geometry.num_token_slots, count, **place)
+            parts.append(Rows(bits, rows, own, indptr))
+            num_head_slots += -(-count // per_slot)
+        return Packed(token_slots.clone(), tuple(parts), self._no_shadow)
 
     def copy(self, sources: Sources) -> CopiedEntries:
         """Copy the kept entries of consecutive ranges of one path, as if one segment held them."""
-        kept = sources.entries()
-        slots = kept.head_slots.long()
-        k, v = (as_words(arena.flatten(0, 2))[slots].view(arena.dtype) for arena in self._moved)
-        return CopiedEntries(sources.selection.keep_lens, kept.positions, k, v, kept.keys)
+        kept, first = sources.entries, 0
+        parts = []
+        for each in sources.kept:
+            entries = slice(first, first + each.num_entries)
+            first += each.num_entries
+            is_whole = kept.bits is None
+            k, v = self._copied(kept.rows[entries], 16 if is_whole else each.bits, each.bits, each.runs)
+            parts.append(CopiedRows(each.bits, each.lens, kept.positions[entries], k, v))
+        return CopiedEntries(tuple(parts), kept.keys)
+
+    def _copied(self, rows: Tensor, before: int, bits: int, runs: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of rows of one width, in as many bits or, if they have 16, in fewer; see :class:`CopiedRows`."""
+        if bits == 16:
+            k, v = (as_words(arena.flatten(0, 2))[rows.long()].view(arena.dtype) for arena in self._moved)
+        elif before == bits:
+            k, v = (read_rows(arena, rows, bits) for arena in self._moved)
+        else:
+            assert self.statistics is not None
+            both: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for some, of_run in zip(torch.split(rows, CHUNK_ROWS), torch.split(runs, CHUNK_ROWS), strict=True):
+                for arena, known, encoded in zip(self._moved, self.statistics.of_runs(of_run), both, strict=True):
+                    encoded.append(encode_rows(load_rows(arena, some, 16, None), *known, bits))
+            k, v = (torch.cat(encoded) for encoded in both)
+        return k, v
 
     def copy_shadow(self, sources: Sources) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive ranges of one path; None: there is no draft.
 
         Of packed ones all rows; of uncompressed ones those that were paid most, as many as the kept entries' slots
-        hold. A host sync reads how many rows a part of a segment has.
+        hold. A host sync reads how many rows a part of a segment's tokens has.
         """
         if self.drafts is None:
             return None
         bounds = [
-            None if isinstance(part, TokenRange) or part.is_whole else (part.start, part.end) for part in sources.parts
+            None if isinstance(each, TokenRange) or each.is_whole else (each.start, each.end) for each in sources.ranges
         ]
-        is_whole = any(isinstance(part, TokenRange) for part in sources.parts)
+        is_whole = any(isinstance(each, TokenRange) for each in sources.ranges)
         most = sources.fewest_slots if is_whole else None
-        return self.drafts.copy(list(zip(self._shadows(sources.parts), bounds, strict=True)), most)
+        return self.drafts.copy(list(zip(self._shadows(sources.ranges), bounds, strict=True)), most)
 
     @accounting()
-    def place(self, packed: Packed, k: Tensor, v: Tensor) -> None:
-        """Write the rows of a segment made by :meth:`new_segment`, from any device.
-
-        ``k`` and ``v`` are [num_entries, head_dim], in the arena's dtype.
-        """
-        slots = packed.head_slots.long()
-        for arena, rows in zip(self._moved, (k, v), strict=True):
-            rows_by_head_slot(arena)[slots] = as_moved(rows.contiguous()).to(arena.device)
+    def place(self, packed: Packed, copied: CopiedEntries) -> None:
+        """Write the rows of a segment made by :meth:`new_segment`, from any device."""
+        for part, rows in zip(packed.parts, copied.parts, strict=True):
+            for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True):
+                if part.bits == 16:
+                    rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena.contiguous()).to(arena.device)
+                else:
+                    write_rows(arena, part.rows, part.bits, of_arena.to(arena.device))
 
     @accounting()
     def new_segment(
@@ -144,11 +208,12 @@ class SegmentPacker(ArenaRows):
         There may be more ``token_slots`` than the entries need, because another rank needs more; InvariantError if
         there are fewer.
         """
-        num_entries, device = copied.positions.numel(), token_slots.device
-        if token_slots.numel() < self.geometry.slots_for(num_entries):
-            raise InvariantError(f"{num_entries} entries in {token_slots.numel()} token slots")
-        packed = self._laid_out(token_slots, copied.keep_lens.to(device), copied.positions.to(device))
-        self.place(packed, copied.k, copied.v)
+        num_head_slots, device = self.geometry.head_slots_for(copied.sizes), token_slots.device
+        if token_slots.numel() < self.geometry.slots_for(num_head_slots):
+            raise InvariantError(f"entries of {num_head_slots} head slots in {token_slots.numel()} token slots")
+        lens = [(part.bits, part.keep_lens.to(device), part.positions.numel()) for part in copied.parts]
+        packed = self._laid_out(token_slots, lens, torch.cat([part.positions for part in copied.parts]).to(device))
+        self.place(packed, copied)
         if self.drafts is not None and shadow is not None:
             packed = replace(packed, shadow=self.drafts.place(shadow, packed.token_slots))
         order = None
@@ -164,7 +229,7 @@ class Rewritten:
 
     Attributes:
         packed: where the kept entries lie now.
-        kept: what is known of them; ``kept.head_slots`` are where they lay before.
+        kept: what is known of them; ``kept.rows`` are where they lay before.
         freed: [num_freed], int64, token slots that are free now.
     """
 

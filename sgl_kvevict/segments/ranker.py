@@ -22,15 +22,16 @@ from sgl_kvevict.segments.reader_observation import MeasuredRange
 from sgl_kvevict.segments.segment import Order, Segment
 from sgl_kvevict.segments.sliding_windows import order_beside_windows
 from sgl_kvevict.segments.streams import ChoiceStream
+from sgl_kvevict.widths import rows_that_fit
 
 
 @dataclass(eq=False)
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learned`` is for ``distilled``;
-    ``slot_positions`` as in :class:`CachedRange`; entries are ranked on ``stream`` (None: at once, on the
-    scheduler's).
+    Without statistics of the model in ``packer``, rows have 16 bits, whatever ``config`` says. ``rotary`` and
+    ``output_grams`` are as in :class:`ObservationSpec`; ``learned`` is for ``distilled``; ``slot_positions`` as in
+    :class:`CachedRange`; entries are ranked on ``stream`` (None: at once, on the scheduler's).
     """
 
     config: KVEvictConfig
@@ -44,6 +45,8 @@ class Compressor:
 
     def __post_init__(self) -> None:
         policy, geometry = self.policy, self.packer.geometry
+        if self.packer.statistics is None:
+            self.config = self.config.model_copy(update={"bits": 16})
         self.observes = ObservationSpec(geometry, policy.needs, policy.window_size, self.rotary, self.output_grams)
 
     @property
@@ -65,6 +68,14 @@ class Compressor:
     def stored_tail(self) -> int:
         """Uncompressed tokens that a store keeps behind a prefix; none if positions of their keys would be missing."""
         return self.config.tail_tokens if self.slot_positions is None else 0
+
+    def tokens_kept(self, num_tokens: int, start: int) -> int:
+        """Entries that a run keeps of a range at the budget, on average; ``start``: where the range begins."""
+        geometry, config = self.packer.geometry, self.config
+        num_slots, count = config.num_slots(num_tokens, start), num_tokens * geometry.num_runs
+        num_sinks = max(min(config.sink_tokens, start + num_tokens) - start, 0) * geometry.num_runs
+        parts = rows_that_fit(geometry, num_slots, count, config.bits, num_sinks=num_sinks)
+        return sum(number for _, number in parts) // geometry.num_runs
 
     def new_observation(self) -> PromptObservation:
         """An empty observation of the signals that the policy needs."""
@@ -137,14 +148,14 @@ class Compressor:
         if self.learned is not None and not asks:
             learned = self.learned
             show = with_learned_scores(show, learned.weights, self.cached(token_slots, start), learned.rotary)
-        num_slots = config.num_slots(token_slots.numel(), start)
-        protected = min(max(config.sink_tokens - start, 0), num_slots)
-        total = num_slots * geometry.num_runs
+        per_run = self.tokens_kept(token_slots.numel(), start)
+        protected = min(max(config.sink_tokens - start, 0), per_run)
+        total = per_run * geometry.num_runs
         if geometry.has_windows:
             return order_beside_windows(self.policy, show, geometry, token_slots, total, protected)
         return self.policy.order(show, geometry, total, protected)
 
     def state(self) -> dict[str, Any]:
-        """Policy, budget, and learned scores, as plain values."""
-        state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget}
+        """Policy, budget, bits, and learned scores, as plain values."""
+        state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget, "bits": self.config.bits}
         return state if self.learned is None else state | {"learned_scores": self.learned.state()}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvevict_kernels.key_scores import accumulated_attention
+from kvevict_kernels.row_codec import RowStatistics, load_rows
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
@@ -33,6 +34,7 @@ class ReaderObservation:
         radius: sums are averaged over this many tokens on each side. For questions without answers: their queries
             attend near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
         prompt: observation of a prompt that continues the prefix, whose last queries learned scores look at.
+        statistics: by which rows of 8 and 4 bits are read; None: there are none.
 
     Attributes:
         num_bytes: memory of the sums; equal on all tensor-parallel ranks.
@@ -42,13 +44,20 @@ class ReaderObservation:
     """
 
     def __init__(
-        self, geometry: KVGeometry, k_arena: Tensor, end: int, radius: int = 0, prompt: Observation | None = None
+        self,
+        geometry: KVGeometry,
+        k_arena: Tensor,
+        end: int,
+        radius: int = 0,
+        prompt: Observation | None = None,
+        statistics: RowStatistics | None = None,
     ) -> None:
         self.geometry = geometry
         self.k_arena = k_arena
         self.end = end
         self.radius = radius
         self.prompt = prompt
+        self.statistics = statistics
         self.num_bytes = 0
         self.is_complete = False
         self.has_failed = False
@@ -79,8 +88,10 @@ class ReaderObservation:
 
 
 def bytes_of(segment: Segment) -> int:
-    """Memory of the sums of a segment; by slots, because numbers of entries differ between ranks."""
-    return 4 * segment.geometry.num_runs * segment.num_slots
+    """Memory of the sums of a segment, at most; by slots, because numbers of entries differ between ranks."""
+    geometry, packed = segment.geometry, segment.packed
+    is_whole = packed is None or packed.parts[-1].bits == 16
+    return 4 * geometry.num_runs * segment.num_slots * geometry.rows_per_slot(16 if is_whole else 4)
 
 
 @dataclass(frozen=True)
@@ -158,7 +169,7 @@ class ReaderChunk:
         queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()
         for segment, token_slots in self.parts:
             if token_slots is None:
-                _add_entry_attention(segment, layer, queries, lse, self.observation.k_arena, sm_scale)
+                _add_entry_attention(self.observation, segment, layer, queries, lse, sm_scale)
                 continue
             assert segment.attention is not None
             segment.attention[layer] += accumulated_attention(
@@ -174,33 +185,42 @@ class ReaderChunk:
 
 
 def _add_entry_attention(
-    segment: Segment, layer: int, queries: Tensor, lse: Tensor, k_arena: Tensor, sm_scale: float
+    readers: ReaderObservation, segment: Segment, layer: int, queries: Tensor, lse: Tensor, sm_scale: float
 ) -> None:
     """Add the squared attention of queries (see :meth:`ReaderChunk.record`) to one layer's entries of a segment.
 
     Runs are padded to the longest; on a GPU to the number of the segment's tokens, which needs no host sync.
     """
-    geometry, packed, attention = segment.geometry, segment.storage, segment.attention
+    geometry, attention, first = segment.geometry, segment.attention, 0
     assert attention is not None
-    if segment.num_entries == 0:
-        return
     first_run = layer * geometry.num_kv_heads
-    bounds = packed.indptr[first_run : first_run + geometry.num_kv_heads + 1].long()
-    lens = bounds.diff()[:, None]
-    width = int(lens.max()) if lens.device.type == "cpu" else segment.num_tokens
-    places = torch.arange(width, device=lens.device)
-    is_entry = places < lens  # [num_kv_heads, width]
-    entries = torch.where(is_entry, bounds[:-1, None] + places, 0)
-    rows = packed.head_slots[entries.T.flatten()]
-    keys = gather_rows(k_arena.view(-1, geometry.head_dim), rows, geometry.scales.of(layer)[0]).to(queries.dtype)
-    squares = accumulated_attention(
-        queries,
-        lse,
-        keys.view(width, geometry.num_kv_heads, geometry.head_dim),
-        places,
-        sm_scale=sm_scale,
-        key_start=0,
-        query_start=width,
-        reduction="squares",
-    )
-    attention.index_add_(0, entries.flatten(), squares.masked_fill_(~is_entry, 0.0).flatten())
+    for part in segment.storage.parts:
+        own = attention[first : first + part.num_entries]
+        first += part.num_entries
+        if not part.num_entries:
+            continue
+        bounds = part.indptr[first_run : first_run + geometry.num_kv_heads + 1].long()
+        lens = bounds.diff()[:, None]
+        width = int(lens.max()) if lens.device.type == "cpu" else segment.num_tokens
+        places = torch.arange(width, device=lens.device)
+        is_entry = places < lens  # [num_kv_heads, width]
+        entries = torch.where(is_entry, bounds[:-1, None] + places, 0)
+        rows = part.rows[entries.T.flatten()]
+        if part.bits == 16:
+            keys = gather_rows(readers.k_arena.view(-1, geometry.head_dim), rows, geometry.scales.of(layer)[0])
+        else:
+            assert readers.statistics is not None
+            runs = (first_run + torch.arange(geometry.num_kv_heads, device=lens.device)).repeat(width)
+            keys = load_rows(readers.k_arena, rows, part.bits, readers.statistics.of_runs(runs)[0])
+        keys = keys.to(queries.dtype)
+        squares = accumulated_attention(
+            queries,
+            lse,
+            keys.view(width, geometry.num_kv_heads, geometry.head_dim),
+            places,
+            sm_scale=sm_scale,
+            key_start=0,
+            query_start=width,
+            reduction="squares",
+        )
+        own.index_add_(0, entries.flatten(), squares.masked_fill_(~is_entry, 0.0).flatten())

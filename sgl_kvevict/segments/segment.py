@@ -2,8 +2,9 @@
 
 A segment begins *in place*: every token of every run is an entry, in its ordinary token slot, and nothing but the
 segment's existence is new. A resize *packs* it: the best entries of its order move into the first of its slots, and the
-others are released. Entries are numbered run after run, ascending by position; everything that is known of each entry
-(order, attention) travels by this number.
+others are released. Its entries may have rows of several widths (16, 8, 4 bits), each a *part* of its own. Entries are
+numbered part after part, in a part run after run, ascending by position; everything that is known of each entry (order,
+attention) travels by this number.
 
 A span is a view of a segment's tokens ``[start, end)``, held by one tree node. All spans of a segment lie on
 consecutive nodes of one path. The one nearest the root, the *owner*, outlives the others and carries all the token
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments.shadow import Shadow
@@ -31,31 +33,43 @@ class Entries:
     """Everything that is known of some entries: tensors of [num_entries], in one order.
 
     Attributes:
-        head_slots: int32, where the entries' rows lie.
+        rows: int32, where the entries lie: numbers of rows of the entry's width, as in :class:`Rows`.
         positions: int32, logical positions of their tokens.
+        bits: int8, widths of their rows; None: 16 of all.
         keys: int16, as in :class:`Order`; None: unknown.
         attention: float32, as in :class:`Segment`; None: nobody observes these entries.
     """
 
-    head_slots: Tensor
+    rows: Tensor
     positions: Tensor
+    bits: Tensor | None = None
     keys: Tensor | None = None
     attention: Tensor | None = None
 
     def at(self, numbers: Tensor) -> Entries:
         """The entries with these numbers, [n], int64, in this order."""
-        keys = None if self.keys is None else self.keys[numbers]
-        attention = None if self.attention is None else self.attention[numbers]
-        return Entries(self.head_slots[numbers], self.positions[numbers], keys, attention)
+        known = (None if each is None else each[numbers] for each in (self.bits, self.keys, self.attention))
+        return Entries(self.rows[numbers], self.positions[numbers], *known)
 
     @staticmethod
     def joined(parts: Sequence[Entries]) -> Entries:
         """All entries, one part after the other; what is not known of one part is not known of any."""
+        if len(parts) == 1:
+            return parts[0]
         keys = [part.keys for part in parts if part.keys is not None]
         attention = [part.attention for part in parts if part.attention is not None]
+        bits = None
+        if any(part.bits is not None for part in parts):
+            bits = torch.cat(
+                [
+                    part.rows.new_full(part.rows.shape, 16, dtype=torch.int8) if part.bits is None else part.bits
+                    for part in parts
+                ]
+            )
         return Entries(
-            torch.cat([part.head_slots for part in parts]),
+            torch.cat([part.rows for part in parts]),
             torch.cat([part.positions for part in parts]),
+            bits,
             torch.cat(keys) if len(keys) == len(parts) else None,
             torch.cat(attention) if len(attention) == len(parts) else None,
         )
@@ -98,27 +112,64 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
+class Rows:
+    """Entries of a packed segment whose rows have one width.
+
+    A row of ``bits`` has the number ``head_slot * KVGeometry.rows_per_slot(bits) + part``; of 16 bits that of its head
+    slot.
+
+    Attributes:
+        bits: of a number of a row: 16 (as the pool stores it), 8 or 4 (:mod:`kvevict_kernels.row_codec`).
+        rows: [num_entries], int32, run after run in (layer, head) order.
+        positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
+        indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
+    """
+
+    bits: int
+    rows: Tensor
+    positions: Tensor
+    indptr: Tensor
+
+    @property
+    def num_entries(self) -> int:
+        """Entries stored, including those of tokens whose nodes are gone."""
+        return self.rows.numel()
+
+    def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Starts and lengths, [num_runs], int32 each, of the runs' entries of the tokens ``[start, end)``."""
+        return cut_runs(self.positions, self.indptr, start, end)
+
+    def run_of_entries(self) -> Tensor:
+        """[num_entries], int64: each entry's run, ``layer * num_kv_heads + head``."""
+        lens = self.indptr.diff()
+        runs = torch.arange(lens.numel(), device=lens.device)
+        return torch.repeat_interleave(runs, lens, output_size=self.num_entries)
+
+
+@dataclass(frozen=True, eq=False)
 class Packed:
     """Storage of a packed segment.
 
     Attributes:
         token_slots: [num_slots], int64, token slots held exclusively.
-        head_slots: [num_entries], int32, storage of each entry, run after run in (layer, head) order.
-        positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
-        indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
+        parts: its entries by the width of their rows, widest first; a part may be empty.
         shadow: the draft model's rows in the slots; None: there is no draft model.
     """
 
     token_slots: Tensor
-    head_slots: Tensor
-    positions: Tensor
-    indptr: Tensor
+    parts: tuple[Rows, ...]
     shadow: Shadow | None = None
 
     @property
     def num_entries(self) -> int:
         """Entries stored, including those of tokens whose nodes are gone."""
-        return self.head_slots.numel()
+        return sum(part.num_entries for part in self.parts)
+
+    @property
+    def positions(self) -> Tensor:
+        """[num_entries], int32, logical position of each entry's token, part after part."""
+        positions = [part.positions for part in self.parts]
+        return positions[0] if len(positions) == 1 else torch.cat(positions)
 
 
 @dataclass(eq=False)
@@ -144,7 +195,7 @@ class Segment:
         is_rest: the end of an unsplittable segment was dropped; the rest is never found again.
         num_spans: nodes that hold a part of it.
         live_end: logical position after its last token that a node still holds.
-        num_live_entries: entries of tokens before ``live_end``.
+        live_counts: entries of tokens before ``live_end``, of each part; in place, of the only one.
     """
 
     geometry: KVGeometry
@@ -162,15 +213,16 @@ class Segment:
     is_rest: bool = False
     num_spans: int = 0
     live_end: int = field(init=False)
-    num_live_entries: int = field(init=False)
-    _runs: SpanRuns | None = None
+    live_counts: tuple[int, ...] = field(init=False)
+    _runs: tuple[SpanRuns, ...] | None = None
 
     def __post_init__(self) -> None:
         self._all_live()
 
     def _all_live(self) -> None:
-        self._runs = None
-        self.live_end, self.num_live_entries = self.end, self.num_entries
+        self._runs, self.live_end = None, self.end
+        in_place = (self.num_entries,)
+        self.live_counts = in_place if self.packed is None else tuple(part.num_entries for part in self.packed.parts)
 
     @property
     def storage(self) -> Packed:
@@ -195,6 +247,11 @@ class Segment:
         return self.num_tokens * self.geometry.num_runs if self.packed is None else self.packed.num_entries
 
     @property
+    def num_live_entries(self) -> int:
+        """Entries of tokens that a node still holds."""
+        return sum(self.live_counts)
+
+    @property
     def is_measured(self) -> bool:
         """Whether its order was measured by readers, not predicted."""
         return self.order is not None and self.order.is_measured
@@ -211,9 +268,9 @@ class Segment:
 
     @property
     def entries(self) -> Entries:
-        """All entries stored, run after run; only packed."""
-        packed, keys = self.storage, None if self.order is None else self.order.keys
-        return Entries(packed.head_slots, packed.positions, keys, self.attention)
+        """All entries stored, part after part; only packed."""
+        rows = Entries.joined([entries_of(part) for part in self.storage.parts])
+        return replace(rows, keys=None if self.order is None else self.order.keys, attention=self.attention)
 
     def pack(self, packed: Packed, end: int, kept: Entries) -> None:
         """Replace the storage by one that holds what is known of ``kept``, the entries of tokens before ``end``."""
@@ -250,30 +307,35 @@ class Segment:
 
     def run_of_entries(self) -> Tensor:
         """[num_entries], int64: each entry's run, ``layer * num_kv_heads + head``."""
-        indptr = self.storage.indptr
-        runs = torch.arange(self.geometry.num_runs, device=indptr.device)
-        return torch.repeat_interleave(runs, indptr.diff(), output_size=self.num_entries)
+        return torch.cat([part.run_of_entries() for part in self.storage.parts])
 
-    def runs(self) -> SpanRuns:
-        """All entries; the same object until it is resized."""
+    def runs(self) -> tuple[SpanRuns, ...]:
+        """All entries, by the width of their rows; the same objects until it is resized."""
         if self._runs is None:
             self._runs = self.runs_of(self.start, self.end)
         return self._runs
 
-    def runs_of(self, start: int, end: int) -> SpanRuns:
-        """The entries of tokens ``[start, end)``."""
-        starts, lens = self.cut(start, end)
-        return SpanRuns(self.storage.head_slots, starts, lens, end - start, self.storage.positions)
-
-    def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Starts and lengths, [num_layers, num_kv_heads], int32 each, of the runs' parts in ``[start, end)``."""
-        packed = self.storage
-        if start <= self.start and end >= self.end:
-            starts, lens = packed.indptr[:-1], packed.indptr.diff()
-        else:
-            starts, lens = cut_runs(packed.positions, packed.indptr, start, end)
+    def runs_of(self, start: int, end: int) -> tuple[SpanRuns, ...]:
+        """The entries of tokens ``[start, end)``, by the width of their rows."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
-        return starts.view(shape), lens.view(shape)
+        runs = []
+        for i, (part, cut) in enumerate(zip(self.storage.parts, self.cut(start, end), strict=True)):
+            starts, lens = (bounds.view(shape) for bounds in cut)
+            known = part.positions, part.bits, i == 0
+            runs.append(SpanRuns(part.rows, starts, lens, end - start, *known))
+        return tuple(runs)
+
+    def cut(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Of each part starts and lengths, [num_runs], int32 each, of the runs' entries in ``[start, end)``."""
+        if start <= self.start and end >= self.end:
+            return [(part.indptr[:-1], part.indptr.diff()) for part in self.storage.parts]
+        return [part.cut(start, end) for part in self.storage.parts]
+
+
+def entries_of(part: Rows) -> Entries:
+    """The entries of one part, without what is known of them beside."""
+    bits = None if part.bits == 16 else part.rows.new_full(part.rows.shape, part.bits, dtype=torch.int8)
+    return Entries(part.rows, part.positions, bits)
 
 
 class Span:
@@ -289,7 +351,7 @@ class Span:
         self.end = end
         self.is_owner = is_owner
         self._packed: Packed | None = None  # of which the runs are
-        self._runs: SpanRuns | None = None
+        self._runs: tuple[SpanRuns, ...] | None = None
         self._draft_runs: SpanRuns | None = None
         segment.num_spans += 1
 
@@ -310,8 +372,8 @@ class Span:
             return self.num_tokens
         return self.segment.num_slots if self.is_owner else 0
 
-    def runs(self) -> SpanRuns:
-        """The entries of ``[start, end)``.
+    def runs(self) -> tuple[SpanRuns, ...]:
+        """The entries of ``[start, end)``, by the width of their rows.
 
         Computed at the first call, on the caller's stream, so that a split takes host work only and may happen while a
         forward reads the span.
@@ -384,22 +446,25 @@ class View:
         return (self.start, self.end) == (self.segment.start, self.segment.end)
 
     @property
-    def num_entries(self) -> int | None:
-        """Entries of these tokens, if the host knows how many: those of all live spans."""
+    def counts(self) -> tuple[int, ...] | None:
+        """Entries of these tokens, of each part, if the host knows how many: those of all live spans."""
         segment = self.segment
-        return segment.num_live_entries if (self.start, self.end) == (segment.start, segment.live_end) else None
+        return segment.live_counts if (self.start, self.end) == (segment.start, segment.live_end) else None
 
 
 @dataclass(frozen=True)
 class CopiedEntries:
-    """Copies of entries, outside the pool; ``positions`` is as in :class:`Packed`, ``order`` the keys of its order.
+    """Copies of entries, outside the pool.
 
-    ``keep_lens``, [num_layers, num_kv_heads], int32, are entries per run; ``k`` and ``v`` are [num_entries, head_dim],
-    in the arena's dtype, on its device.
+    Attributes:
+        parts: as in :class:`Packed`.
+        order: [num_entries], int16, the keys of the entries' order, part after part; None: unknown.
     """
 
-    keep_lens: Tensor
-    positions: Tensor
-    k: Tensor
-    v: Tensor
+    parts: tuple[CopiedRows, ...]
     order: Tensor | None
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Of each part the bits of its rows, and how many entries it has."""
+        return [(part.bits, part.positions.numel()) for part in self.parts]

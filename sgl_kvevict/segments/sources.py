@@ -1,8 +1,10 @@
-"""Sources of a rewrite: consecutive ranges of one path, where their entries lie, and which entries are kept.
+"""Sources of a rewrite: ranges of one path, where their entries lie, and which are kept in rows of how many bits.
 
-A range is uncompressed (every token is an entry of every run, in its ordinary slot) or packed. The entries of all
-ranges together are numbered within their run, (layer, head), by position: a :class:`Selection` and a
-:class:`MergePlan` name them by this number. Of one uncompressed range it is the token's index.
+A range is uncompressed (every token is an entry of every run, in its ordinary slot) or packed, with rows of one or
+several widths. All entries of all ranges are numbered: range after range, in a range part after part (:class:`Packed`),
+in a part run after run, ascending by position. A :class:`Selection` and a :class:`MergePlan`, which are of rows of 16
+bits, name entries by their number within their run, over all ranges; of one uncompressed range that is the token's
+index.
 """
 
 from __future__ import annotations
@@ -18,10 +20,19 @@ from torch.nn.functional import pad
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.radix_select import largest_entries
 from kvevict_kernels.transfer import to_device
+from sgl_kvevict.config import Bits
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import Selection, run_entries
 from sgl_kvevict.segments.segment import Entries, View
+from sgl_kvevict.widths import Part, rows_that_fit
+
+_FIRST = 2**16
+"""Larger than any key of an order; the smallest ones are above its negative."""
+_SINK = 2**18
+"""Added to keys of sinks: larger than any difference of keys."""
+_WIDE = 2**20
+"""Added to keys of entries whose rows are wide enough: larger than any difference of these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +57,50 @@ class TokenRange:
         return self.start + self.token_slots.numel()
 
 
-Part = TokenRange | View
+Range = TokenRange | View
 """A range of one path. A view that is rewritten is all that is alive of its segment."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """KeptRows entries that get rows of one width.
+
+    Attributes:
+        bits: of a number of these rows.
+        numbers: [num_entries], int64, the entries' numbers in :class:`Sources`, run after run, ascending by position.
+        lens: [num_layers, num_kv_heads], int32, how many each run has.
+    """
+
+    bits: int
+    numbers: Tensor
+    lens: Tensor
+
+    @property
+    def num_entries(self) -> int:
+        """Entries kept."""
+        return self.numbers.numel()
+
+    @property
+    def runs(self) -> Tensor:
+        """[num_entries], int64: the run of each entry, ``layer * num_kv_heads + head``."""
+        return _runs_of(self.lens, self.num_entries)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """The entries of one range that have rows of one width.
+
+    Attributes:
+        bits: of their rows.
+        starts: [num_runs], int: starts of the runs in the tensors of the part, or among a range's tokens.
+        lens: [num_runs], int: entries of each run.
+        count: of all runs.
+    """
+
+    bits: int
+    starts: Tensor
+    lens: Tensor
+    count: int
 
 
 class Sources:
@@ -55,178 +108,310 @@ class Sources:
 
     Args:
         geometry: of the arena.
-        parts: the ranges, in path order.
-        selection: kept entries, numbered within their run over all parts. None: every entry; then one host sync reads
-            how many a view has, if the host does not know it (:attr:`View.num_entries`).
+        ranges: in path order.
+        selection: kept entries, which all have rows of 16 bits, and keep them. None: every entry, in rows as they are;
+            then one host sync reads how many a view has, if the host does not know it (:attr:`View.counts`).
     """
 
-    def __init__(self, geometry: KVGeometry, parts: Sequence[Part], selection: Selection | None = None) -> None:
+    def __init__(self, geometry: KVGeometry, ranges: Sequence[Range], selection: Selection | None = None) -> None:
         self.geometry = geometry
-        self.parts = parts
+        self.ranges = ranges
         self._given = selection
 
     @cached_property
-    def selection(self) -> Selection:
-        """The kept entries."""
+    def kept(self) -> tuple[KeptRows, ...]:
+        """The kept entries by the width of their new rows, widest first."""
+        if self._given is None:
+            widths = dict.fromkeys(piece.bits for piece in self._pieces)
+            return tuple(self._all_of(bits) for bits in sorted(widths, reverse=True))
+        lens, indices = self._given.keep_lens, self._given.indices
+        runs = _runs_of(lens, self._given.num_entries)
+        return (KeptRows(16, self._numbers(runs, indices), lens),)
+
+    @property
+    def selection(self) -> Selection | None:
+        """The kept entries of one uncompressed range; None if they get narrower rows than they have."""
+        (kept, *others), (first, *_) = self.kept, self.ranges
         if self._given is not None:
             return self._given
-        return self._whole(self._lens, sum(self._counts))
+        if others or kept.bits != 16 or len(self.ranges) > 1 or not isinstance(first, TokenRange):
+            return None
+        indices = kept.numbers - kept.runs * first.token_slots.numel()
+        return Selection(kept.lens, indices.int(), kept.num_entries)
+
+    @property
+    def num_entries(self) -> int:
+        """Entries kept."""
+        return sum(kept.num_entries for kept in self.kept)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Entries of all parts of all ranges, kept or not."""
+        return tuple(piece.count for piece in self._pieces)
 
     @property
     def start(self) -> int:
         """Logical position of the first token."""
-        return self.parts[0].start
+        return self.ranges[0].start
 
     @property
     def end(self) -> int:
         """Logical position after the last token."""
-        return self.parts[-1].end
+        return self.ranges[-1].end
 
     @property
     def fewest_slots(self) -> int:
         """Token slots that the kept entries take."""
-        return self.geometry.slots_for(self.selection.num_entries)
+        parts = ((kept.bits, kept.num_entries) for kept in self.kept)
+        return self.geometry.slots_for(self.geometry.head_slots_for(parts))
 
     @cached_property
     def token_slots(self) -> Tensor:
-        """[num_slots], int64: token slots that the parts hold, in order; of a view those of its segment."""
+        """[num_slots], int64: token slots that the ranges hold, in order; of a view those of its segment."""
         slots = [
-            part.token_slots if isinstance(part, TokenRange) else part.segment.storage.token_slots
-            for part in self.parts
+            each.token_slots if isinstance(each, TokenRange) else each.segment.storage.token_slots
+            for each in self.ranges
         ]
         return slots[0] if len(slots) == 1 else torch.cat(slots)
 
     @cached_property
     def runs(self) -> Tensor:
         """[num_entries], int64: the run of each kept entry, ``layer * num_kv_heads + head``."""
-        lens = self.selection.keep_lens.flatten().long()
-        every = torch.arange(lens.numel(), device=lens.device)
-        return torch.repeat_interleave(every, lens, output_size=self.selection.num_entries)
+        return torch.cat([kept.runs for kept in self.kept])
 
+    @cached_property
     def entries(self) -> Entries:
-        """The kept entries, run after run."""
-        return self.at(self.runs, self.selection.indices)
+        """The kept entries, in the order of :attr:`kept`; their rows are where they lie."""
+        return self._look_up(torch.cat([kept.numbers for kept in self.kept]), self.runs)
 
     def at(self, runs: Tensor, indices: Tensor) -> Entries:
-        """Entries of the parts, kept or not, by run ([n], int64) and number within it ([n], int); syncs as ``Sources``.
+        """Entries with rows of 16 bits, kept or not, by run ([n], int64) and number within it ([n], int)."""
+        return self._look_up(self._numbers(runs, indices), runs)
 
-        With several parts, a table of all their entries is made.
+    def best(self, num_slots: int, bits: Bits = 16, num_sink_tokens: int = 0) -> Sources:
+        """Of all entries the first in order that ``num_slots`` token slots hold; no host sync.
+
+        How many these are, and how many get rows of which width, is :func:`rows_that_fit`. The wider rows go to the
+        best ones of those whose rows are as wide now: no row gets more bits. Those of 16 bits go to the first
+        ``num_sink_tokens`` of the path, in every head.
+
+        Among equal ones those of the lower run, then of the earlier range, the wider row and the lower position. Layers
+        with a sliding window keep their last tokens instead, in each head at most as many as it keeps on average; if
+        other layers keep all, there are fewer entries.
+
+        InvariantError if the ranges have fewer slots, or some entries have to go, or to get narrower rows than others,
+        and the order of some range is not known.
         """
-        part = self.parts[0]
-        if len(self.parts) > 1:
-            return Entries.joined(self._tables).at(self._numbers(runs, indices))
-        if isinstance(part, View):
-            return part.segment.entries.at(self._cuts[0][0].long()[runs] + indices)
-        geometry, run = self.geometry, runs.int()
-        layers, heads = run // geometry.num_kv_heads, run % geometry.num_kv_heads
-        slots = part.token_slots.int()[indices]  # all numbers fit int32
-        head_slots: Tensor = head_slot_of(layers, slots, heads, geometry.num_token_slots, geometry.num_kv_heads)
-        numbers = runs * part.token_slots.numel() + indices
-        keys, attention = (None if all_ is None else all_.flatten()[numbers] for all_ in (part.keys, part.attention))
-        return Entries(head_slots, indices.int() + part.start, keys, attention)
-
-    def best(self, num_slots: int) -> Sources:
-        """Of the kept entries the first in order that ``num_slots`` token slots hold; no host sync.
-
-        Among equal ones those of the lower run, then of the lower position. Layers with a sliding window keep their
-        last tokens instead, at most ``num_slots`` in each head; if other layers keep all, there are fewer entries.
-        InvariantError if the order of some part is not known, or the parts have fewer slots.
-        """
-        geometry, keys, held = self.geometry, self._keys(), self.token_slots.numel()
-        if keys is None or not 0 < num_slots <= held:
-            known = "without" if keys is None else "with"
-            raise InvariantError(f"entries {known} an order in {held} slots cannot shrink to {num_slots} slots")
-        lens, count = (
-            (self._lens, sum(self._counts))
-            if self._given is None
-            else (self._given.keep_lens.flatten(), self._given.num_entries)
-        )
+        if self._given is not None:
+            raise InvariantError("entries of a selection are not selected again")
+        geometry, held, count = self.geometry, self.token_slots.numel(), self._count
+        if not 0 < num_slots <= held:
+            raise InvariantError(f"entries in {held} slots cannot shrink to {num_slots} slots")
+        plan, shown = self._plan(num_slots, count, bits, num_sink_tokens), 0
         if geometry.has_windows:
-            keys = self._in_windows(keys.int(), num_slots)
-            seen = geometry.tokens_to_keep(self.end - self.start, num_slots)
-            count = min(count, geometry.num_kv_heads * sum(seen))
-        num_entries = min(num_slots * geometry.num_runs, count)
-        starts = pad(lens.cumsum(0), (1, 0))
-        numbers, kept = largest_entries(keys, starts, num_entries)
-        runs = torch.repeat_interleave(kept.long(), output_size=num_entries)
-        indices = (numbers - starts[runs]).int() if self._given is None else self._given.indices[numbers]
-        keep_lens = kept.view(geometry.num_layers, -1)
-        return Sources(geometry, self.parts, Selection(keep_lens, indices, num_entries))
+            shown = sum(number for _, number in plan) // geometry.num_runs
+            seen = geometry.num_kv_heads * sum(geometry.tokens_to_keep(self.end - self.start, shown))
+            plan = self._plan(num_slots, min(seen, count), bits, num_sink_tokens)
+        total, keys = sum(number for _, number in plan), None
+        if total < count or len(plan) > 1:
+            keys = self._keys_by_run()
+            if keys is None:
+                raise InvariantError(f"entries without an order in {held} slots cannot shrink to {num_slots} slots")
+            if geometry.has_windows:
+                keys = self._in_windows(keys.int(), shown)
+        smaller = Sources(geometry, self.ranges)
+        smaller._pieces, smaller.kept = self._pieces, self._chosen(plan, keys, num_sink_tokens)
+        return smaller
 
-    def _keys(self) -> Tensor | None:
-        """[num_entries], int16, of the kept entries, if it is known of all parts."""
-        part = self.parts[0]
-        if self._given is None and len(self.parts) == 1:
-            if isinstance(part, TokenRange):
-                return None if part.keys is None else part.keys.flatten()
-            if part.is_whole:
-                return part.segment.entries.keys
-        return self.entries().keys
+    def _chosen(self, plan: tuple[Part, ...], keys: Tensor | None, num_sink_tokens: int) -> tuple[KeptRows, ...]:
+        """Choose the entries of each planned width; ``keys`` are those of all entries by run.
+
+        Of 16 bits sinks come first; of any width entries whose rows are as wide now, of which there are enough; among
+        these, and then among all that are left, the best ones.
+        """
+        kept: list[KeptRows] = []
+        lens = self._lens.sum(0)
+        places = torch.arange(self._count, device=lens.device)  # by run, of those not chosen yet
+        for i, (bits, number) in enumerate(plan):
+            chosen, own = places, lens
+            if number < places.numel():
+                assert keys is not None
+                ranks, is_last = keys[places] if i else keys, i == len(plan) - 1
+                if not is_last:
+                    ranks = self._ranks(ranks, places, lens, bits, num_sink_tokens)
+                first, own = largest_entries(ranks, pad(lens.cumsum(0), (1, 0)), number)
+                chosen = places[first]
+                if not is_last:
+                    is_left = torch.ones_like(places, dtype=torch.bool)
+                    is_left[first] = False
+                    places = places[torch.nonzero_static(is_left, size=places.numel() - number).squeeze(-1)]
+                    lens = lens - own
+            kept.append(self._kept(bits, chosen, own))
+        return tuple(kept)
+
+    def _ranks(self, keys: Tensor, places: Tensor, lens: Tensor, bits: int, num_sink_tokens: int) -> Tensor:
+        """The order in which entries get rows of a width that others do not get; ``keys`` are theirs."""
+        numbers = places if self._by_run is None else self._by_run[places]
+        if bits == 16 and self.start < num_sink_tokens:
+            positions = self._look_up(numbers, _runs_of(lens, places.numel())).positions
+            keys = keys.int() + (positions < num_sink_tokens).int() * _SINK
+        if any(piece.bits < bits for piece in self._pieces):
+            widths = self._table.bits
+            assert widths is not None
+            keys = keys.int() + (widths[numbers] >= bits).int() * _WIDE
+        return keys
+
+    def _plan(self, num_slots: int, num_entries: int, bits: Bits, num_sink_tokens: int) -> tuple[Part, ...]:
+        """See :func:`rows_that_fit`."""
+        whole, wide = (sum(piece.count for piece in self._pieces if piece.bits >= least) for least in (16, 8))
+        sinks = max(min(num_sink_tokens, self.end) - self.start, 0) * self.geometry.num_runs
+        of_entries = {"num_sinks": sinks, "num_whole": whole, "num_wide": wide}
+        return rows_that_fit(self.geometry, num_slots, num_entries, bits, **of_entries)
+
+    def _kept(self, bits: int, places: Tensor, lens: Tensor) -> KeptRows:
+        """KeptRows entries, given their places by run."""
+        numbers = places if self._by_run is None else self._by_run[places]
+        lens = lens.int()
+        if self._interleaves:
+            runs = _runs_of(lens, numbers.numel())
+            numbers = numbers[((runs << 32) | self._table.positions[numbers]).argsort()]
+        return KeptRows(bits, numbers, lens.view(self.geometry.num_layers, -1))
+
+    def _keys_by_run(self) -> Tensor | None:
+        """[num_entries], int16, keys of all entries by run, if they are known of all ranges."""
+        first = self.ranges[0]
+        if len(self.ranges) == 1 and isinstance(first, TokenRange):
+            return None if first.keys is None else first.keys.flatten()
+        keys = self._table.keys
+        return keys if keys is None or self._by_run is None else keys[self._by_run]
+
+    def _in_windows(self, keys: Tensor, shown: int) -> Tensor:
+        """Change the keys, by run, of layers with a sliding window, so that they keep the last tokens.
+
+        Entries of the window's last tokens, at most ``shown`` per head, get the largest key, the layer's others the
+        smallest. These ranges cannot be split, so all readers come after them.
+        """
+        lens = self._lens.sum(0)
+        runs = _runs_of(lens, self._count)
+        every = torch.arange(self._count, device=lens.device) if self._by_run is None else self._by_run
+        positions = self._look_up(every, runs).positions
+        reach = to_device(torch.tensor(self.geometry.windows).sub_(1).clamp_(max=shown), keys.device)
+        reach = reach[runs // self.geometry.num_kv_heads]  # -1: no window
+        kept = torch.where(positions >= self.end - reach, _FIRST, -_FIRST).to(keys.dtype)
+        return torch.where(reach < 0, keys, kept)
+
+    # ---- all entries ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _pieces(self) -> list[_Piece]:
+        """The entries of each range, by the width of their rows; range after range."""
+        runs = torch.arange(self.geometry.num_runs, dtype=torch.int32, device=self.token_slots.device)
+        found: list[tuple[int, Tensor, Tensor, int | None]] = []
+        for each in self.ranges:
+            if isinstance(each, TokenRange):
+                num_tokens = each.end - each.start
+                lens = torch.full_like(runs, num_tokens)
+                found.append((16, runs * num_tokens, lens, num_tokens * self.geometry.num_runs))
+                continue
+            parts, cuts = each.segment.storage.parts, each.segment.cut(each.start, each.end)
+            counts: Sequence[int | None] = each.counts or [None] * len(parts)
+            found += [(part.bits, *cut, count) for part, cut, count in zip(parts, cuts, counts, strict=True)]
+        known = [count for *_, count in found]
+        if None in known:
+            known = torch.stack([lens.sum() for _, _, lens, _ in found]).tolist()
+        return [
+            _Piece(bits, starts, lens, count or 0) for (bits, starts, lens, _), count in zip(found, known, strict=True)
+        ]
+
+    @property
+    def _count(self) -> int:
+        """All entries."""
+        return sum(piece.count for piece in self._pieces)
 
     @cached_property
     def _lens(self) -> Tensor:
-        """[num_runs], int: entries of each run, over all parts."""
-        lens = [lens for _, lens in self._cuts]
-        return lens[0] if len(lens) == 1 else torch.stack(lens).sum(0)
-
-    def _whole(self, lens: Tensor, count: int) -> Selection:
-        """Every entry of runs of these lengths, [num_runs], int, which sum to ``count``."""
-        indices = run_entries(torch.zeros_like(lens), lens, count).int()
-        return Selection(lens.int().view(self.geometry.num_layers, -1), indices, count)
+        """[num_pieces, num_runs], int: entries of each run."""
+        return torch.stack([piece.lens for piece in self._pieces])
 
     @cached_property
-    def _cuts(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each part the starts of its runs, in the tensors of its segment or tokens, and their lengths: int."""
-        cuts = []
-        for part in self.parts:
-            if isinstance(part, View):
-                starts, lens = part.segment.cut(part.start, part.end)
-            else:
-                num_tokens = part.end - part.start
-                runs = torch.arange(self.geometry.num_runs, dtype=torch.int32, device=part.token_slots.device)
-                starts, lens = runs * num_tokens, torch.full_like(runs, num_tokens)
-            cuts.append((starts.flatten(), lens.flatten()))
-        return cuts
+    def _firsts(self) -> Tensor:
+        """[num_pieces, num_runs], int64: number of the first entry of each run."""
+        lens = self._lens.flatten()
+        return (lens.cumsum(0) - lens).view(self._lens.shape)
 
     @cached_property
-    def _counts(self) -> list[int]:
-        """Entries of each part."""
-        num_runs = self.geometry.num_runs
-        known = [
-            num_runs * (part.end - part.start) if isinstance(part, TokenRange) else part.num_entries
-            for part in self.parts
-        ]
-        counts = [count for count in known if count is not None]
-        if len(counts) < len(known):
-            counts = torch.stack([lens.sum() for _, lens in self._cuts]).tolist()
-        return counts
+    def _by_run(self) -> Tensor | None:
+        """[num_entries], int64: numbers of all entries by run, in a run piece after piece; None: they ascend."""
+        if len(self._pieces) == 1:
+            return None
+        return run_entries(self._firsts.T, self._lens.T, self._count)
 
-    @cached_property
-    def _tables(self) -> list[Entries]:
-        """All entries of each part, run after run."""
-        cuts = zip(self.parts, self._cuts, self._counts, strict=True)
-        return [Sources(self.geometry, [part], self._whole(lens, count)).entries() for part, (_, lens), count in cuts]
+    @property
+    def _interleaves(self) -> bool:
+        """Whether positions need not ascend within a run, because a range has rows of several widths."""
+        return len(self._pieces) > len(self.ranges)
+
+    def _all_of(self, bits: int) -> KeptRows:
+        """Every entry with rows of one width."""
+        places = [i for i, piece in enumerate(self._pieces) if piece.bits == bits]
+        count, lens = sum(self._pieces[i].count for i in places), self._lens[places]
+        numbers = run_entries(self._firsts[places].T, lens.T, count)
+        return KeptRows(bits, numbers, lens.sum(0).int().view(self.geometry.num_layers, -1))
 
     def _numbers(self, runs: Tensor, indices: Tensor) -> Tensor:
-        """[n], int64: numbers in the joined tables of all parts; arguments of :meth:`at`."""
-        before = runs.new_zeros(self.geometry.num_runs)
+        """[n], int64: numbers of entries, see :meth:`at`."""
+        if any(piece.bits != 16 for piece in self._pieces):
+            raise InvariantError("entries with rows of several widths have no number within their run")
+        before = torch.zeros_like(self._lens[0])
         numbers = torch.full_like(runs, -1)
-        base = 0
-        for (_, lens), count in zip(self._cuts, self._counts, strict=True):
-            inside, first = indices - before[runs], lens.cumsum(0) - lens + base
+        for first, lens in zip(self._firsts, self._lens, strict=True):
+            inside = indices - before[runs]
             is_here = (inside >= 0) & (inside < lens[runs])
             numbers = torch.where(is_here, first[runs] + inside, numbers)
-            before, base = before + lens, base + count
+            before = before + lens
         return numbers
 
-    def _in_windows(self, keys: Tensor, share: int) -> Tensor:
-        """Change the keys ([num_entries], int32) of layers with a sliding window, so that they keep the last tokens.
+    def _look_up(self, numbers: Tensor, runs: Tensor) -> Entries:
+        """Entries by number, [n], int64, and run."""
+        first = self.ranges[0]
+        if len(self.ranges) == 1 and isinstance(first, TokenRange):
+            return self._of_tokens(first, numbers, runs)
+        return self._table.at(numbers)
 
-        Entries of the window's last tokens, at most ``share`` per head, get the largest key, the layer's others the
-        smallest. These ranges cannot be split, so all readers come after them.
-        """
-        visible = to_device(torch.tensor(self.geometry.windows).sub_(1).clamp_(max=share), keys.device)
-        visible = visible[self.runs // self.geometry.num_kv_heads]  # -1: no window
-        bounds = torch.iinfo(keys.dtype)
-        kept = torch.where(self.entries().positions >= self.end - visible, bounds.max, bounds.min).to(keys.dtype)
-        return torch.where(visible < 0, keys, kept)
+    @cached_property
+    def _table(self) -> Entries:
+        """All entries."""
+        tables, pieces = [], iter(self._pieces)
+        for each in self.ranges:
+            if isinstance(each, TokenRange):
+                piece = next(pieces)
+                numbers = torch.arange(piece.count, device=piece.lens.device)
+                tables.append(self._of_tokens(each, numbers, _runs_of(piece.lens, piece.count)))
+                continue
+            parts, base, numbers_of = each.segment.storage.parts, 0, []
+            for part in parts:
+                piece = next(pieces)
+                numbers_of.append(run_entries(piece.starts, piece.lens, piece.count) + base)
+                base += part.num_entries
+            entries = each.segment.entries
+            is_all = sum(numbers.numel() for numbers in numbers_of) == base
+            tables.append(entries if is_all else entries.at(torch.cat(numbers_of)))
+        return Entries.joined(tables)
+
+    def _of_tokens(self, tokens: TokenRange, numbers: Tensor, runs: Tensor) -> Entries:
+        """Entries of an uncompressed range, numbered within it."""
+        geometry, run = self.geometry, runs.int()
+        layers, heads = run // geometry.num_kv_heads, run % geometry.num_kv_heads
+        indices = numbers - runs * tokens.token_slots.numel()
+        slots = tokens.token_slots.int()[indices]  # all numbers fit int32
+        rows: Tensor = head_slot_of(layers, slots, heads, geometry.num_token_slots, geometry.num_kv_heads)
+        keys, attention = (
+            None if all_ is None else all_.flatten()[numbers] for all_ in (tokens.keys, tokens.attention)
+        )
+        return Entries(rows, indices.int() + tokens.start, keys=keys, attention=attention)
+
+
+def _runs_of(lens: Tensor, count: int) -> Tensor:
+    """[count], int64: the run of each entry; ``lens``, int, of any shape, has the entries of each run."""
+    lens = lens.flatten().long()
+    return torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=count)

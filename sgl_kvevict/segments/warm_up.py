@@ -14,7 +14,7 @@ from sgl_kvevict.segments.prompt_observation import Observation
 from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderObservation
 from sgl_kvevict.segments.segment import Segment, View
-from sgl_kvevict.segments.sources import Part, Sources, TokenRange
+from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 
 WARM_UP_TOKENS = 192
 """Minimum length of the synthetic prompt: more than the default windows and SnapKV's widest pool (127)."""
@@ -32,7 +32,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
-    packer = SegmentPacker(geometry, k, v)
+    packer = SegmentPacker(geometry, k, v, statistics=real.statistics)
     learned = compressor.learned
     if learned is not None:  # they may be unknown yet
         learned = LearnedScores(learned.rotary, ScoreWeights.zeros(geometry, device))
@@ -43,7 +43,11 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     observation = _observe(twin, segment, queries.to(q_dtype), slots)
     segment.order = twin.rank(slots, 0, observation, turn=0)
     source = TokenRange(slots, 0, segment.order.keys)
-    _resize(twin, segment, source, twin.config.num_slots(num_tokens, 0), observation)
+    sizes = [twin.config.slots_at(share, num_tokens, 0) for share in twin.config.shares]
+    first, *others = sizes if sizes else [twin.config.num_slots(num_tokens, 0)]
+    _resize(twin, segment, source, first, observation)
+    for num_slots in others:  # so that rows get fewer bits
+        _resize(twin, segment, segment.live_view, min(num_slots, segment.num_slots))
     if segment.splittable:
         upper = View(segment, 0, num_tokens // 2)
         segment.runs_of(upper.start, upper.end)
@@ -59,7 +63,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
 def _resize(
     compressor: Compressor,
     segment: Segment,
-    source: Part,
+    source: Range,
     num_slots: int | None = None,
     observation: Observation | None = None,
 ) -> None:
@@ -67,12 +71,13 @@ def _resize(
     packer = compressor.packer
     sources = Sources(packer.geometry, [source])
     if num_slots is not None:
-        sources = sources.best(num_slots)
-    merge = None
+        sources = sources.best(num_slots, compressor.config.bits, compressor.config.sink_tokens)
+    merge, selection = None, sources.selection
     if observation is not None and isinstance(source, TokenRange):
-        merge, _ = compressor.merge(source.token_slots, 0, observation, sources.selection, None)
+        if selection is not None:
+            merge, _ = compressor.merge(source.token_slots, 0, observation, selection, None)
         segment.splittable = compressor.splittable
-    written = packer.rewrite(sources, max(sources.fewest_slots, 1), 16, merge)
+    written = packer.rewrite(sources, max(sources.fewest_slots, 1), merge)
     segment.pack(written.packed, sources.end, written.kept)
 
 
@@ -101,7 +106,7 @@ def _observe(compressor: Compressor, segment: Segment, queries: Tensor, slots: T
 def _read(compressor: Compressor, segment: Segment, queries: Tensor) -> None:
     """Observe a reader of the packed segment."""
     packer = compressor.packer
-    readers = ReaderObservation(packer.geometry, packer.k_arena, segment.end)
+    readers = ReaderObservation(packer.geometry, packer.k_arena, segment.end, statistics=packer.statistics)
     readers.observe(segment)
     chunk = readers.begin_chunk(readers, segment.end, segment.end + len(queries), [(segment, None)])
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
@@ -128,9 +133,9 @@ def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
             new = slots[generated.compressed_end : position + 1]
             block = generation.choose(generated, new, new.numel(), None)
             old = [] if generated.segment is None else [generated.segment.live_view]
-            parts: list[Part] = [*old, TokenRange(new, generated.compressed_end)]
-            sources = Sources(compressor.packer.geometry, parts, block.selection)
-            written = compressor.packer.rewrite(sources, sources.fewest_slots, 16, block.merge)
+            ranges: list[Range] = [*old, TokenRange(new, generated.compressed_end)]
+            sources = Sources(compressor.packer.geometry, ranges, block.selection)
+            written = compressor.packer.rewrite(sources, sources.fewest_slots, block.merge)
             segment = Segment(compressor.packer.geometry, sources.start, sources.end, written.packed)
             segment.policy_state = block.state
             generation.written(generated, block, segment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from kvevict_kernels.row_codec import RowStatistics
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
 from sgl_kvevict.attention.interface import CompiledAttention
-from sgl_kvevict.config import load_config
+from sgl_kvevict.config import Bits, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
@@ -61,6 +62,9 @@ class KVEvictAttentionBackend(AttentionBackend):
     SGLang builds the backend before the tree; the tree's factory attaches it. Batches without requests (warm-up) read
     no spans. ``places`` are the full-attention layers, as in :func:`full_layers_of`.
 
+    ``bits`` are those of compressed rows; ``why_16_bits``: why they are 16, whatever the configuration says;
+    ``statistics``, by which rows of fewer are read, are filled when they are found or learned (None: all have 16).
+
     Raises:
         UnsupportedSetupError: another radix cache is selected, or the configured attention does not support the device,
             CUDA graphs, model or KV dtype.
@@ -69,16 +73,16 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     slot_positions: Tensor | None = None
     """See :class:`CachedRange`; None unless the model's positions have several axes (M-RoPE)."""
-    statistics: RowStatistics | None = None
-    """With which rows of 8 and 4 bits are read, of this rank's heads; known before the first request. None: all rows
-    have 16 bits."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         config, policy = configured_policy(load_config())
-        require(ATTENTION if model_runner.is_draft_worker else AFTER_LOAD, after_load(model_runner, config, policy))
+        facts = after_load(model_runner, config, policy)
+        require(ATTENTION if model_runner.is_draft_worker else AFTER_LOAD, facts)
+        self.bits: Bits = 16 if model_runner.is_draft_worker else facts.bits
+        self.why_16_bits = facts.why_16_bits
         arena = arena_of(full_pool_of(self.token_to_kv_pool))
         assert arena is not None
         device = torch.device(model_runner.device)
@@ -87,7 +91,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         verifies = not model_runner.spec_algorithm.is_none()
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
-        self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype, verifies)
+        self.statistics = None if self.bits == 16 else _neutral_statistics(arena)
+        self.attention = _build_attention(
+            config.attention, self.geometry, arena, model_runner.dtype, verifies, self.statistics
+        )
         self._window_layers = _window_layers(model_runner, config.attention)
         if device.type == "cpu" and get_parallel().attn_dp_size > 1:
             share_rows_on_cpu()
@@ -373,18 +380,34 @@ def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]
         scales=find_kv_scales(model_runner.model, layers) if arena.k.dtype == FP8 else UNSCALED,
         windows=find_windows(model_runner.model, layers),
         latent_dim=arena.v.shape[-1] if is_latent(arena.k, arena.v) else 0,
+        itemsize=arena.k.element_size(),
     )
 
 
+def _neutral_statistics(arena: Arena) -> RowStatistics:
+    """Statistics that change no number, until the model's are known."""
+    num_layers, _, num_kv_heads, head_dim = arena.k.shape
+    shape = num_layers, num_kv_heads, head_dim
+    zeros, ones = (partial(make, shape, device=arena.k.device) for make in (torch.zeros, torch.ones))
+    return RowStatistics(zeros(), ones(), zeros(), ones())
+
+
 def _build_attention(
-    name: str, geometry: KVGeometry, arena: Arena, q_dtype: torch.dtype, verifies: bool = False
+    name: str,
+    geometry: KVGeometry,
+    arena: Arena,
+    q_dtype: torch.dtype,
+    verifies: bool = False,
+    statistics: RowStatistics | None = None,
 ) -> Attention:
     ranks = TensorRanks(get_parallel().attn_tp_group.cpu_group)
 
     def on_all_ranks(here: bool) -> bool:
         return all(there for (there,) in ranks.gather([here]))
 
-    return build_attention(name, geometry, arena.k, arena.v, q_dtype, on_all_ranks, verifies=verifies)
+    return build_attention(
+        name, geometry, arena.k, arena.v, q_dtype, on_all_ranks, verifies=verifies, statistics=statistics
+    )
 
 
 def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:

@@ -101,7 +101,6 @@ class Distilling:
         self.learned = LearnedScores(rotary)
         self._needs_scores = needs_scores
         self._statistics = statistics
-        self._is_plain = False
         self._known = Learned()
         self._use(self._agreed(self._load(config.score_weights)))
 
@@ -126,7 +125,7 @@ class Distilling:
     @property
     def lacks_statistics(self) -> bool:
         """Whether statistics are still to be learned."""
-        return self._statistics is not None and self._known.statistics is None and not self._is_plain
+        return self._statistics is not None and self._known.statistics is None
 
     @property
     def digest(self) -> str:
@@ -136,16 +135,13 @@ class Distilling:
         return Learned(None, self._known.statistics).digest()
 
     def use_none(self) -> None:
-        """Do without what cannot be learned: of dummy weights anything, and scores where all layers have windows."""
+        """Do without scores that cannot be learned: those of dummy weights, and where all layers have windows."""
         if self._has_weights and self._geometry.full_layers:
             return
         why = "all layers have sliding windows" if self._has_weights else "the weights are random (--load-format dummy)"
         if self.lacks_scores:
             self.log(logging.WARNING, "%s, so scores are not learned: values alone choose", why)
             self.learned.weights = ScoreWeights.zeros(self._geometry, self._device)
-        if self.lacks_statistics and not self._has_weights:
-            self.log(logging.WARNING, "%s, so rows of 8 and 4 bits are as exact as keys and values are near 1", why)
-            self._is_plain = True
 
     def new_learner(self) -> ScoreLearner:
         """A learner of this rank's heads."""
@@ -189,9 +185,7 @@ class Distilling:
         self._known = known
         if known.statistics is not None and self._statistics is not None:
             place = (self._ranks.rank, self._ranks.size, self._geometry.num_kv_heads)
-            mine = statistics_of_rank(known.statistics, *place)
-            for name in STATISTICS:
-                getattr(self._statistics, name).copy_(getattr(mine, name))
+            self._statistics.assign(statistics_of_rank(known.statistics, *place))
         if known.scores is None or not self._needs_scores or self.learned.is_known:
             return
         self.learned.weights = self._of_rank(known.scores)

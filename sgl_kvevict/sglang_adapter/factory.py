@@ -51,6 +51,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     if not isinstance(backend, KVEvictAttentionBackend):  # what was published says that it is ours
         raise InvariantError(f"SGLang has built {type(backend).__name__} for our attention backend")
+    config = config.model_copy(update={"bits": backend.bits})
     drafts = draft_attention_of(full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()))
     tree = _assemble(ctx, config, policy, backend, drafts)
     backend.attach(tree)
@@ -60,6 +61,8 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     if not tree.ranks.is_first:
         return tree
     logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))
+    if policy is not None and backend.why_16_bits:
+        logger.info("kvevict: rows of compressed prefixes have 16 bits, because %s", "; ".join(backend.why_16_bits))
     caution = None if policy is None else policy.caution(backend.geometry.num_kv_heads)
     if caution is not None:
         logger.warning("kvevict: policy %s: %s", config.policy, caution)
@@ -91,7 +94,7 @@ def _assemble(
     drafts: DraftAttentionBackend | None,
 ) -> KVEvictTree:
     geometry, arena = backend.geometry, backend.arena
-    packer = SegmentPacker(geometry, arena.k, arena.v, None if drafts is None else drafts.rows)
+    packer = SegmentPacker(geometry, arena.k, arena.v, None if drafts is None else drafts.rows, backend.statistics)
     distilling = access = None
     compressor = Compressor(config, NO_POLICY, packer)
     if policy is not None:

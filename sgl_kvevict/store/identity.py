@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+GROUP = 32
+"""Numbers of a row of 4 bits with one scale and minimum: ``kvevict_kernels.row_codec.GROUP``."""
 FORMAT_VERSION = 3
 """Version of everything in a store. Segments of another version are never found."""
 BLOCK_TOKENS = 64
@@ -72,9 +74,17 @@ class StoreIdentity:
         return min(BLOCK_TOKENS, self.min_prefix_tokens)
 
     @property
-    def widths(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Numbers of a key's and of a value's row, by name."""
-        return ("k", self.head_dim), ("v", self.own_value_dim)
+    def row_bits(self) -> tuple[int, ...]:
+        """Bits that rows may have, most first; fewer than 16 only as :mod:`kvevict_kernels.row_codec` says."""
+        is_coded = self.head_dim % GROUP == 0 and self.own_value_dim > 0 and "float8" not in self.dtype
+        return (16, 8, 4) if is_coded else (16,)
+
+    def widths(self, bits: int = 16) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Numbers of a key's and of a value's row, by name; of fewer than 16 bits bytes."""
+        k, v = self.head_dim, self.own_value_dim
+        if bits == 4:
+            k, v = (width // 2 + 4 * width // GROUP for width in (k, v))
+        return ("k", k), ("v", v)
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Namespace:
         """Return the names of one tenant."""

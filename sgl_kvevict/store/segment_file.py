@@ -245,17 +245,19 @@ def _layout(
     def count(name: str) -> int:
         return tensors[name].numel() if name in tensors else 0
 
-    def rows(prefix: str, model: StoreIdentity, *sizes: int) -> None:
-        layout.update({f"{prefix}{name}": (model.dtype, (*sizes, width)) for name, width in model.widths})
+    def rows(prefix: str, model: StoreIdentity, *sizes: int, bits: int = 16) -> None:
+        dtype = model.dtype if bits == 16 else "torch.uint8"
+        layout.update({f"{prefix}{name}": (dtype, (*sizes, width)) for name, width in model.widths(bits)})
 
     runs, num_entries, num_tail = (identity.num_layers, identity.num_kv_heads), 0, count("tail.tokens")
     layout: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("torch.int64", (key_bounds(header.key)[1],))}
+    known = [bits for bits in identity.row_bits if bits in header.bits]
+    _require(bool(known) and header.bits == known, f"bits: got {header.bits}; expected some of {identity.row_bits}")
     for number, bits in enumerate(header.bits):
-        _require(bits == 16, f"bits: got {bits}; expected 16")
         part = f"parts.{number}."
         n = count(f"{part}positions")
         layout |= {f"{part}keep_lens": ("torch.int32", runs), f"{part}positions": ("torch.int32", (n,))}
-        rows(part, identity, n)
+        rows(part, identity, n, bits=bits)
         num_entries += n
     layout |= {"order": ("torch.int16", (num_entries,)), "policy_state": ("torch.float32", runs)}
     if "tail.tokens" in tensors:

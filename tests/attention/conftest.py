@@ -14,7 +14,8 @@ from helpers.torch_flashinfer import Plan, use_torch_kernels
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
-from kvevict_kernels.span_runs import SpanRuns
+from kvevict_kernels.row_codec import RowStatistics, encode_rows, load_rows, rows_per_slot, write_rows
+from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
@@ -46,38 +47,60 @@ class World:
         self.compressed_lens: list[int] = []
         self.seq_lens: list[int] = []
         self.rows: list[int] = []
+        self.statistics: RowStatistics | None = None
         self.attention: Attention = TorchAttention(geometry, self.k, self.v)
         self.sink_logits: Tensor | None = None
 
-    def span(self, lens: Tensor, num_tokens: int, start: int = 0) -> SpanRuns:
+    def learn(self) -> None:
+        """Make up statistics of a model, so that spans may have rows of 8 and 4 bits."""
+        geometry = self.geometry
+        shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
+        self.statistics = RowStatistics(
+            *(x for _ in "kv" for x in (torch.randn(shape), torch.randn(shape).div(2).exp()))
+        )
+
+    def span(
+        self, lens: Tensor, num_tokens: int, start: int = 0, bits: int = 16, *, is_counted: bool = True
+    ) -> SpanRuns:
         """Pack runs of these lengths, [num_layers, num_kv_heads], into token slots of all layers, in any order.
 
         Their tokens are any of ``[start, start + num_tokens)``.
         """
         geometry = self.geometry
         num_entries = int(lens.sum())
-        slots = torch.tensor([self.free.pop() for _ in range(geometry.slots_for(num_entries))], dtype=torch.int64)
+        per_slot = rows_per_slot(bits, self.dtype.itemsize)
+        num_slots = geometry.slots_for(-(-num_entries // per_slot))
+        slots = torch.tensor([self.free.pop() for _ in range(num_slots)], dtype=torch.int64)
         layers = torch.arange(geometry.num_layers).view(-1, 1, 1)
         held = (layers * geometry.num_token_slots + slots.view(-1, 1)) * geometry.num_kv_heads
         held = (held + torch.arange(geometry.num_kv_heads)).flatten()
-        head_slots = held[torch.randperm(held.numel())[:num_entries]]
-        for arena in (self.k, self.v):
+        held = (held[:, None] * per_slot + torch.arange(per_slot)).flatten()
+        rows = held[torch.randperm(held.numel())[:num_entries]]
+        runs = torch.arange(lens.numel()).repeat_interleave(lens.flatten())
+        for is_v, arena in enumerate((self.k, self.v)):
             width = arena.shape[-1]
-            arena.view(-1, width)[head_slots] = torch.randn(num_entries, width).to(self.dtype)
+            numbers = torch.randn(num_entries, width)
+            if bits == 16:
+                arena.view(-1, width)[rows] = numbers.to(self.dtype)
+                continue
+            assert self.statistics is not None
+            mean, deviation = self.statistics.of_runs(runs)[is_v]
+            write_rows(arena, rows, bits, encode_rows(mean + deviation * numbers, mean, deviation, bits))
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
         kept = [torch.randperm(num_tokens)[:length].sort().values for length in lens.flatten().tolist()]
         positions = torch.cat(kept).int() + start if self.geometry.has_windows else None
-        return SpanRuns(head_slots.int(), starts.int(), lens.int(), num_tokens, positions=positions)
+        return SpanRuns(rows.int(), starts.int(), lens.int(), num_tokens, positions, bits, is_counted)
 
-    def uneven_span(self, longest: int, start: int = 0) -> SpanRuns:
+    def uneven_span(self, longest: int, start: int = 0, bits: int = 16, *, is_counted: bool = True) -> SpanRuns:
         """A span with runs of 0 to ``longest`` entries."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
-        return self.span(torch.randint(0, longest + 1, shape), num_tokens=longest + 3, start=start)
+        lens = torch.randint(0, longest + 1, shape)
+        return self.span(lens, num_tokens=longest + 3, start=start, bits=bits, is_counted=is_counted)
 
     def add(self, path: tuple[SpanRuns, ...], num_uncompressed: int) -> None:
         """Add a request with this path and so many tokens after it."""
         self.paths.append(path)
-        self.compressed_lens.append(sum(span.num_tokens for span in path))
+        self.compressed_lens.append(compressed_len_of(path))
         self.seq_lens.append(self.compressed_lens[-1])
         self.rows.append(self.free_rows.pop())
         self.grow(len(self.paths) - 1, num_uncompressed)
@@ -121,7 +144,7 @@ class World:
 
         The plain implementation itself is compared with PyTorch's attention on dense keys and masks.
         """
-        plain = TorchAttention(self.geometry, self.k, self.v)
+        plain = TorchAttention(self.geometry, self.k, self.v, self.statistics)
         plain.plan(self.batch(extend_lens))
         out, lse = plain.run(layer, q.float(), self.sm_scale, self.sink_logits)
         dense_out, dense_lse = self.dense(layer, q.float(), extend_lens)
@@ -163,15 +186,18 @@ class World:
         """K, V and positions of one request, layer and head: its path's runs, then its own tokens."""
         bounds = [(int(span.starts[layer, head]), int(span.lens[layer, head])) for span in self.paths[i]]
         places = [slice(start, start + length) for start, length in bounds]
-        runs = [span.head_slots[place].long() for span, place in zip(self.paths[i], places, strict=True)]
+        runs = [(span.rows[place].long(), span.bits) for span, place in zip(self.paths[i], places, strict=True)]
         own_positions = torch.arange(self.compressed_lens[i], self.seq_lens[i])
         slots = self.req_to_token[self.rows[i], own_positions].long()
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
-        entries = torch.cat([*runs, own])
-        k, v = (arena.view(-1, arena.shape[-1])[entries] for arena in (self.k, self.v))
+        statistics = (None, None) if self.statistics is None else self.statistics.of_run(layer, head)
+        k, v = (
+            torch.cat([load_rows(arena, *rows, of_arena) for rows in (*runs, (own, 16))])
+            for arena, of_arena in zip((self.k, self.v), statistics, strict=True)
+        )
         of_runs = [
-            torch.zeros(len(run)) if span.positions is None else span.positions[place]
-            for span, run, place in zip(self.paths[i], runs, places, strict=True)
+            torch.zeros(len(rows)) if span.positions is None else span.positions[place]
+            for span, (rows, _), place in zip(self.paths[i], runs, places, strict=True)
         ]
         positions = torch.cat([*of_runs, own_positions])
         return k, v, positions
@@ -239,17 +265,17 @@ def device(request: pytest.FixtureRequest) -> str:
 
 def numba(world: World) -> Attention:
     """Compiled for a CPU."""
-    return NumbaAttention(world.geometry, world.k, world.v)
+    return NumbaAttention(world.geometry, world.k, world.v, world.statistics)
 
 
 def plain(world: World) -> Attention:
     """PyTorch."""
-    return TorchAttention(world.geometry, world.k, world.v)
+    return TorchAttention(world.geometry, world.k, world.v, world.statistics)
 
 
 def triton(world: World) -> Attention:
     """Kernels for a GPU."""
-    return TritonAttention(world.geometry, world.k, world.v)
+    return TritonAttention(world.geometry, world.k, world.v, statistics=world.statistics)
 
 
 @pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, plain, triton)])

@@ -309,7 +309,7 @@ def test_slots_outside_of_the_arena_are_refused(make_numba_world: MakeNumbaWorld
 def test_spans_whose_runs_leave_their_lists_are_refused(make_numba_world: MakeNumbaWorld) -> None:
     world = make_numba_world()
     span = world.uneven_span(50)
-    span.lens[1, 2] += int(span.head_slots.numel())
+    span.lens[1, 2] += int(span.rows.numel())
     world.add((span,), 5)
     with pytest.raises(ValueError, match="a run leaves the span's"):
         world.attention.plan(world.batch())

@@ -131,7 +131,7 @@ def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:
     span = world.span(torch.full((1, 2), 300), num_tokens=300)
     world.add((span,), 8)
     world.add((span,), 200)
-    hidden = span.head_slots[span.positions < 300 + 8 - 30 - 64].long()
+    hidden = span.rows[span.positions < 300 + 8 - 30 - 64].long()
     for arena in (world.k, world.v):
         arena.view(-1, 16)[hidden] = torch.nan
     own = world.req_to_token[world.rows[1], 300:330].long()

@@ -24,7 +24,7 @@ C = span(torch.arange(50, 60, dtype=torch.int32), 0, [[0, 2], [1, 1]])
 
 def test_spans_are_grouped_by_their_readers() -> None:
     """Depth does not matter, and equal contents are not the same span."""
-    twin = SpanRuns(A.head_slots, A.starts, A.lens, A.num_tokens)
+    twin = SpanRuns(A.rows, A.starts, A.lens, A.num_tokens)
     groups = group_spans([(A, B), (), (C, B, A), (twin,)])
     assert groups == [SpanGroup((0, 2), (A, B)), SpanGroup((2,), (C,)), SpanGroup((3,), (twin,))]
 

@@ -61,7 +61,7 @@ class Runner:
 
     def _copy(self, span: SpanRuns) -> SpanRuns:
         if span not in self.copies:
-            tensors = (x.to(self.device) for x in (span.head_slots, span.starts, span.lens))
+            tensors = (x.to(self.device) for x in (span.rows, span.starts, span.lens))
             self.copies[span] = SpanRuns(*tensors, span.num_tokens)
         return self.copies[span]
 

@@ -23,9 +23,14 @@ SMALL_CHUNKS = (16, 32)
 
 
 def unpacked(items: Tensor) -> list[Item]:
-    """Fields of every item: address, keys, member, readers, tile and head, partial, last field."""
+    """Fields of every item: address, keys, member, readers and bits, tile and head, partial, last field."""
     halves = items.view(torch.int32).view(-1, 8).tolist()
     return [(word, *rest) for word, (_, _, *rest) in zip(items.view(-1, 4)[:, 0].tolist(), halves, strict=True)]
+
+
+def with_bits(readers: int, bits: int) -> int:
+    """Readers, and above them the bits of an item's rows."""
+    return bits << 26 | readers
 
 
 def of_spans(tables: Tables, which: int, layer: int) -> list[Item]:
@@ -44,10 +49,12 @@ def of_spans(tables: Tables, which: int, layer: int) -> list[Item]:
                 chunk += int(tables.span_chunk[number])
             for begin in range(0, length, chunk):
                 for tile in range(tiles if int(tables.span_class[number]) == which else 0):
-                    address = span.head_slots[start + begin :].data_ptr()
+                    address = span.rows[start + begin :].data_ptr()
                     keys = min(chunk, length - begin)
                     member = int(tables.span_member_start[number])
-                    found.append((address, keys, member, readers, tile * heads + head, partial, number))
+                    found.append(
+                        (address, keys, member, with_bits(readers, span.bits), tile * heads + head, partial, number)
+                    )
                 partial += readers * group
     return found
 
@@ -71,7 +78,9 @@ def of_suffixes(tables: Tables, step: Step, which: int) -> list[Item]:
                     first = partial + (split * heads + head) * new * group
                     left = length - begin
                     address = row[compressed_len + begin :].data_ptr()
-                    found.append((address, min(chunk, left), member, new, tile * heads + head, first, left))
+                    found.append(
+                        (address, min(chunk, left), member, with_bits(new, 16), tile * heads + head, first, left)
+                    )
     return found
 
 

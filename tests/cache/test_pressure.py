@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.fake_tree import CONFIG, FakeNode, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from sgl_kvevict.cache.pressure import LOSS_OF_COMPRESSING, LOSS_OF_SQUEEZING
+from sgl_kvevict.cache.pressure import LOST_WITH_16_BITS, loss_of_step
 
 SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
 
@@ -85,10 +85,13 @@ def test_a_squeeze_keeps_the_first_in_order():
     node = cached(tree, 22)
     reclaim(tree)
     segment = tree.prefixes.spans[node].segment
-    before, kept = segment.storage, segment.order.keys.sort(descending=True).values[: 5 * tree.geometry.num_runs]
+    (before,), kept = (
+        segment.storage.parts,
+        segment.order.keys.sort(descending=True).values[: 5 * tree.geometry.num_runs],
+    )
     reclaim(tree)
     assert segment is tree.prefixes.spans[node].segment
-    after = segment.storage
+    (after,) = segment.storage.parts
     assert segment.order.keys.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.num_runs
     for run in range(tree.geometry.num_runs):
@@ -122,9 +125,10 @@ def test_a_leaf_that_costs_less_is_dropped_instead():
     tree = cache()
     cached(tree, 22)
     leaf = tree.add(3)
-    assert reclaim(tree, ((LOSS_OF_COMPRESSING / 2, 0.0), leaf)) == 0
-    assert reclaim(tree, ((LOSS_OF_COMPRESSING, 1.0), leaf)) == 10
-    squeezing = 2 * LOSS_OF_SQUEEZING  # two tokens a slot
+    compressing = loss_of_step(1.0, 0.5, LOST_WITH_16_BITS)
+    assert reclaim(tree, ((compressing / 2, 0.0), leaf)) == 0
+    assert reclaim(tree, ((compressing, 1.0), leaf)) == 10
+    squeezing = loss_of_step(0.5, 0.25, LOST_WITH_16_BITS)
     assert reclaim(tree, ((squeezing, -1.0), leaf)) == 0 and reclaim(tree, ((squeezing + 1, -1.0), leaf)) == 5
 
 

@@ -24,7 +24,7 @@ def in_place(harness: Harness):
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_growth_and_other_widths_are_refused(is_packed):
+def test_growth_is_refused(is_packed):
     harness = Harness(policy=PseudoRandomPolicy(needs_passes=True), scores_any_range=True)
     segments, resizer = in_place(harness), harness.tree.prefixes.resizer
     if is_packed:
@@ -34,8 +34,6 @@ def test_growth_and_other_widths_are_refused(is_packed):
     held, free = segment.num_slots, harness.allocator.available_size()
     with pytest.raises(InvariantError, match="cannot grow"):
         resizer.resize([segment], held + 1)
-    with pytest.raises(InvariantError, match="rows of 16 bits, not of 4"):
-        resizer.resize([segment], held - 1, bits=4)
     assert (segment.num_slots, harness.allocator.available_size()) == (held, free)
     assert (segment.packed is not None) is is_packed
     harness.check()

@@ -32,7 +32,7 @@ LATENT_HEADS: dict[str, Any] = {"H": 1, "G": 128}
 LATENT_VALUE_DIM = 512
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
-FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr")
+FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr", "statistics_ptr")
 INT64: tuple[str, ...] = (
     "addresses_ptr",
     "items_ptr",
@@ -44,7 +44,7 @@ INT64: tuple[str, ...] = (
     "token_slots_ptr",
 )
 INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
-INT8 = ("staged_ptr",)
+INT8 = ("staged_ptr", "source_bits_ptr")
 NUMBERS = {
     "req_to_token": "i64",
     "scale_log2": "fp32",
@@ -97,6 +97,26 @@ def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterato
             yield tree
 
 
+def few_bits_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
+    """The kernels with a loop of products that also read rows of 8 and 4 bits, and those that write such rows."""
+    for one in _attention_kernels(arch, head_dim, "bf16", has_few_bits=True):
+        if "statistics_ptr" in one["args"]:
+            yield one
+    for bits in (8, 4):
+        row_bytes = {8: head_dim, 4: 5 * head_dim // 8}[bits]
+        sizes: Spec = {
+            "D": head_dim,
+            "BLOCK_D": head_dim,
+            "GROUP": 32,
+            "BITS": bits,
+            "ROW_BYTES": row_bytes,
+            "BLOCK": 16,
+        }
+        sizes |= {"staging_ptr": "*u8", "BLOCK_W": 1 << (row_bytes // 4 - 1).bit_length()}
+        for name in ("_encode_kernel", "_write_kernel"):
+            yield spec(f"recode_rows.triton_impl:{name}", arch, sizes)
+
+
 def _attention_kernels(
     arch: int,
     head_dim: int,
@@ -104,11 +124,13 @@ def _attention_kernels(
     *,
     has_window: bool = False,
     has_trees: bool = False,
+    has_few_bits: bool = False,
 ) -> Iterator[Spec]:
     """With a window, whatever takes sink logits has some."""
     limits = DEVICES[arch]
     tiles = tiles_for(limits, head_dim, has_window=has_window)
     visible = "*i64" if has_trees else None
+    statistics = "*fp32" if has_few_bits else None
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}
     sizes = {**_sizes(head_dim), "UPCAST": False, "PDL": limits.launches_dependents}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
@@ -118,12 +140,14 @@ def _attention_kernels(
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
             block |= {"visible_ptr": visible, "WINDOWED": has_window} | extras
-            yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
+            for bits in (8, 4) if has_few_bits else (16,):
+                few = {"statistics_ptr": statistics, "BITS": bits}
+                yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block | few, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "visible_ptr": visible, "WINDOWED": has_window}
+            block |= {"CLASS": which, "visible_ptr": visible, "WINDOWED": has_window, "statistics_ptr": statistics}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
         yield spec(
@@ -171,7 +195,7 @@ def small_kernels(arch: int) -> Iterator[Spec]:
     yield spec("ragged_decode.triton_items:suffix_work_kernel", arch, HEADS | counting)
     yield spec("cut_runs.triton_impl:_cut_runs_kernel", arch, {"BLOCK": 32}, options={"num_warps": 1})
     yield spec("alloc_head_slots.triton_impl:_indptr_kernel", arch, {"BLOCK": 1024})
-    yield spec("alloc_head_slots.triton_impl:_head_slots_kernel", arch, {"BLOCK": 1024})
+    yield spec("alloc_head_slots.triton_impl:_head_slots_kernel", arch, {"BLOCK": 1024, "PER_SLOT": 3})
     for key_bits in (32, 64):
         keys = dict.fromkeys(("keys_ptr", "prefix_ptr", "threshold_ptr"), f"*u{key_bits}")
         tiles = {**keys, "BINS": 256, "SIGN": 1 << (key_bits - 1), "BLOCK": 2048, "MAX_TILES": 256, "mask_ptr": "*i1"}
@@ -190,8 +214,12 @@ def label(one: Spec) -> str:
         return f"{label({**one, 'args': args | bf16})}, fp8 rows"
     if "keys_ptr" in args:
         return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
+    if "recode_rows" in one["kernel"]:
+        return f"{name}, {args['BITS']} bits"
     if name in ("split", "extend"):
         more = ", window" if args["WINDOWED"] else ""
+        if args["statistics_ptr"]:
+            more += f", {args['BITS']} bits" if "BITS" in args else ", few bits"
         more += ", trees" if args["visible_ptr"] else ""
         return f"{name}, {args['BLOCK_M']} q rows{more}"
     if args.get("sink_logits_ptr"):

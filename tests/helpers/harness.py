@@ -13,8 +13,10 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
@@ -32,13 +34,15 @@ from torch.distributed import ProcessGroup
 from helpers.host import check_host
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
+from kvevict_kernels.row_codec import RowStatistics, decode_rows, encode_rows, load_rows
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy, Rotary
 from sgl_kvevict.policies.by_name import NO_POLICY
-from sgl_kvevict.segments import Compressor, DraftRows, Segment, SegmentPacker, Span
+from sgl_kvevict.segments import Compressor, DraftRows, Packed, Segment, SegmentPacker, Span
 from sgl_kvevict.segments.streams import ChoiceStream
 from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -70,6 +74,24 @@ def publish_server_args(folder: Path) -> None:
     publish(ServerArgs(model_path=str(folder), device="cpu", **ours), role="scheduler")
 
 
+def random_statistics(geometry: KVGeometry) -> RowStatistics:
+    """Statistics of no model: any numbers will do."""
+    random = torch.Generator().manual_seed(7)
+    shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
+    means, deviations = torch.randn(2, *shape, generator=random), torch.rand(2, *shape, generator=random) + 0.5
+    return RowStatistics(means[0], deviations[0], means[1], deviations[1])
+
+
+def recoded(rows: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor], widths: list[int]) -> torch.Tensor:
+    """What is read of rows that were written with 16 bits, and then had these widths, by mean and deviation."""
+    mean, deviation = known
+    zero, one = torch.zeros_like(mean), torch.ones_like(deviation)
+    numbers = (rows.float() - mean) / deviation
+    for bits in widths:
+        numbers = decode_rows(encode_rows(numbers, zero, one, bits), zero, one, bits)
+    return mean + deviation * numbers
+
+
 @dataclass
 class Harness:
     """A scheduler in miniature: admits, prefills in chunks, decodes, finishes, retracts and flushes requests.
@@ -82,6 +104,7 @@ class Harness:
         make_stream: where entries are chosen, if not at once.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
         keys_are_pairs: of tokens, as with a draft model that reads hidden states (EAGLE).
+        bits: of rows. Fewer than 16 need wider rows, in bfloat16, whose numbers all depend on the token.
     """
 
     num_slots: int = 120
@@ -103,15 +126,17 @@ class Harness:
     is_latent: bool = False
     make_stream: Callable[[], ChoiceStream] | None = None
     keys_are_pairs: bool = False
+    bits: Bits = 16
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
         num_kv_heads, latent_dim = (1, 1) if self.is_latent else (2, 0)
+        head_dim, dtype = (2, torch.float32) if self.bits == 16 else (32, torch.bfloat16)
         self.geometry = KVGeometry(
-            2, 4, num_kv_heads, 2, self.num_slots + 1, windows=self.windows, latent_dim=latent_dim
+            2, 4, num_kv_heads, head_dim, self.num_slots + 1, windows=self.windows, latent_dim=latent_dim
         )
-        shape = (self.geometry.num_layers, self.num_slots + 1, num_kv_heads, 2)
-        self.k, self.v = (torch.full(shape, float("nan")) for _ in range(2))
+        self.k, self.v = (torch.full(self.geometry.arena_shape, float("nan"), dtype=dtype) for _ in range(2))
+        self._packed: WeakSet[Packed] = WeakSet()
         self.arenas: tuple[tuple[torch.Tensor, float], ...] = ((self.k, 1.0), (self.v, -1.0))
         if self.is_latent:
             self.v, self.arenas = self.k[..., :1], self.arenas[:1]
@@ -126,7 +151,9 @@ class Harness:
             **self._make_pools(),
         )
         self.rows, self.allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
-        store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts())
+        statistics = None if self.bits == 16 else random_statistics(self.geometry)
+        self.config = self.config.model_copy(update={"bits": self.bits})
+        store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts(), statistics)
         kind = LearnedCompressor if self.scores_any_range else Compressor
         stream = None if self.make_stream is None else self.make_stream()
         policy = cast("Policy", self.policy or NO_POLICY)
@@ -224,7 +251,7 @@ class Harness:
 
     def _queries(self, count: int) -> torch.Tensor:
         """Zeros: they attend to all tokens alike."""
-        return torch.zeros(count, self.geometry.num_qo_heads, self.geometry.head_dim)
+        return torch.zeros(count, self.geometry.num_qo_heads, self.geometry.head_dim, dtype=self.k.dtype)
 
     def _finish_prefill(self, req: Req) -> None:
         req.output_ids.append(self._next_token(req))
@@ -358,20 +385,30 @@ class Harness:
             codes.append(float(code % (1 << 23)))
         return codes
 
+    def _contents(self, codes: list[float]) -> torch.Tensor:
+        """[num_layers, num_tokens, num_kv_heads, head_dim]: keys of these tokens, and their negated values."""
+        geometry = self.geometry
+        runs = torch.arange(geometry.num_runs).view(geometry.num_layers, 1, geometry.num_kv_heads)
+        shape = (geometry.num_layers, len(codes), geometry.num_kv_heads)
+        both = torch.tensor(codes).long().view(1, -1, 1).expand(shape), runs.expand(shape)
+        if geometry.head_dim == 2:
+            return torch.stack(both, -1).float()
+        mixed = (both[0][..., None] * 2654435761 + both[1][..., None] * 40503 + torch.arange(32) * 97) % 2**32
+        for factor in (73244475, 73244475):
+            mixed = (mixed ^ (mixed >> 15)) * factor % 2**32
+        return ((mixed >> 8) % 4001 / 1000 - 2).to(self.k.dtype)
+
     def _write_tokens(self, req: Req, start: int, end: int, slots: torch.Tensor) -> None:
-        codes = torch.tensor(self._codes(req, end)[start:end])
-        rows = slots.long()
-        runs = torch.arange(self.geometry.num_runs, dtype=torch.float32)
-        runs = runs.view(self.geometry.num_layers, 1, self.geometry.num_kv_heads)
+        contents = self._contents(self._codes(req, end)[start:end])
         for arena, sign in self.arenas:
-            arena[:, rows, :, 0] = sign * codes.view(1, -1, 1)
-            arena[:, rows, :, 1] = sign * runs.expand(-1, len(codes), -1)
+            arena[:, slots.long()] = sign * contents[..., : arena.shape[-1]]
 
     def _forward(self, req: Req, seq_len: int) -> None:
         """Read everything a forward of this request would read, and check every entry."""
         if self.tree.prefixes.readers[req].is_exact:
             assert self.tree.read_paths([req]) == ((),)
-        codes, compressed_len = self._codes(req, seq_len), 0
+        codes = self._codes(req, seq_len)
+        contents, start, compressed_len = self._contents(codes), 0, 0
         assert len(codes) == seq_len
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         (path,) = self.tree.read_paths([req])
@@ -380,27 +417,32 @@ class Harness:
             ends = {span.segment: span.end for node in nodes if (span := self.tree.spans.get(node)) is not None}
             assert all(segment.splittable or segment.end == end for segment, end in ends.items())
         for runs in path:
-            expected = {
-                code: compressed_len + i
-                for i, code in enumerate(codes[compressed_len : compressed_len + runs.num_tokens])
-            }
-            bounds = zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
-            for run, (begin, length) in enumerate(bounds):
-                slots = runs.head_slots[begin : begin + length].long()
-                for arena, sign in self.arenas:
-                    self._check_run(run, sign * arena.view(-1, 2)[slots], expected)
-            compressed_len += runs.num_tokens
+            if runs.is_counted:
+                start, compressed_len = compressed_len, compressed_len + runs.num_tokens
+            self._check_runs(runs, contents, start, compressed_len)
         assert row[:compressed_len].eq(0).all()
         suffix = row[compressed_len:seq_len].long()
         assert suffix.ne(0).all()
-        want = torch.tensor(codes[compressed_len:]).view(1, -1, 1).expand(2, -1, self.geometry.num_kv_heads)
-        assert all(torch.equal(sign * arena[:, suffix, :, 0], want) for arena, sign in self.arenas)
+        assert all(torch.equal(arena[:, suffix], sign * contents[:, compressed_len:]) for arena, sign in self.arenas)
 
-    def _check_run(self, run: int, rows: torch.Tensor, expected: dict[float, int]) -> None:
-        """Check the keys, or negated values, that one (layer, head) reads of a span, against the tokens it may hold."""
-        assert rows[:, 1].tolist() == [run] * len(rows)
-        positions = [expected[code] for code in rows[:, 0].tolist()]
-        assert positions == sorted(set(positions))
+    def _check_runs(self, runs: SpanRuns, contents: torch.Tensor, start: int, end: int) -> None:
+        """Check the rows that every (layer, head) reads of the tokens ``[start, end)`` of a path."""
+        assert runs.positions is not None
+        for layer, head in product(range(self.geometry.num_layers), range(self.geometry.num_kv_heads)):
+            first = int(runs.starts[layer, head])
+            entries = slice(first, first + int(runs.lens[layer, head]))
+            positions = runs.positions[entries].long()
+            assert positions.diff().gt(0).all() and ((positions >= start) & (positions < end)).all()
+            for (arena, sign), is_value in zip(self.arenas, (False, True), strict=False):
+                wanted = sign * contents[layer, positions, head]
+                if runs.bits == 16:
+                    assert torch.equal(arena.view(-1, self.geometry.head_dim)[runs.rows[entries].long()], wanted)
+                    continue
+                assert self.tree.packer.statistics is not None
+                known = self.tree.packer.statistics.of_run(layer, head)[is_value]
+                found = load_rows(arena, runs.rows[entries], runs.bits, known)
+                same = [found.eq(recoded(wanted, known, [*before, runs.bits])).all(1) for before in ([], [8])]
+                assert torch.stack(same).any(0).all()
 
     # ---- conservation ---------------------------------------------------------------------------------------
 
@@ -426,6 +468,7 @@ class Harness:
             held.update(segment.storage.token_slots.tolist())
             assert segment.num_spans == len(spans)
             self._check_known(segment)
+            self._check_places(segment.storage)
             owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
             assert owners == [True] + [False] * (len(spans) - 1)
         self._check_in_place()
@@ -440,6 +483,28 @@ class Harness:
         assert cache_state(self.tree)["leaked_slots"] == 0
         check_host(self.host)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers
+
+    def _check_places(self, packed: Packed) -> None:
+        """Entries of a segment, of whatever width, have no byte in common, and lie in its slots."""
+        if packed in self._packed:
+            return
+        self._packed.add(packed)
+        geometry, used = self.geometry, []
+        num_bytes = geometry.head_dim * self.k.element_size()
+        for part in packed.parts:
+            width = num_bytes if part.bits == 16 else 2 * geometry.head_dim  # of a head slot, or what stands for one
+            per_block = {16: 1, 8: 2, 4: 3}[part.bits]
+            first = {16: num_bytes, 8: geometry.head_dim, 4: geometry.head_dim // 2}[part.bits]
+            places = (part.rows % per_block)[:, None] * first + torch.arange(first)
+            if part.bits == 4:
+                header = geometry.head_dim // 32 * 4
+                after = 3 * first + (part.rows % 3)[:, None] * header + torch.arange(header)
+                places = torch.cat([places, after], dim=1)
+            used.append((part.rows // per_block)[:, None].long() * width + places)
+        taken = torch.cat([each.flatten() for each in used])
+        assert taken.unique().numel() == taken.numel()
+        slots = taken // num_bytes // geometry.num_kv_heads % geometry.num_token_slots
+        assert torch.isin(slots, packed.token_slots).all()
 
     def _check_known(self, segment: Segment) -> None:
         """What is known of a segment's entries is known of each."""

@@ -35,7 +35,7 @@ def pack(
 ) -> tuple[Segment, Tensor]:
     """Write the selected entries of uncompressed tokens into as few of their slots as they take."""
     sources = Sources(packer.geometry, [TokenRange(token_slots, start)], selection)
-    written = packer.rewrite(sources, sources.fewest_slots, bits=16, merge=merge)
+    written = packer.rewrite(sources, sources.fewest_slots, merge=merge)
     segment = Segment(packer.geometry, sources.start, sources.end, written.packed)
     if order is not None:
         ordered(segment, order)
@@ -55,8 +55,9 @@ def compress(
     sources = Sources(packer.geometry, [TokenRange(token_slots, start, keys)])
     if num_slots < num_tokens:
         sources = sources.best(num_slots)
+        assert sources.selection is not None
         merge, segment.policy_state = compressor.merge(token_slots, start, observation, sources.selection, None)
-    written = packer.rewrite(sources, sources.fewest_slots, 16, merge)
+    written = packer.rewrite(sources, sources.fewest_slots, merge)
     segment.pack(written.packed, sources.end, written.kept)
     is_cut = packer.geometry.has_windows and num_slots < num_tokens
     segment.splittable = compressor.policy.splittable and not is_cut
@@ -72,7 +73,7 @@ def write_block(
     parts = [] if old is None else [old.live_view]
     tokens = TokenRange(token_slots[:num_new], generated.compressed_end)
     sources = Sources(packer.geometry, [*parts, tokens], block.selection)
-    written = packer.rewrite(sources, sources.fewest_slots, 16, block.merge)
+    written = packer.rewrite(sources, sources.fewest_slots, block.merge)
     segment = Segment(packer.geometry, sources.start, sources.end) if old is None else old
     segment.pack(written.packed, sources.end, written.kept)
     segment.policy_state, segment.is_generated = block.state, True
@@ -92,6 +93,6 @@ def repack(packer: SegmentPacker, segment: Segment, end: int) -> Tensor:
 
 
 def _rewrite(packer: SegmentPacker, segment: Segment, sources: Sources, num_slots: int) -> Tensor:
-    written = packer.rewrite(sources, num_slots, bits=16)
+    written = packer.rewrite(sources, num_slots)
     segment.pack(written.packed, sources.end, written.kept)
     return written.freed

@@ -12,7 +12,13 @@ from kvevict_kernels.head_slots import head_slot_of
 
 
 def alloc_head_slots_reference(
-    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
+    keep_lens: Tensor,
+    token_slots: Tensor,
+    num_token_slots: int,
+    num_entries: int,
+    *,
+    per_slot: int = 1,
+    first_cell: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`, slow and obvious."""
     _, num_kv_heads = keep_lens.shape
@@ -20,15 +26,16 @@ def alloc_head_slots_reference(
     starts = [0]
     for length in keep_lens.flatten().tolist():
         starts.append(starts[-1] + length)
-    head_slots = []
+    rows = []
     for entry in range(num_entries):
-        layer, rest = divmod(entry, len(slots) * num_kv_heads)
+        cell, part = divmod(entry, per_slot)
+        layer, rest = divmod(first_cell + cell, len(slots) * num_kv_heads)
         i, lane = divmod(rest, num_kv_heads)
-        head_slots.append(head_slot_of(layer, slots[i], lane, num_token_slots, num_kv_heads))
+        rows.append(head_slot_of(layer, slots[i], lane, num_token_slots, num_kv_heads) * per_slot + part)
     device = keep_lens.device
     return (
         torch.tensor(starts, dtype=torch.int32, device=device),
-        torch.tensor(head_slots, dtype=torch.int32, device=device),
+        torch.tensor(rows, dtype=torch.int32, device=device),
     )
 
 

@@ -58,13 +58,19 @@ class VerifyingHarness(Harness):
         for runs in path:
             expected = {code: i for i, code in enumerate(codes[compressed_len : compressed_len + runs.num_tokens])}
             for head, (begin, length) in enumerate(zip(runs.starts[0].tolist(), runs.lens[0].tolist(), strict=True)):
-                slots = runs.head_slots[begin : begin + length].long()
+                slots = runs.rows[begin : begin + length].long()
                 for rows in (self.draft_k, -self.draft_v):
                     self._check_run(head, rows.view(-1, 2)[slots], expected)
                 self.num_draft_rows_read += length
             compressed_len += runs.num_tokens
         suffix = self.rows.req_to_token[req.kv.req_pool_idx, compressed_len:seq_len].long()
         assert self.draft_k[0, suffix, 0, 0].tolist() == codes[compressed_len:]
+
+    def _check_run(self, run: int, rows: torch.Tensor, expected: dict[float, int]) -> None:
+        """Check the keys, or negated values, that the draft reads of a span in one head: of tokens that it may hold."""
+        assert rows[:, 1].tolist() == [run] * len(rows)
+        positions = [expected[code] for code in rows[:, 0].tolist()]
+        assert positions == sorted(set(positions))
 
     def finish(self, req: Req, num_beyond_stop: int = 0) -> None:
         """Finish a request; its last ``num_beyond_stop`` tokens were accepted with the one that ended it."""

@@ -139,7 +139,7 @@ class Run:
         self.k[:, slot], self.v[:, slot] = k, v
         segment = self.generated.segment
         batch = AttentionBatch(
-            paths=(() if segment is None else (segment.runs(),),),
+            paths=(() if segment is None else segment.runs(),),
             seq_lens=[position + 1],
             extend_lens=None,
             req_pool_indices=torch.zeros(1, dtype=torch.int64),
@@ -169,7 +169,9 @@ class Run:
         freed = write_block(self.whole, self.compressor, self.generated, self.slots(position + 1), num_new)
         self.free += freed.tolist()
         segment = self.generated.segment
-        return [run.tolist() for run in segment.storage.positions.tensor_split(segment.storage.indptr[1:-1].long())]
+        return [
+            run.tolist() for run in segment.storage.positions.tensor_split(segment.storage.parts[0].indptr[1:-1].long())
+        ]
 
 
 @pytest.mark.parametrize("budget", [0.4, 20])
@@ -232,7 +234,7 @@ def test_everything_is_kept_bit_for_bit_with_a_budget_of_one():
         run.step(position, q, k, v)
         run.compress(position)
     segment = run.generated.segment
-    rows = run.k.view(-1, DIM)[segment.storage.head_slots.long()].view(LAYERS, HEADS, -1, DIM)
+    rows = run.k.view(-1, DIM)[segment.storage.parts[0].rows.long()].view(LAYERS, HEADS, -1, DIM)
     assert torch.equal(rows, torch.stack(keys[: segment.end]).permute(1, 2, 0, 3))
 
 

@@ -119,7 +119,7 @@ def pack_some(segment: Segment, num_tokens: int) -> tuple[SegmentPacker, Tensor]
     ordered(segment, keys)
     tokens = TokenRange(SLOTS[:num_tokens], START, keys, segment.attention)
     sources = Sources(GEOMETRY, [tokens], Selection(lens, where[:, 1].int(), len(where)))
-    written = store.rewrite(sources, sources.fewest_slots, bits=16)
+    written = store.rewrite(sources, sources.fewest_slots)
     segment.pack(written.packed, sources.end, written.kept)
     return store, where
 

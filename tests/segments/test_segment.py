@@ -38,10 +38,10 @@ def head_slot(layer, token_slot, lane):
 
 def read(store, span):
     """(position, original head slot) of every entry of every run, read back from the arena."""
-    runs = span.runs()
+    (runs,) = span.runs()
     entries = []
     for begin, length in zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True):
-        slots = runs.head_slots[begin : begin + length].long()
+        slots = runs.rows[begin : begin + length].long()
         k = store.k_arena.view(-1, GEOMETRY.head_dim)[slots]
         v = store.v_arena.view(-1, GEOMETRY.head_dim)[slots]
         assert torch.equal(k, -v)
@@ -99,7 +99,7 @@ def test_split_is_a_view_of_both_halves(cut):
     want = expected(indices, token_slots)
     assert read(store, upper) == [[e for e in run if e[0] < START + cut] for run in want]
     assert read(store, lower) == [[e for e in run if e[0] >= START + cut] for run in want]
-    assert upper.runs().head_slots is lower.runs().head_slots is segment.storage.head_slots
+    assert upper.runs()[0].rows is lower.runs()[0].rows is segment.storage.parts[0].rows
     assert (upper.charged_slots, lower.charged_slots) == (segment.num_slots, 0)
     assert segment.num_spans == 2
 
@@ -112,8 +112,8 @@ def test_split_of_a_split_adds_up():
     lens = torch.zeros_like(selection.keep_lens)
     for cut in range(START + 1, START + 20):
         upper, rest = rest.split(cut)
-        lens += upper.runs().lens
-    assert torch.equal(lens + rest.runs().lens, selection.keep_lens)
+        lens += upper.runs()[0].lens
+    assert torch.equal(lens + rest.runs()[0].lens, selection.keep_lens)
 
 
 @pytest.mark.parametrize("position", [START, START + 20, START - 1])
@@ -192,7 +192,7 @@ def test_merge_stores_weighted_sums_of_old_rows():
         weights=torch.tensor([0.75, 0.25, 1.0]),
     )
     segment, freed = pack(store, token_slots, START, selection, merge=merge)
-    rows = store.k_arena.view(-1, 4)[segment.storage.head_slots.long()][:, 0].tolist()
+    rows = store.k_arena.view(-1, 4)[segment.storage.parts[0].rows.long()][:, 0].tolist()
     old = [head_slot(1, slot, 2) for slot in (1, 2, 3, 4)]
     assert rows == [0.75 * old[1] + 0.25 * old[0], old[3]]
     assert freed.tolist() == [2, 3, 4]
@@ -211,8 +211,8 @@ def test_values_inside_keys_rows_are_packed_copied_and_placed_with_them():
     kept = [torch.randperm(20)[:n].sort().values for n in lens.flatten().tolist()]
     segment, _ = pack(store, token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
     want = torch.cat([before[layer, token_slots[indices], 0] for layer, indices in enumerate(kept)])
-    assert torch.equal(store.keys(segment.storage.head_slots), want)
-    assert torch.equal(store.values(segment.storage.head_slots), want[:, :4])
+    assert torch.equal(store.keys(segment.storage.parts[0].rows), want)
+    assert torch.equal(store.values(segment.storage.parts[0].rows), want[:, :4])
 
     store.place_tokens(token_slots, rows, values)
     assert torch.equal(k[:, token_slots], before[:, token_slots])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.packing import pack, repack, squeeze
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import Selection
@@ -52,7 +53,7 @@ class World:
         found = []
         for run in range(4):
             begin, length = int(runs.starts[run // 2, run % 2]), int(runs.lens[run // 2, run % 2])
-            head_slots = runs.head_slots[begin : begin + length].long()
+            head_slots = runs.rows[begin : begin + length].long()
             rows = self.k.view(-1, 8)[head_slots]
             assert torch.equal(rows, -self.v.view(-1, 8)[head_slots]) and (rows == rows[:, :1]).all()
             tokens = (rows[:, 0] - 100 * run).int() - FIRST
@@ -118,7 +119,7 @@ def elsewhere(num_tokens, order=None):
     lens = torch.full((2, 2), num_tokens, dtype=torch.int32)
     positions = torch.arange(START, START + num_tokens, dtype=torch.int32).repeat(4)
     rows = torch.zeros(4 * num_tokens, TARGET.head_dim)
-    return CopiedEntries(lens, positions, rows, rows, order)
+    return CopiedEntries((CopiedRows(16, lens, positions, rows, rows),), order)
 
 
 def test_segments_from_elsewhere_have_no_rows(world):

@@ -43,9 +43,9 @@ def whole(segment: Segment) -> View:
 
 
 def read(packer: SegmentPacker, packed: Packed) -> LOOKED_UP:
-    found = []
-    for begin, end in zip(packed.indptr[:-1].tolist(), packed.indptr[1:].tolist(), strict=True):
-        keys = packer.keys(packed.head_slots[begin:end])[:, 0].tolist()
+    found, (part,) = [], packed.parts
+    for begin, end in zip(part.indptr[:-1].tolist(), part.indptr[1:].tolist(), strict=True):
+        keys = packer.keys(part.rows[begin:end])[:, 0].tolist()
         found.append(list(zip(packed.positions[begin:end].tolist(), keys, strict=True)))
     return found
 
@@ -62,7 +62,7 @@ SECOND = ([1], [], [0, 1, 2], [2])
 def test_segments_of_a_path_become_one_in_their_own_slots(packer: SegmentPacker) -> None:
     parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
     slots = torch.cat([part.segment.storage.token_slots for part in parts])
-    joined = packer.rewrite(Sources(GEOMETRY, parts), 4, bits=16)
+    joined = packer.rewrite(Sources(GEOMETRY, parts), 4)
     assert joined.freed.numel() == 0 and joined.packed.token_slots.equal(slots)
     assert read(packer, joined.packed) == named([0, 3, 5], [1], [4, 5, 6], [2, 3, 6])
     assert joined.kept.keys is not None and joined.kept.keys.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
@@ -72,7 +72,7 @@ def test_the_best_entries_of_all_ranges_are_kept(packer: SegmentPacker) -> None:
     """Of ten entries four: keys 4, 4, 3, 3."""
     parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
     sources = Sources(GEOMETRY, parts).best(1)
-    small = packer.rewrite(sources, sources.fewest_slots, bits=16)
+    small = packer.rewrite(sources, sources.fewest_slots)
     assert read(packer, small.packed) == named([], [], [6], [2, 3, 6]) and small.freed.numel() == 3
     assert small.kept.keys is not None and small.kept.keys.tolist() == [3, 3, 4, 4]
 
@@ -80,7 +80,7 @@ def test_the_best_entries_of_all_ranges_are_kept(packer: SegmentPacker) -> None:
 def test_of_equal_entries_the_lower_run_and_position_is_kept(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
     ordered(segment, torch.zeros(segment.num_entries, dtype=torch.int16))
-    small = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
+    small = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1)
     assert read(packer, small.packed) == named([0, 3], [1], [], [2])
 
 
@@ -89,7 +89,7 @@ def test_a_segment_and_tokens_after_it_become_one(packer: SegmentPacker) -> None
     old = packed(packer, 0, 4, *FIRST)
     parts = [whole(old), TokenRange(torch.arange(5, 8), old.end)]
     chosen = selection([1, 2], [0, 1, 3], [0], [])
-    grown = packer.rewrite(Sources(GEOMETRY, parts, chosen), 2, bits=16)
+    grown = packer.rewrite(Sources(GEOMETRY, parts, chosen), 2)
     assert read(packer, grown.packed) == named([3, 4], [1, 4, 6], [4], []) and grown.freed.tolist() == [5, 6, 7]
     assert grown.kept.keys is None
 
@@ -105,8 +105,8 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
         weights=torch.tensor([1.0, 0.5, 0.25, 0.25]),
     )
     sources = Sources(GEOMETRY, parts, selection([1], [], [], [4]))
-    merged = packer.rewrite(sources, 1, bits=16, merge=plan).packed
-    keys = packer.keys(merged.head_slots)[:, 0].tolist()
+    merged = packer.rewrite(sources, 1, merge=plan).packed
+    keys = packer.keys(merged.parts[0].rows)[:, 0].tolist()
     assert keys == pytest.approx([103.0, 0.5 * 106.3 + 0.25 * 102.3 + 0.25 * 104.3])
     assert merged.positions.tolist() == [103, 106]
 
@@ -116,7 +116,7 @@ def test_sums_of_readers_and_marks_go_on_with_a_segment(packer: SegmentPacker) -
     segment.attention, segment.readers = torch.arange(5.0), packer
     segment.policy_state, segment.splittable, segment.is_generated = object(), False, True
     state, order = segment.policy_state, segment.order
-    written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1, bits=16)
+    written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1)
     segment.pack(written.packed, segment.end, written.kept)
     assert segment.attention is not None and segment.attention.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert segment.order is not None and order is not None and segment.order.ranking is order.ranking
@@ -127,7 +127,7 @@ def test_sums_of_readers_and_marks_go_on_with_a_segment(packer: SegmentPacker) -
 def test_tokens_in_place_have_an_order_and_sums_by_run_and_token(packer: SegmentPacker) -> None:
     numbers = torch.arange(16).view(2, 2, 4)
     tokens = TokenRange(torch.arange(1, 5), START, numbers.to(torch.int16), numbers.float())
-    best = packer.rewrite(Sources(GEOMETRY, [tokens]).best(1), 1, bits=16)
+    best = packer.rewrite(Sources(GEOMETRY, [tokens]).best(1), 1)
     assert read(packer, best.packed) == named([], [], [], [0, 1, 2, 3])
     assert best.kept.keys is not None and best.kept.keys.tolist() == [12, 13, 14, 15]
     assert best.kept.attention is not None and best.kept.attention.tolist() == [12.0, 13.0, 14.0, 15.0]
@@ -154,18 +154,11 @@ def test_what_is_dead_is_not_kept(packer: SegmentPacker) -> None:
     _, lower = Span(segment, 100, 104, is_owner=True).split(103)
     lower.drop()
     view = View(segment, 100, 103)
-    assert view.num_entries is None
-    segment.num_live_entries, segment.live_end = 5, 103
-    assert view.num_entries == 5
-    small = packer.rewrite(Sources(GEOMETRY, [view]).best(1), 1, bits=16)
+    assert view.counts is None
+    segment.live_counts, segment.live_end = (5,), 103
+    assert view.counts == (5,)
+    small = packer.rewrite(Sources(GEOMETRY, [view]).best(1), 1)
     assert read(packer, small.packed) == named([1, 2], [1], [], [2]) and small.freed.numel() == 1
-
-
-@pytest.mark.parametrize("bits", [8, 4, 0, 32])
-def test_other_bits_are_refused(packer: SegmentPacker, bits: int) -> None:
-    sources = Sources(GEOMETRY, [whole(packed(packer, 0, 4, *FIRST))])
-    with pytest.raises(ValueError, match=f"^bits: got {bits}; allowed: 16$"):
-        packer.rewrite(sources, 2, bits=bits)
 
 
 @pytest.mark.parametrize("num_slots", [3, 1, 0, -1])
@@ -175,13 +168,13 @@ def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker
     with pytest.raises(
         ValueError, match=f"num_slots: got {num_slots} for 5 entries of ranges of 2 slots; allowed: 2 to 2"
     ):
-        packer.rewrite(sources, num_slots, bits=16)
+        packer.rewrite(sources, num_slots)
     assert packer.k_arena.equal(before)
 
 
 def test_entries_without_an_order_cannot_shrink(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
-    with pytest.raises(InvariantError, match="entries with an order in 2 slots cannot shrink to 3 slots"):
+    with pytest.raises(InvariantError, match="entries in 2 slots cannot shrink to 3 slots"):
         Sources(GEOMETRY, [whole(segment)]).best(3)
     segment.order = None
     with pytest.raises(InvariantError, match="without an order"):

@@ -75,7 +75,7 @@ class World:
         for head in range(3):
             begin, length = int(runs.starts[0, head]), int(runs.lens[0, head])
             k, v = (
-                torch.cat([arena.view(-1, 2)[runs.head_slots[begin : begin + length].long()], arena[0, own, head]])
+                torch.cat([arena.view(-1, 2)[runs.rows[begin : begin + length].long()], arena[0, own, head]])
                 for arena in (self.k, self.v)
             )
             out.append((query[head] @ k.T * LAYER.scaling).softmax(-1) @ v)

@@ -96,15 +96,15 @@ def test_what_comes_back_is_what_was_dropped():
     harness = Harness(host_blocks=60)
     serve(harness, DOCUMENTS[0])
     (span,) = harness.tree.spans.values()
-    before, order = span.segment.storage, span.segment.order
-    keys, order = harness.tree.packer.keys(before.head_slots), None if order is None else order.keys
+    (before,), order = span.segment.storage.parts, span.segment.order
+    keys, order = harness.tree.packer.keys(before.rows), None if order is None else order.keys
     drop_all(harness)
     serve(harness, [1, 1, 1])  # so that slots are others
     serve(harness, DOCUMENTS[0])
     (segment,) = (span.segment for span in harness.tree.spans.values())
-    after = segment.storage
+    (after,) = segment.storage.parts
     assert after.positions.equal(before.positions) and after.indptr.equal(before.indptr)
-    assert harness.tree.packer.keys(after.head_slots).equal(keys) and (order is None or segment.order.keys.equal(order))
+    assert harness.tree.packer.keys(after.rows).equal(keys) and (order is None or segment.order.keys.equal(order))
 
 
 def test_a_segment_is_copied_once():

@@ -168,7 +168,7 @@ def test_tree_has_every_node_and_its_slots_sum_to_what_is_held(watched):
         span = harness.tree.spans.get(live[node.id])
         assert node.compressed == (span is not None)
         if span is not None:
-            assert node.kept == pytest.approx(span.runs().lens.sum().item() / (span.num_tokens * 4))
+            assert node.kept == pytest.approx(span.runs()[0].lens.sum().item() / (span.num_tokens * 4))
     assert report.nodes[0].parent == 0
     few = ask(watched, Tree(limit=2), TreeReport)
     assert [node.id for node in few.nodes] == [node.id for node in report.nodes][:2]
@@ -182,7 +182,7 @@ def test_kept_map_is_the_kept_set(watched):
     report = ask(watched, Kept(node.id), KeptReport)
     share = np.frombuffer(report.share, np.uint8).reshape(report.num_rows, report.num_bins)
     assert (report.start, report.end, report.num_bins, report.num_rows) == (0, 56, 56, 4)
-    indptr, positions = span.segment.storage.indptr.tolist(), span.segment.storage.positions.tolist()
+    indptr, positions = span.segment.storage.parts[0].indptr.tolist(), span.segment.storage.positions.tolist()
     for row in range(4):
         assert np.flatnonzero(share[row]).tolist() == positions[indptr[row] : indptr[row + 1]]
     assert set(np.unique(share)) == {0, 255}
@@ -198,7 +198,7 @@ def test_kept_map_of_a_view_in_the_middle_of_a_segment():
     harness.finish(harness.run(DOCUMENT[:13] + [9] * 3))
     span = next(span for span in harness.tree.spans.values() if span.start == 13)
     assert (span.end, span.segment.num_spans) == (30, 3)
-    runs, exact = span.runs(), kept_share(span, 17)
+    (runs,), exact = span.runs(), kept_share(span, 17)
     for row, (begin, length) in enumerate(zip(runs.starts.flatten(), runs.lens.flatten(), strict=True)):
         positions = span.segment.storage.positions[begin : begin + length]
         assert torch.equal(exact[row].nonzero().flatten() + 13, positions.long())
@@ -247,7 +247,7 @@ def test_dead_entries_are_those_that_no_span_reads(watched, cut):
     while lower in harness.tree.spans:
         harness.evict(1)
     ((upper, span),) = harness.tree.spans.items()
-    live = int(span.runs().lens.sum())
+    live = int(span.runs()[0].lens.sum())
     assert ask(watched, Status(), StatusReport).gauges.dead_entries == span.segment.num_entries - live < 4
     (row,) = [row for row in ask(watched, Tree(), TreeReport).nodes if row.id == upper.id]
     assert (row.slots, row.kept) == (span.segment.num_slots, live / (span.num_tokens * 4))

@@ -199,7 +199,7 @@ def distilling(*, has_weights=True, windows=(), needs_scores=True, statistics=No
     made = object.__new__(Distilling)
     made._ranks, made._geometry, made._device = TensorRanks(), KVGeometry(2, 4, 2, 8, 10, windows=windows), None
     made._has_weights, made.learned = has_weights, LearnedScores(ROTARY)
-    made._needs_scores, made._statistics, made._known, made._is_plain = needs_scores, statistics, Learned(), False
+    made._needs_scores, made._statistics, made._known = needs_scores, statistics, Learned()
     return made
 
 
@@ -235,19 +235,19 @@ def test_where_nothing_can_be_learned_all_tokens_score_alike(made, why, caplog):
 def test_statistics_are_written_into_the_tensors_that_are_read():
     read, found = plain_statistics(), RowStatistics(*(torch.rand(2, 2, 8) + 0.5 for _ in range(4)))
     made = distilling(needs_scores=False, statistics=read)
+    read.by_run()
     assert made.lacks_statistics and not made.lacks_scores and made.digest == ""
     made._use(Learned(None, found))
     assert not made.lacks_statistics and not made.learned.is_known and len(made.digest) == 64
     assert torch.equal(read.k_mean, found.k_mean) and torch.equal(read.v_deviation, found.v_deviation)
+    assert torch.equal(read.by_run()[:, :, 1], found.k_deviation)  # what kernels read
 
 
-def test_statistics_of_random_weights_stay_plain(caplog):
-    made = distilling(needs_scores=False, statistics=plain_statistics(), has_weights=False)
+def test_statistics_are_learned_where_scores_cannot_be():
+    """Layers with windows have keys and values as others have."""
+    made = distilling(statistics=plain_statistics(), windows=(16, 16))
     made.use_none()
-    assert not made.lacks_statistics and "the weights are random" in caplog.text and made.digest == ""
-    made = distilling(needs_scores=False, statistics=plain_statistics(), windows=(16, 16))
-    made.use_none()
-    assert made.lacks_statistics  # layers with windows have keys and values as others have
+    assert made.lacks_statistics and not made.lacks_scores
 
 
 def test_prefills_alone_give_statistics():

@@ -115,7 +115,7 @@ def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk
     tree = scheduler.tree_cache
     (joined,) = {span.segment for span in tree.spans.values()}
     assert joined.num_spans == len(tree.spans) > 10 and joined.is_joined
-    assert tree.read_paths([req]) == ((joined.runs(),),)
+    assert tree.read_paths([req]) == (joined.runs(),)
     assert scheduler.harness.allocator.available_size() < CHUNK
     before, held = joined.order.keys, joined.num_slots
     scheduler.harness.finish(req)

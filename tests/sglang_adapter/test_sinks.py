@@ -29,6 +29,6 @@ def test_the_rest_of_a_document_keeps_the_sinks_that_another_prompt_reads():
     while harness.tree.prefixes.pressure.reclaim(None):
         pass
     (rest,) = (span for span in harness.tree.spans.values() if span.end == 4)
-    assert rest.segment.num_slots == 4 and rest.runs().lens.eq(4).all()
+    assert rest.segment.num_slots == 4 and rest.runs()[0].lens.eq(4).all()
     harness.decode(reader)
     harness.finish(reader)

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load, save
 
 from helpers.stored import SHADOW, assert_same, identity, record, sealed, tokens, with_rows
+from kvevict_kernels.row_codec import GROUP as ROW_GROUP
+from kvevict_kernels.row_codec import WIDTHS, row_bytes
 from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
 from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import SegmentRecord, decode_segment, encode_segment
-from sgl_kvevict.store.identity import FORMAT_VERSION
+from sgl_kvevict.store.identity import FORMAT_VERSION, GROUP
 from sgl_kvevict.store.segment_file import PREFIX_BYTES, read_header
 
 OWN = identity()
@@ -76,8 +78,17 @@ def test_entries_of_several_widths_are_parts():
     assert narrow.positions.tolist() == [30] and narrow.keep_lens.tolist() == [[0, 0], [1, 0]]
     assert torch.equal(narrow.k, ours.parts[1].k[2:]) and later.order.tolist()[-1] == -3
     assert len(wide.positions) + 1 == later.num_entries == len(later.order)
-    with pytest.raises(CorruptSegmentError, match="bits: got 4; expected 16"):
+    with pytest.raises(CorruptSegmentError, match=r"bits: got \[16, 4\]; expected some of \(16,\)"):
         decode_segment(data, ours.key, OWN)
+
+
+def test_rows_of_few_bits_are_bytes_of_the_right_number():
+    """Those of the kernels: 8 and 4 bits of 64 numbers, and scales of each 32."""
+    own = dataclasses.replace(OWN, head_dim=64, own_value_dim=64, dtype="torch.bfloat16")
+    assert own.row_bits == WIDTHS and GROUP == ROW_GROUP
+    for bits in (8, 4):
+        assert own.widths(bits) == (("k", row_bytes(bits, 64, 2)), ("v", row_bytes(bits, 64, 2)))
+    assert dataclasses.replace(own, dtype="torch.float8_e4m3fn").row_bits == (16,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -228,7 +239,7 @@ def test_entries_that_do_not_fit_together_are_refused(changes, what):
     ("changes", "what"),
     [
         ({"v": None}, "tensors: got"),
-        ({"tokens": torch.arange(2)}, "tail.k: got"),
+        ({"tokens": torch.arange(2)}, "tail.[kv]: got"),
         ({"tokens": torch.arange(0)}, "tail.tokens: got 0"),
         ({"tokens": torch.arange(3).int()}, "tail.tokens: got torch.int32"),
         ({"k": TAIL.k.half()}, "[kv]: got"),

@@ -92,7 +92,7 @@ class Requests:
 
     def bytes_per_layer(self) -> float:
         """K, V and index bytes that one layer has to read, on average; a shared prefix once."""
-        entries = sum(span.head_slots.numel() for span in self.spans) / self.geometry.num_layers
+        entries = sum(span.rows.numel() for span in self.spans) / self.geometry.num_layers
         own = len(self.paths) * self.suffix_tokens * self.geometry.num_kv_heads
         return (entries + own) * (self.setting.entry_bytes + 4)
 
@@ -107,4 +107,4 @@ class Requests:
         first = self.setting.prefix_tokens
         slots = self.req_to_token[request, first : first + self.suffix_tokens].long()
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
-        return torch.cat([span.head_slots[start : start + length].long(), own])
+        return torch.cat([span.rows[start : start + length].long(), own])

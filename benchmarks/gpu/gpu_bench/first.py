@@ -47,5 +47,5 @@ def first_times(setting: Setting) -> list[dict[str, Any]]:
     upper, lower = whole.split(setting.prefix_tokens // 3)
     timed("first read of a part", upper.runs)
     timed("first read of another part", lower.runs)
-    assert int(torch.stack([upper.runs().lens, lower.runs().lens]).sum()) == segment.num_entries
+    assert int(torch.stack([runs.lens for runs in (*upper.runs(), *lower.runs())]).sum()) == segment.num_entries
     return rows

@@ -76,7 +76,7 @@ class Prefix:
     def pack(self, selection: Selection) -> Segment:
         """Move the selected entries into a segment."""
         sources = Sources(self.geometry, [TokenRange(self.token_slots, 0)], selection)
-        written = self.store.rewrite(sources, sources.fewest_slots, bits=16)
+        written = self.store.rewrite(sources, sources.fewest_slots)
         return Segment(self.geometry, sources.start, sources.end, written.packed)
 
 

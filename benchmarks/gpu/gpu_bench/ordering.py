@@ -43,8 +43,8 @@ def _rounds(setting: Setting, forwards: int, *, is_fenced: bool) -> int:
     # A second home for the entries: an arena twice as large, whose upper half is free.
     arenas = [torch.cat([arena, torch.full_like(arena, float("nan"))], dim=1) for arena in (requests.k, requests.v)]
     requests.k, requests.v = arenas
-    entry_layers = span.head_slots.long() // (slots * heads)
-    low = (span.head_slots.long() + entry_layers * slots * heads).int()
+    entry_layers = span.rows.long() // (slots * heads)
+    low = (span.rows.long() + entry_layers * slots * heads).int()
     homes = [SpanRuns(place, span.starts, span.lens, span.num_tokens) for place in (low, low + slots * heads)]
     attention = _attention(requests)
     streams = [torch.cuda.Stream() for _ in range(2)] if setting.device == "cuda" else []
@@ -64,9 +64,9 @@ def _rounds(setting: Setting, forwards: int, *, is_fenced: bool) -> int:
         with _on(streams, 1):
             if streams and is_fenced:
                 streams[1].wait_stream(streams[0])
-            compact_kv(requests.k, requests.v, here.head_slots, there.head_slots)
+            compact_kv(requests.k, requests.v, here.rows, there.rows)
             for arena in arenas:
-                arena.view(-1, setting.head_dim)[here.head_slots.long()] = float("nan")
+                arena.view(-1, setting.head_dim)[here.rows.long()] = float("nan")
     synchronize(setting)
     return int(torch.stack(wrong).sum())
 

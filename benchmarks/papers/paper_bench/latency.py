@@ -50,9 +50,9 @@ class Step:
             decision, tokens = kept.decision, prompt.token_slots[: kept.num_range]
             sources = Sources(prompt.geometry, [TokenRange(tokens, 0)], decision.selection)
             packer = SegmentPacker(prompt.geometry, k, v)
-            written = packer.rewrite(sources, sources.fewest_slots, bits=16, merge=decision.merge)
+            written = packer.rewrite(sources, sources.fewest_slots, merge=decision.merge)
             segment, freed = Segment(prompt.geometry, sources.start, sources.end, written.packed), written.freed
-            path, self.num_slots = (segment.runs(),), prompt.num_tokens - freed.numel()
+            path, self.num_slots = segment.runs(), prompt.num_tokens - freed.numel()
         self.batch = AttentionBatch(
             paths=(path,),
             seq_lens=[prompt.num_tokens],

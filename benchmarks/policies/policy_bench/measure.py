@@ -107,7 +107,7 @@ class PolicyRun:
     def compact(self, decision: Decision, store: SegmentPacker) -> None:
         """Move rows."""
         sources = Sources(store.geometry, [TokenRange(self.token_slots, 0)], decision.selection)
-        store.rewrite(sources, sources.fewest_slots, bits=16, merge=decision.merge)
+        store.rewrite(sources, sources.fewest_slots, merge=decision.merge)
 
     def copied_store(self) -> SegmentPacker:
         """A pool to write to; the prompt's own stays as it is."""

@@ -1,4 +1,4 @@
-"""Layout of a new segment: run starts and head-slot addresses, computed from the run lengths."""
+"""Layout of a new segment: run starts and row numbers, computed from the run lengths."""
 
 from __future__ import annotations
 
@@ -11,32 +11,44 @@ from kvevict_kernels.head_slots import head_slot_of
 
 __all__ = ["alloc_head_slots"]
 
-MAX_HEAD_SLOTS = 2**31 - 1024  # one block of headroom: int32 entry offsets in the kernel never wrap
+MAX_ROWS = 2**31 - 1024  # one block of headroom: int32 entry offsets in the kernel never wrap
 
 
 def alloc_head_slots(
-    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
+    keep_lens: Tensor,
+    token_slots: Tensor,
+    num_token_slots: int,
+    num_entries: int,
+    *,
+    per_slot: int = 1,
+    first_cell: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Assign the runs of all (layer, KV head) pairs to the head slots of the segment's token slots.
+    """Assign the runs of all (layer, KV head) pairs to rows in the segment's token slots.
 
-    The segment is an index space ``[num_layers, S, num_kv_heads]``. Entry ``e`` of the concatenated runs takes index
-    ``e``, so any lane may hold an entry of any (layer, head), and nothing is padded::
+    The segment is an index space of cells ``[num_layers, S, num_kv_heads]``, one head slot each, which holds
+    ``per_slot`` rows. Entry ``e`` of the concatenated runs takes row ``first_cell * per_slot + e``, so any lane may
+    hold an entry of any (layer, head), and nothing is padded::
 
-        layer, rest = divmod(e, S * num_kv_heads);  i, lane = divmod(rest, num_kv_heads)
-        head_slot = head_slot_of(layer, token_slots[i], lane, num_token_slots, num_kv_heads)
+        cell, part = divmod(e, per_slot)
+        layer, rest = divmod(first_cell + cell, S * num_kv_heads);  i, lane = divmod(rest, num_kv_heads)
+        row = head_slot_of(layer, token_slots[i], lane, num_token_slots, num_kv_heads) * per_slot + part
+
+    Entries whose rows have another width are another call, with the first cell that is left.
 
     Args:
         keep_lens: [num_layers, num_kv_heads], int32, entries per run; may be 0.
         token_slots: [S], int64, distinct token slots of the segment, in the order in which they are filled.
         num_token_slots: token slots of the arena per layer.
         num_entries: ``keep_lens.sum()``, known on the host; never read from a device.
+        per_slot: rows of a head slot (:func:`kvevict_kernels.row_codec.rows_per_slot`).
+        first_cell: cells in front that hold other rows.
 
     Returns:
         indptr [num_layers * num_kv_heads + 1], int32, run starts (exclusive prefix sum in (layer, head) order), and
-        head_slots [num_entries], int32, the address of every entry.
+        rows [num_entries], int32, the row number of every entry.
 
     Raises:
-        ValueError: wrong shape, dtype or device; ``num_entries`` beyond the segment's capacity; head slots beyond
+        ValueError: wrong shape, dtype or device; ``num_entries`` beyond the segment's capacity; row numbers beyond
             int32; on the CPU also ``num_entries`` different from the sum, a negative length, or a token slot outside
             the arena.
 
@@ -47,17 +59,20 @@ def alloc_head_slots(
     num_layers, num_kv_heads = keep_lens.shape
     check_tensor("token_slots", token_slots, (None,), torch.int64, keep_lens.device)
     check_int("num_token_slots", num_token_slots, 1)
-    total = num_layers * num_token_slots * num_kv_heads
-    if total > MAX_HEAD_SLOTS:
-        raise ValueError(f"num_token_slots: expected at most {MAX_HEAD_SLOTS} head slots in all, got {total}")
-    check_int("num_entries", num_entries, 0, token_slots.numel() * num_layers * num_kv_heads)
+    check_int("per_slot", per_slot, 1)
+    total = num_layers * num_token_slots * num_kv_heads * per_slot
+    if total > MAX_ROWS:
+        raise ValueError(f"num_token_slots: expected at most {MAX_ROWS} rows in all, got {total}")
+    num_cells = token_slots.numel() * num_layers * num_kv_heads
+    check_int("first_cell", first_cell, 0, num_cells)
+    check_int("num_entries", num_entries, 0, (num_cells - first_cell) * per_slot)
     check_index_range("token_slots", token_slots, num_token_slots)
     run = implementation(keep_lens.device, alloc_head_slots_cpu, "alloc_head_slots")
-    return run(keep_lens, token_slots, num_token_slots, num_entries)
+    return run(keep_lens, token_slots, num_token_slots, num_entries, per_slot, first_cell)
 
 
 def alloc_head_slots_cpu(
-    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int, per_slot: int, first_cell: int
 ) -> tuple[Tensor, Tensor]:
     """CPU path of :func:`alloc_head_slots`.
 
@@ -76,4 +91,6 @@ def alloc_head_slots_cpu(
     layers = torch.arange(num_layers)[:, None, None]
     lanes = torch.arange(num_kv_heads)
     segment: Tensor = head_slot_of(layers, token_slots[:, None], lanes, num_token_slots, num_kv_heads)
-    return indptr, segment.to(torch.int32).view(-1)[:num_entries]
+    cells = segment.view(-1)[first_cell : first_cell - (-num_entries // per_slot)]
+    rows = cells[:, None] * per_slot + torch.arange(per_slot)
+    return indptr, rows.to(torch.int32).view(-1)[:num_entries]

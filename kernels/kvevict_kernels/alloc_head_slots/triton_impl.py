@@ -1,4 +1,4 @@
-"""alloc_head_slots on the device: one program scans the run lengths, then one program per block writes addresses."""
+"""alloc_head_slots on the device: one program scans the run lengths, then one program per block writes row numbers."""
 
 from __future__ import annotations
 
@@ -32,45 +32,50 @@ def _indptr_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_entries", "num_token_slots", "entries_per_layer"],
+    do_not_specialize=["num_entries", "num_token_slots", "cells_per_layer", "first_cell"],
     do_not_specialize_on_alignment=["token_slots_ptr"],
 )
 def _head_slots_kernel(
     token_slots_ptr,  # [S] int64
-    head_slots_ptr,  # [num_entries] int32
+    numbers_ptr,  # [num_entries] int32
     num_entries,
     num_token_slots,
     num_kv_heads,
-    entries_per_layer,  # S * num_kv_heads
+    cells_per_layer,  # S * num_kv_heads
+    first_cell,
+    PER_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the address of each entry; programs are independent."""
+    """Compute the row number of each entry; programs are independent."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < num_entries
-    layer = entry // entries_per_layer
-    rest = entry % entries_per_layer
+    cell = first_cell + entry // PER_SLOT
+    layer = cell // cells_per_layer
+    rest = cell % cells_per_layer
     slot = tl.load(token_slots_ptr + rest // num_kv_heads, mask=mask, other=0)
     head_slot = head_slot_of(layer.to(tl.int64), slot, rest % num_kv_heads, num_token_slots, num_kv_heads)
-    tl.store(head_slots_ptr + entry, head_slot.to(tl.int32), mask=mask)
+    tl.store(numbers_ptr + entry, (head_slot * PER_SLOT + entry % PER_SLOT).to(tl.int32), mask=mask)
 
 
 def alloc_head_slots_triton(
-    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int, per_slot: int, first_cell: int
 ) -> tuple[Tensor, Tensor]:
     """Device path of :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`: two launches."""
     num_kv_heads = keep_lens.shape[1]
     num_runs = keep_lens.numel()
     indptr = torch.empty(num_runs + 1, dtype=torch.int32, device=keep_lens.device)
-    head_slots = torch.empty(num_entries, dtype=torch.int32, device=keep_lens.device)
+    rows = torch.empty(num_entries, dtype=torch.int32, device=keep_lens.device)
     _indptr_kernel[(1,)](keep_lens, indptr, num_runs, BLOCK=SCAN_BLOCK)
     if num_entries:
         _head_slots_kernel[(triton.cdiv(num_entries, ENTRY_BLOCK),)](
             token_slots,
-            head_slots,
+            rows,
             num_entries,
             num_token_slots,
             num_kv_heads,
             token_slots.numel() * num_kv_heads,
+            first_cell,
+            PER_SLOT=per_slot,
             BLOCK=ENTRY_BLOCK,
         )
-    return indptr, head_slots
+    return indptr, rows

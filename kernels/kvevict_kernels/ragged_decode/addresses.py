@@ -17,11 +17,12 @@ from kvevict_kernels.ragged_decode.tables import Tables
 from kvevict_kernels.transfer import to_device
 
 BATCH_FIELDS = (
-    *("run_address", "run_lens", "partial_start", "span_members", "span_member_start", "span_chunk", "span_cap"),
+    *("run_address", "run_lens", "partial_start", "span_members", "span_member_start"),
+    *("span_chunk", "span_cap", "span_bits"),
     *("members", "request_members", "new_lens_device", "compressed_lens", "request_chunk", "suffix_partial"),
     *("path_start", "path_span", "path_member", "merge_request", "merge_token"),
     *("span_positions", "member_request", "row_ends"),
-    *("tile_request", "tile_index", "tile_split", "num_splits", "extend_partial"),
+    *("tile_request", "tile_index", "tile_split", "tile_share", "tile_shares", "num_splits", "extend_partial"),
 )
 """Attributes of :class:`Tables`, in the order of the list; kernels name them in capitals (``triton_addresses.py``)."""
 CLASS_FIELDS = ("items", "item_count", "requests", "max_items")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from kvevict_kernels.ragged_decode.chunks import (
     ITEMS_PER_SM,
@@ -16,6 +17,7 @@ from kvevict_kernels.ragged_decode.chunks import (
     suffix_splits,
 )
 from kvevict_kernels.ragged_decode.tile_table import EXTEND
+from kvevict_kernels.row_codec import WIDTHS
 from kvevict_kernels.span_runs import SpanReaders, SpanRuns, compressed_len_of
 
 SPLIT_ROWS = 128
@@ -82,21 +84,24 @@ class HostLists:
             for average, which in zip(averages, self.span_class, strict=True)
         ]
         self.span_cap = [max_chunks(*both) for both in zip(averages, self.span_chunk, strict=True)]
-        self.num_splits = [self._num_splits(i) for i in range(len(new_lens))]
+        self.shares = [self._shares(i) for i in range(len(new_lens))]
+        self.num_splits = [sum(shares.values()) for shares in self.shares]
         self.num_partials = max(self._place_partials(), self._place_extend_partials())
 
     def _average(self, span: SpanRuns) -> int:
         """Entries of a run, on average over the segment that the span was cut from."""
         runs = self.sizes.num_layers * self.sizes.num_kv_heads
-        return min(-(-span.head_slots.numel() // runs), span.num_tokens)
+        return min(-(-span.rows.numel() // runs), span.num_tokens)
 
-    def _num_splits(self, request: int) -> int:
-        """Parts of the keys of a request that ``ragged_extend`` attends for, from its own lengths alone."""
+    def _shares(self, request: int) -> dict[int, int]:
+        """Parts of the keys of a request that ``ragged_extend`` attends for, by bits, from its own lengths alone."""
         if self.is_split[request] or request in self.elsewhere:
-            return 0
+            return {}
         tiles = self._num_tiles(request) * self.sizes.num_kv_heads
-        keys = sum(self._average(span) for span in self.paths[request]) + self.suffix_bounds[request]
-        return extend_splits(tiles, keys, self.sizes.num_sms)
+        keys = {WIDTHS[0]: self.suffix_bounds[request]}
+        for span in self.paths[request]:
+            keys[span.bits] = keys.get(span.bits, 0) + self._average(span)
+        return {bits: extend_splits(tiles, keys[bits], self.sizes.num_sms) for bits in WIDTHS if bits in keys}
 
     def _num_tiles(self, request: int) -> int:
         return -(-self.new_lens[request] * self.group_size // self.sizes.extend_rows)
@@ -155,7 +160,7 @@ class HostLists:
     def addresses(self) -> dict[str, list[int]]:
         """Lists of 64-bit numbers."""
         return {
-            "span_address": [span.head_slots.data_ptr() for span in self.spans],
+            "span_address": [span.rows.data_ptr() for span in self.spans],
             "span_starts": [span.starts.data_ptr() for span in self.spans],
             "span_lens": [span.lens.data_ptr() for span in self.spans],
             "span_positions": [_to_positions(span) for span in self.spans],
@@ -173,7 +178,7 @@ class HostLists:
             if self.is_split[request]
             for token in range(new)
         ]
-        tiles = self._extend_tiles()
+        tiles = [tile for bits in WIDTHS for tile in self._extend_tiles(bits)]
         request_of = [i for i, new in enumerate(self.new_lens) for _ in range(new)] if self.sizes.has_windows else []
         row_ends = list(accumulate(self.new_lens))
         return {
@@ -182,6 +187,7 @@ class HostLists:
             "span_class": self.span_class,
             "span_chunk": self.span_chunk,
             "span_cap": self.span_cap,
+            "span_bits": [span.bits for span in self.spans],
             "members": members + list(range(sum(self.new_lens))),
             "member_request": [request_of[row] for row in members] if self.sizes.has_windows else [],
             "row_ends": row_ends if self.sizes.has_windows else [],
@@ -195,23 +201,42 @@ class HostLists:
             "path_member": self.readers.path_place,
             "merge_request": [request for request, _ in merged],
             "merge_token": [token for _, token in merged],
-            "tile_request": [request for request, _, _ in tiles],
-            "tile_index": [tile for _, tile, _ in tiles],
-            "tile_split": [split for _, _, split in tiles],
+            "tile_request": [tile.request for tile in tiles],
+            "tile_index": [tile.place for tile in tiles],
+            "tile_split": [tile.split for tile in tiles],
+            "tile_share": [tile.share for tile in tiles],
+            "tile_shares": [tile.shares for tile in tiles],
             **{f"requests_{which}": self.requests_of(which) for which in range(NUM_CLASSES)},
         }
 
-    def _extend_tiles(self) -> list[tuple[int, int, int]]:
-        """(request, tile, part) of every program of ``ragged_extend``; last tiles see the most keys and go first."""
+    def tile_counts(self) -> dict[int, int]:
+        """Programs of ``ragged_extend`` per KV head, by the bits of their keys."""
+        return {bits: len(self._extend_tiles(bits)) for bits in WIDTHS}
+
+    def _extend_tiles(self, bits: int) -> list[_Tile]:
+        """Every program of ``ragged_extend`` for keys of so many bits; last tiles see the most keys and go first."""
         return [
-            (request, tile, split)
-            for request in range(len(self.new_lens))
-            if not self.is_split[request]
-            for tile in reversed(range(self._num_tiles(request)))
-            for split in range(self.num_splits[request])  # 0 if another implementation attends for it
+            _Tile(request, index, self._first_split(request, bits) + share, share, shares[bits])
+            for request, shares in enumerate(self.shares)
+            if bits in shares
+            for index in reversed(range(self._num_tiles(request)))
+            for share in range(shares[bits])
         ]
+
+    def _first_split(self, request: int, bits: int) -> int:
+        return sum(count for width, count in self.shares[request].items() if width > bits)
+
+
+class _Tile(NamedTuple):
+    """A program of ``ragged_extend``."""
+
+    request: int
+    place: int  # among the request's tiles of q rows
+    split: int  # part of its keys
+    share: int  # place of the part among those of its number of bits
+    shares: int  # parts of that number of bits
 
 
 def _to_positions(span: SpanRuns) -> int:
-    """Bytes from an entry's head slot to its position; 0: positions are unknown."""
-    return 0 if span.positions is None else span.positions.data_ptr() - span.head_slots.data_ptr()
+    """Bytes from an entry's row number to its position; 0: positions are unknown."""
+    return 0 if span.positions is None else span.positions.data_ptr() - span.rows.data_ptr()

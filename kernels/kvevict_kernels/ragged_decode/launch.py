@@ -78,11 +78,11 @@ def plan_batch(
         check_int("suffix_bounds", bound, new)
     shape = (sizes.num_layers, sizes.num_kv_heads)
     for span in {id(span): span for path in paths for span in path}.values():
-        check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
+        check_tensor("rows", span.rows, (None,), torch.int32, device)
         check_tensor("starts", span.starts, shape, torch.int32, device)
         check_tensor("lens", span.lens, shape, torch.int32, device)
         if sizes.has_windows:
-            check_positions(span.positions, span.head_slots)
+            check_positions(span.positions, span.rows)
     host = HostLists(paths, new_lens, suffix_bounds, sizes, elsewhere)
     sent = _send(host.addresses(), host.lists(), device)
     units = (*shape[:1], len(host.spans), *shape[1:])
@@ -96,6 +96,7 @@ def plan_batch(
         has_splits=any(splits > 1 for splits in host.num_splits),
         classes=tuple(_class_tables(host, which, sent.pop(f"requests_{which}")) for which in range(NUM_CLASSES)),
         num_partials=host.num_partials,
+        tile_counts=host.tile_counts(),
         **sent,
     )
     lay_out(tables)
@@ -210,6 +211,9 @@ def _check_layer(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) 
         raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")
     if inputs.sink_logits is not None:
         check_tensor("sink_logits", inputs.sink_logits, (num_qo_heads,), KV_DTYPES, q.device)
+    if inputs.statistics is not None:
+        shape = (sizes.num_layers, sizes.num_kv_heads, 4, head_dim)
+        check_tensor("statistics", inputs.statistics, shape, torch.float32, q.device)
     check_int("window", inputs.window, 0, None if sizes.has_windows else 0)
     check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
     for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):

@@ -53,6 +53,7 @@ class Tables:
     span_class: Tensor  # [S], int32, row class
     span_chunk: Tensor  # [S], int32, entries per work item
     span_cap: Tensor  # [S], int32, chunks per run, at most: a longer run has longer chunks
+    span_bits: Tensor  # [S], int32, bits of each span's rows
     members: Tensor  # int32, rows of new tokens: of every span's readers, then of every request
     # int32, request of each of the spans' readers in ``members``; empty if no layer has a window
     member_request: Tensor
@@ -72,6 +73,9 @@ class Tables:
     tile_request: Tensor  # [num_tiles], int32, request of each program of ``ragged_extend`` (per KV head)
     tile_index: Tensor  # [num_tiles], int32, place among the request's tiles
     tile_split: Tensor  # [num_tiles], int32, part of the keys
+    tile_share: Tensor  # [num_tiles], int32, place of the part among those of its number of bits
+    tile_shares: Tensor  # [num_tiles], int32, parts of that number of bits
+    tile_counts: dict[int, int]  # tiles by the bits of their keys, in the order of the lists (host)
     has_splits: bool  # whether a tile has several parts
     classes: tuple[ClassTables, ...]  # work of the split kernel
     num_partials: int  # partial rows of one layer, at most
@@ -113,6 +117,9 @@ class LayerInputs:
     sm_scale: float  # softmax scale, times the layer's FP8 scale of keys
     v_scale: float = 1.0  # FP8 scale of the layer's values; 1.0 for other dtypes
     window: int = 0  # tokens that a query of the layer sees, itself included; 0: all
+    # [num_layers, num_kv_heads, 4, head_dim], float32: means and deviations of keys, then of values, by which rows of
+    # fewer than 16 bits are read; None: no span of any batch has such rows
+    statistics: Tensor | None = None
     sink_logits: Tensor | None = None  # [num_qo_heads], any floating dtype: one more score per row, with value 0
 
     @property

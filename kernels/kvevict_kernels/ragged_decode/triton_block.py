@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvevict_kernels.triton_rows import load_narrow
+
 LOG2_E = 1.4426950408889634
 
 
@@ -46,11 +48,37 @@ def attend_block(
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_ROT: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """One block of keys, online softmax; a row may see none of them. float8 rows are multiplied in q's dtype.
 
-    Of latents (``BLOCK_ROT`` > 0) the first ``DV`` columns of a key are loaded once, and are its value.
+    Of latents (``BLOCK_ROT`` > 0) the first ``DV`` columns of a key are loaded once, and are its value. With fewer than
+    16 ``BITS``, ``head_slot`` are row numbers, and keys and values are normalised ones.
     """
+    if BITS < 16:
+        BLOCK_N: tl.constexpr = head_slot.shape[0]
+        BLOCK_D: tl.constexpr = o_d.shape[0]
+        b_k = load_narrow(k_ptr, head_slot, m_n, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
+        b_v = load_narrow(v_ptr, head_slot, m_n, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
+        s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    else:
+        s, b_v = _score_block(b_q, b_rot, k_ptr, v_ptr, head_slot, m_n, o_d, scale_log2, D, DV, BLOCK_ROT)
+    s = tl.where(seen, s, float("-inf"))
+    new_max = tl.maximum(b_max, tl.max(s, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s - base[:, None])
+    decay = tl.exp2(b_max - base)
+    b_sum = b_sum * decay + tl.sum(p, 1)
+    b_out = tl.dot(p.to(b_v.dtype), b_v, b_out * decay[:, None], input_precision="ieee")
+    return new_max, b_sum, b_out
+
+
+@triton.jit
+def _score_block(
+    b_q, b_rot, k_ptr, v_ptr, head_slot, m_n, o_d, scale_log2, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_ROT: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK_M, BLOCK_N] and values of rows as they are stored."""
     p_kv = head_slot[:, None] * D + o_d[None, :]
     m_kv = m_n[:, None] & (o_d < DV)[None, :]
     b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
@@ -67,14 +95,7 @@ def attend_block(
         b_k = b_k.to(b_q.dtype)
         b_v = b_v.to(b_q.dtype)
         s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    s = tl.where(seen, s, float("-inf"))
-    new_max = tl.maximum(b_max, tl.max(s, 1))
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s - base[:, None])
-    decay = tl.exp2(b_max - base)
-    b_sum = b_sum * decay + tl.sum(p, 1)
-    b_out = tl.dot(p.to(b_v.dtype), b_v, b_out * decay[:, None], input_precision="ieee")
-    return new_max, b_sum, b_out
+    return s, b_v
 
 
 @triton.jit

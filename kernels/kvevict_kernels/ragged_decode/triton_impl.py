@@ -29,13 +29,16 @@ from kvevict_kernels.ragged_decode.triton_block import (
 )
 from kvevict_kernels.ragged_decode.triton_items import (
     STEP_LISTS,
+    bits_of,
     high_of,
     load_item,
     low_of,
+    readers_of,
     suffix_work_kernel,
 )
 from kvevict_kernels.ragged_decode.triton_merge import run_merge
 from kvevict_kernels.triton_head_slots import head_slot_of
+from kvevict_kernels.triton_rows import normalised_queries, with_values
 
 INTERPRETER_PROGRAMS = 3
 REQUEST_BLOCK = 128
@@ -62,6 +65,59 @@ def _last_hidden(
     return tl.load(seq_lens_ptr + request, mask=m_m, other=0) - left - window
 
 
+@triton.jit
+def _attend_keys(
+    b_q,  # [BLOCK_M, BLOCK_D]
+    b_rot,  # of latents
+    k_ptr,
+    v_ptr,
+    index_ptr,  # of the item's keys
+    position_ptr,  # likewise, of a span; read if WINDOWED
+    visible_ptr,
+    visible,  # [BLOCK_M]
+    from_block,
+    num_kv,
+    first_key,  # that some row sees; read if WINDOWED
+    from_key,  # [BLOCK_M], first one that each row sees; read if WINDOWED
+    limit,  # [BLOCK_M], keys that each row sees
+    hidden,  # [BLOCK_M], last position that each row does not see; read if WINDOWED
+    is_cut,  # whether some row does not see all of a span; read if WINDOWED
+    is_suffix,
+    slot_scale,
+    slot_shift,
+    to_new,  # from a key's place to its place among the new tokens
+    o_d,
+    scale_log2,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_ROT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Attend to the keys of an item; maxima (base 2), sums of weights, and weighted sums of values."""
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    b_max, b_sum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_out = tl.zeros([BLOCK_M, o_d.shape[0]], dtype=tl.float32)
+    for start in range(from_block, num_kv, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        m_n = n < num_kv
+        # Before the window, rows of a window pool may hold other requests' slots: no index is read there.
+        index = tl.maximum(n, first_key) if WINDOWED else n
+        row = tl.load(index_ptr + index, mask=m_n, other=0)
+        if BITS == 16:
+            row = row.to(tl.int64) * slot_scale + slot_shift
+        seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n + to_new, is_suffix == 0)
+        if WINDOWED:
+            b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
+            seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
+        b_max, b_sum, b_out = attend_block(
+            b_q, b_rot, b_max, b_sum, b_out, k_ptr, v_ptr, row, m_n, seen, o_d, scale_log2,
+            D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BITS=BITS,
+        )  # fmt: skip
+    return b_max, b_sum, b_out
+
+
 @triton.jit(
     do_not_specialize=["layer", "num_requests", "window"],
     do_not_specialize_on_alignment=list(STEP_LISTS),
@@ -75,6 +131,7 @@ def _split_kernel(
     suffix_items_ptr,  # [bound, ITEM_WORDS] int64
     suffix_start_ptr,  # [num_requests + 1] int32
     visible_ptr,  # [N] int64, or None
+    statistics_ptr,  # [L, H, 4, D] float32; None: all rows have 16 bits
     layer,
     num_requests,  # of the class
     num_token_slots,
@@ -108,7 +165,7 @@ def _split_kernel(
     )
     num_items = num_suffix_items + tl.load(at.class_int32s_at(addresses_ptr, at.ITEM_COUNT, CLASS) + layer)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        num_kv, member, count = low_of(keys), high_of(keys), low_of(readers)
+        num_kv, member, count = low_of(keys), high_of(keys), readers_of(readers)
         head, i_row = high_of(readers) % H, high_of(readers) // H * BLOCK_M + o_m
         # Runs hold head slots; suffixes hold token slots, and are causal, or end in a tree.
         is_suffix = (item < num_suffix_items).to(tl.int32)
@@ -124,7 +181,7 @@ def _split_kernel(
         to_key = to_last - is_suffix * (count - 1 - token)
         limit = tl.minimum(to_key, num_kv)
         index_ptr = index_address.to(tl.pointer_type(tl.int32))
-        from_block = 0
+        from_block, first_key, from_key, hidden, is_cut, position_ptr = 0, 0, 0, 0, 0, index_ptr
         if WINDOWED:
             m_s = m_m & (is_suffix == 0)
             hidden = _last_hidden(member, token, reader, depth, m_s, window, visible_ptr, seq_lens_ptr, addresses_ptr)
@@ -137,23 +194,29 @@ def _split_kernel(
             from_key = tl.where(is_suffix > 0, to_key + depth - token - window, 0)
             first_key = tl.maximum(tl.min(tl.where(m_m, from_key, 2147483647), 0), 0)
             from_block = first_key // BLOCK_N * BLOCK_N
-        b_max, b_sum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
-        b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        for start in range(from_block, num_kv, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            m_n = n < num_kv
-            # Before the window, rows of a window pool may hold other requests' slots: no index is read there.
-            index = tl.maximum(n, first_key) if WINDOWED else n
-            head_slot = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
-            place = n + count - to_last  # among the new tokens
-            seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, place, is_suffix == 0)
-            if WINDOWED:
-                b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
-                seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
-            b_max, b_sum, b_out = attend_block(
-                b_q, b_rot, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, seen, o_d, scale_log2,
-                D=D, DV=DV, BLOCK_ROT=BLOCK_ROT,
+        bits = bits_of(readers)
+        if statistics_ptr is None or bits == 16:
+            b_max, b_sum, b_out = _attend_keys(
+                b_q, b_rot, k_ptr, v_ptr, index_ptr, position_ptr, visible_ptr, visible, from_block, num_kv, first_key,
+                from_key, limit, hidden, is_cut, is_suffix, slot_scale, slot_shift, count - to_last, o_d, scale_log2,
+                D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BLOCK_N=BLOCK_N, WINDOWED=WINDOWED, BITS=16,
             )  # fmt: skip
+        else:
+            b_norm, b_offset = normalised_queries(b_q, statistics_ptr, layer, head, o_d, H=H, D=D)
+            if bits == 8:
+                b_max, b_sum, b_out = _attend_keys(
+                    b_norm, b_rot, k_ptr, v_ptr, index_ptr, position_ptr, visible_ptr, visible, from_block, num_kv,
+                    first_key, from_key, limit, hidden, is_cut, is_suffix, 1, 0, count - to_last, o_d, scale_log2,
+                    D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BLOCK_N=BLOCK_N, WINDOWED=WINDOWED, BITS=8,
+                )  # fmt: skip
+            else:
+                b_max, b_sum, b_out = _attend_keys(
+                    b_norm, b_rot, k_ptr, v_ptr, index_ptr, position_ptr, visible_ptr, visible, from_block, num_kv,
+                    first_key, from_key, limit, hidden, is_cut, is_suffix, 1, 0, count - to_last, o_d, scale_log2,
+                    D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BLOCK_N=BLOCK_N, WINDOWED=WINDOWED, BITS=4,
+                )  # fmt: skip
+            b_max += b_offset * scale_log2
+            b_out = with_values(b_out, b_sum, statistics_ptr, layer, head, o_d, H=H, D=D)
         _store_partials(addresses_ptr, low_of(last).to(tl.int64) + i_row, b_max, b_sum, b_out, o_d, m_m, DV=DV)
         index_address, keys, readers, last = load_item(
             item + tl.num_programs(0), num_suffix_items, suffix_items_ptr, layer, addresses_ptr, CLASS=CLASS
@@ -196,7 +259,7 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
     tile = tiles_for(limits_of(q.device), head_dim, has_window=inputs.window > 0)[which]
     args = (
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena),
-        *(step.seq_lens, step.items[which], step.item_start[which], step.visible),
+        *(step.seq_lens, step.items[which], step.item_start[which], step.visible, inputs.statistics),
         *(inputs.layer, class_tables.requests.numel(), inputs.k_arena.shape[1], q.stride(0)),
         *(inputs.sm_scale * LOG2_E, inputs.window),
     )

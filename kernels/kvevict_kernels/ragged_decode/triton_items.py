@@ -7,11 +7,12 @@ word   bits 0 to 31                        bits 32 to 63
 =====  ==================================  =====================================================================
 0      address of the chunk's first index  (64 bits)
 1      keys of the chunk                   first of its readers' rows in ``Tables.members``
-2      readers (new tokens)                tile of q rows * H + KV head
+2      readers (new tokens), bits of rows  tile of q rows * H + KV head
 3      first partial row                   a span: its number; a suffix: keys from the chunk's first to the last one
 =====  ==================================  =====================================================================
 
-Partial rows fit 32 bits: as many of them would take more memory than a device has.
+Partial rows fit 32 bits: as many of them would take more memory than a device has. Readers take 26 bits of theirs; the
+others hold 16, 8 or 4 of what a row of a span has, or 16 in a suffix.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ STEP_LISTS = (
 )
 """Not specialised on alignment: these may be slices of SGLang's buffers, whose alignment varies."""
 _WORDS = tl.constexpr(ITEM_WORDS)
+_READERS = tl.constexpr(1 << 26)
 
 
 @triton.jit
@@ -38,13 +40,13 @@ def _pack(low, high):
 
 
 @triton.jit
-def store_items(items_ptr, o, mask, index_address, num_keys, member, count, place, partial, last):
+def store_items(items_ptr, o, mask, index_address, num_keys, member, count, bits, place, partial, last):
     """Write the items ``o`` [BLOCK] of a list; the arguments are the fields above, numbers or [BLOCK]."""
     p_item = items_ptr + o.to(tl.int64) * _WORDS
     zero = o * 0
     tl.store(p_item, index_address + zero, mask=mask)
     tl.store(p_item + 1, _pack(num_keys + zero, member + zero), mask=mask)
-    tl.store(p_item + 2, _pack(count + zero, place + zero), mask=mask)
+    tl.store(p_item + 2, _pack(count + zero + bits * _READERS, place + zero), mask=mask)
     tl.store(p_item + 3, _pack(partial.to(tl.int32) + zero, last + zero), mask=mask)
 
 
@@ -68,6 +70,18 @@ def load_item(item, num_suffix_items, suffix_items_ptr, layer, addresses_ptr, CL
 def low_of(word):
     """Bits 0 to 31."""
     return word.to(tl.int32)
+
+
+@triton.jit
+def readers_of(word):
+    """Readers of an item, from its third word."""
+    return low_of(word) % _READERS
+
+
+@triton.jit
+def bits_of(word):
+    """Bits of an item's rows, from its third word."""
+    return low_of(word) // _READERS
 
 
 @triton.jit
@@ -135,5 +149,5 @@ def suffix_work_kernel(
         last = length - first_key
         store_items(
             items_ptr, start + o, o < num_items, index_address + first_key.to(tl.int64) * 4, tl.minimum(last, chunk),
-            member, count, o % (H * tiles), partial, last,
+            member, count, 16, o % (H * tiles), partial, last,
         )  # fmt: skip

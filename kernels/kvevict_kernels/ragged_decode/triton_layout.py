@@ -87,7 +87,7 @@ def _runs_kernel(
     do_not_specialize=["max_items", "num_spans", "which"],
     do_not_specialize_on_alignment=[
         *("span_class_ptr", "span_members_ptr", "span_member_start_ptr", "span_chunk_ptr", "span_cap_ptr"),
-        *("run_address_ptr", "run_lens_ptr", "partial_start_ptr", "item_start_ptr", "items_ptr"),
+        *("span_bits_ptr", "run_address_ptr", "run_lens_ptr", "partial_start_ptr", "item_start_ptr", "items_ptr"),
     ],
 )
 def _work_kernel(
@@ -96,6 +96,7 @@ def _work_kernel(
     span_member_start_ptr,
     span_chunk_ptr,
     span_cap_ptr,
+    span_bits_ptr,
     run_address_ptr,  # [L, S * H] int64
     run_lens_ptr,  # [L, S * H] int32
     partial_start_ptr,  # [L, S * H] int64
@@ -116,6 +117,7 @@ def _work_kernel(
     if tl.load(span_class_ptr + span) == which:
         count = tl.load(span_members_ptr + span)
         member = tl.load(span_member_start_ptr + span)
+        bits = tl.load(span_bits_ptr + span)
         tiles = tl.cdiv(count * G, row_tile)
         for head in range(H):
             unit = first_unit + head
@@ -130,7 +132,7 @@ def _work_kernel(
                 partial = tl.load(partial_start_ptr + unit) + (o // tiles).to(tl.int64) * (count * G)
                 store_items(
                     items_ptr, start + o, o < num_items, address, tl.minimum(length - first_key, chunk), member, count,
-                    o % tiles * H + head, partial, span,
+                    bits, o % tiles * H + head, partial, span,
                 )  # fmt: skip
 
 
@@ -152,7 +154,7 @@ def lay_out(tables: Tables) -> None:
         if work.max_items:
             _work_kernel[(sizes.num_layers, tables.num_spans)](
                 *(tables.span_class, tables.span_members, tables.span_member_start, tables.span_chunk),
-                *(tables.span_cap, tables.run_address, tables.run_lens, tables.partial_start),
+                *(tables.span_cap, tables.span_bits, tables.run_address, tables.run_lens, tables.partial_start),
                 *(work.item_start, work.items, work.max_items, tables.num_spans, which, sizes.decode_rows[which]),
                 H=sizes.num_kv_heads,
                 G=sizes.group_size,

@@ -2,7 +2,7 @@
 
 A request with few tiles leaves most of the device idle, so the keys of its tiles (path, then own tokens) are split into
 parts, which a second launch merges. The host computes the number of parts from the request's lengths (chunks.py), the
-device their bounds.
+device their bounds. Rows of each number of bits are parts of their own, in launches of their own.
 
 Masks are applied only to blocks that some row of the tile does not see entirely. Behind the last key the last one is
 read again, so that no copy needs a mask.
@@ -32,16 +32,29 @@ from kvevict_kernels.ragged_decode.triton_block import (
 )
 from kvevict_kernels.ragged_decode.triton_merge import with_sink
 from kvevict_kernels.triton_head_slots import head_slot_of
+from kvevict_kernels.triton_rows import load_narrow, normalised_queries, with_values
 
 COMBINE_ROWS = 16
 
 
 @triton.jit
-def _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H: tl.constexpr):
+def _run_len(j, first_unit, addresses_ptr, H: tl.constexpr, BITS: tl.constexpr):
+    """Length of a span's run; 0 where its rows have another number of bits. ``BITS`` None: all spans have 16."""
+    span = tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j)
+    num_kv = tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + first_unit + span * H)
+    if BITS is not None:
+        num_kv = tl.where(tl.load(at.int32s_at(addresses_ptr, at.SPAN_BITS) + span) == BITS, num_kv, 0)
+    return num_kv
+
+
+@triton.jit
+def _run_of(
+    j, path_end, first_unit, num_own, own_address, addresses_ptr, H: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
     """Length and address of a span's run, or of the own tokens after the last span."""
     if j < path_end:
         unit = first_unit + tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j) * H
-        num_kv = tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + unit)
+        num_kv = _run_len(j, first_unit, addresses_ptr, H=H, BITS=BITS)
         address = tl.load(at.int64s_at(addresses_ptr, at.RUN_ADDRESS) + unit)
     else:
         num_kv = num_own
@@ -66,13 +79,13 @@ def _rows_of(is_own, layer, head, num_token_slots, H: tl.constexpr, D: tl.conste
 
 @triton.jit
 def _part_of(
-    path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H: tl.constexpr, BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
     """Begin and end of one part of the keys (spans, then own tokens), in whole blocks."""
     total = num_own
     for j in range(path_begin, path_end):
-        span = tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j)
-        total += tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + first_unit + span * H)
+        total += _run_len(j, first_unit, addresses_ptr, H=H, BITS=BITS)
     length = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
     return split * length, tl.minimum((split + 1) * length, total)
 
@@ -162,6 +175,17 @@ def _load_block(rows_ptr, row, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _score_narrow_block(
+    b_q, k_ptr, v_ptr, number, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """The same of normalised queries, keys and values, of rows with these numbers."""
+    every = number >= 0
+    b_k = load_narrow(k_ptr, number, every, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
+    b_v = load_narrow(v_ptr, number, every, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
+    return tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), b_v
+
+
+@triton.jit
 def _score_block(
     b_q, b_rot, k_ptr, v_ptr, row, o_d, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_ROT: tl.constexpr,
@@ -192,7 +216,7 @@ def _add_block(b_max, b_sum, b_out, s, b_v, scale_log2):
 
 
 @triton.jit(
-    do_not_specialize=["layer", "row_stride", "req_to_token", "window"],
+    do_not_specialize=["layer", "row_stride", "req_to_token", "window", "first_tile"],
     do_not_specialize_on_alignment=["sink_logits_ptr", "seq_lens_ptr", "pool_rows_ptr", "visible_ptr"],
 )
 def _extend_kernel(
@@ -206,6 +230,7 @@ def _extend_kernel(
     seq_lens_ptr,
     pool_rows_ptr,
     visible_ptr,  # [N] int64, or None
+    statistics_ptr,  # [L, H, 4, D] float32; None: all rows have 16 bits
     req_to_token,  # address of [rows, row_stride] int32
     layer,
     row_stride,
@@ -214,6 +239,7 @@ def _extend_kernel(
     scale_log2,
     v_scale,
     window,  # tokens that a query sees; read if WINDOWED
+    first_tile,  # of this number of bits
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -223,12 +249,15 @@ def _extend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # at least DV
     BLOCK_ROT: tl.constexpr,  # at least D - DV; 0: not latents
+    BITS: tl.constexpr,  # of the spans' rows that the launch reads; own tokens belong to 16
     UPCAST: tl.constexpr,
 ):
-    request = tl.load(at.int32s_at(addresses_ptr, at.TILE_REQUEST) + tl.program_id(0))
+    OF_SPANS: tl.constexpr = None if statistics_ptr is None else BITS
+    i_tile = first_tile + tl.program_id(0)
+    request = tl.load(at.int32s_at(addresses_ptr, at.TILE_REQUEST) + i_tile)
     head, o_d = tl.program_id(1), tl.arange(0, BLOCK_D)
     count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
-    i_row = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_row = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + i_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m, token = i_row < count * G, i_row // G
     first = _first_row(request, addresses_ptr)
     q_row = (first + token) * q_stride + (head * G + i_row % G) * D
@@ -242,13 +271,18 @@ def _extend_kernel(
     )  # fmt: skip
     path_begin, path_end, first_unit = _path_of(request, layer, head, addresses_ptr, H=H)
     num_splits = tl.load(at.int32s_at(addresses_ptr, at.NUM_SPLITS) + request)
-    split, passed = tl.load(at.int32s_at(addresses_ptr, at.TILE_SPLIT) + tl.program_id(0)), 0  # keys of earlier runs
+    split, passed = tl.load(at.int32s_at(addresses_ptr, at.TILE_SPLIT) + i_tile), 0  # keys of earlier runs
+    share = tl.load(at.int32s_at(addresses_ptr, at.TILE_SHARE) + i_tile)
+    shares = tl.load(at.int32s_at(addresses_ptr, at.TILE_SHARES) + i_tile)
+    if BITS < 16:
+        num_own = num_own * 0
+        b_q, b_offset = normalised_queries(b_q, statistics_ptr, layer, head, o_d, H=H, D=D)
     begin, end = _part_of(
-        path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H=H, BLOCK_N=BLOCK_N
+        path_begin, path_end, first_unit, num_own, share, shares, addresses_ptr, H=H, BLOCK_N=BLOCK_N, BITS=OF_SPANS
     )
-    first_token = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M // G
+    first_token = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + i_tile) * BLOCK_M // G
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
-        num_kv, address = _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H=H)
+        num_kv, address = _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H=H, BITS=OF_SPANS)
         is_own = (j >= path_end).to(tl.int32)
         stride, shift = _rows_of(is_own, layer, head, num_token_slots, H=H, D=D)
         to_key = tl.minimum(end - passed, num_kv)
@@ -263,10 +297,13 @@ def _extend_kernel(
         index_ptr = address.to(tl.pointer_type(tl.int32))
         for start in range(tl.maximum(begin - passed, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
-            slot = tl.load(index_ptr + tl.minimum(n, to_key - 1)).to(tl.int64)
-            s, b_v = _score_block(
-                b_q, b_rot, k_ptr + shift, v_ptr + shift, slot * stride, o_d, D, DV, BLOCK_D, BLOCK_ROT
-            )
+            slot = tl.load(index_ptr + tl.minimum(n, to_key - 1))
+            if BITS < 16:
+                s, b_v = _score_narrow_block(b_q, k_ptr, v_ptr, slot, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
+            else:
+                s, b_v = _score_block(
+                    b_q, b_rot, k_ptr + shift, v_ptr + shift, slot.to(tl.int64) * stride, o_d, D, DV, BLOCK_D, BLOCK_ROT
+                )
             if (start + BLOCK_N > all_to) | (start < all_from):
                 limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
                 seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n - num_before, is_own == 0)
@@ -276,6 +313,9 @@ def _extend_kernel(
                 s = tl.where(seen, s, float("-inf"))
             b_max, b_sum, b_out = _add_block(b_max, b_sum, b_out, s, b_v, scale_log2)
         passed += num_kv
+    if BITS < 16:
+        b_max += b_offset * scale_log2
+        b_out = with_values(b_out, b_sum, statistics_ptr, layer, head, o_d, H=H, D=D)
     if sink_logits_ptr is not None:  # only the first part counts it
         b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
     _store_part(
@@ -335,31 +375,35 @@ def _combine_kernel(
 
 
 def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
-    """Attend with the requests of more than 128 q rows per KV head: one launch, a second one if keys are split."""
+    """Attend with the requests of more than 128 q rows per KV head: a launch per width of rows, and one that merges."""
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, sizes = addresses.tables, addresses.tables.sizes
     tile = tiles_for(limits_of(q.device), head_dim, has_window=inputs.window > 0)[EXTEND]
-    num_programs = tables.tile_request.numel()
     constants = {
         "H": sizes.num_kv_heads,
         "G": sizes.group_size,
         "BLOCK_M": tile.rows,
     }
     widths = block_widths(head_dim, inputs.v_head_dim)
-    _extend_kernel[(num_programs, sizes.num_kv_heads)](
-        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.sink_logits, out, lse),
-        *(step.seq_lens, step.pool_rows, step.visible, step.req_to_token.data_ptr()),
-        *(inputs.layer, step.req_to_token.stride(0), inputs.k_arena.shape[1], q.stride(0)),
-        *(inputs.sm_scale * LOG2_E, inputs.v_scale, inputs.window),
-        WINDOWED=inputs.window > 0,
-        BLOCK_N=tile.keys,
-        UPCAST=not q.is_cuda,
-        num_stages=tile.stages,
-        num_warps=tile.warps,
-        **widths,
-        **constants,
-    )
+    first_tile = 0
+    for bits, count in tables.tile_counts.items():
+        if count:
+            _extend_kernel[(count, sizes.num_kv_heads)](
+                *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.sink_logits, out, lse),
+                *(step.seq_lens, step.pool_rows, step.visible, inputs.statistics, step.req_to_token.data_ptr()),
+                *(inputs.layer, step.req_to_token.stride(0), inputs.k_arena.shape[1], q.stride(0)),
+                *(inputs.sm_scale * LOG2_E, inputs.v_scale, inputs.window, first_tile),
+                WINDOWED=inputs.window > 0,
+                BLOCK_N=tile.keys,
+                BITS=bits,
+                UPCAST=not q.is_cuda,
+                num_stages=tile.stages,
+                num_warps=tile.warps,
+                **widths,
+                **constants,
+            )
+        first_tile += count
     if tables.has_splits:
-        grid = (num_programs, sizes.num_kv_heads, triton.cdiv(tile.rows, COMBINE_ROWS))
+        grid = (tables.tile_request.numel(), sizes.num_kv_heads, triton.cdiv(tile.rows, COMBINE_ROWS))
         constants |= {"ROWS": COMBINE_ROWS, "DV": widths["DV"], "BLOCK_D": widths["BLOCK_D"]}
         _combine_kernel[grid](addresses.on_device, out, lse, inputs.v_scale, **constants)

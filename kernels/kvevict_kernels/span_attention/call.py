@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import logging
 import time
@@ -15,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvevict_kernels import head_slots
+from kvevict_kernels import head_slots, row_codec
 from kvevict_kernels.checks import KV_DTYPES, check_arenas, check_tensor
+from kvevict_kernels.numba_cache import compiled, stamp_of
+from kvevict_kernels.row_codec import RowStatistics, check_statistics
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.layout import Layout
 from kvevict_kernels.span_attention.openmp import Team, torch_team
 from kvevict_kernels.span_runs import SpanRuns
 
-_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""Kinds of rows in the compiled code."""
 _LINE = 64
 
 logger = logging.getLogger(__name__)
@@ -54,21 +56,26 @@ class SpanAttention:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
         v_arena: like ``k_arena``, or the first columns of its rows.
         num_qo_heads: a multiple of the KV heads.
+        statistics: of the model, by which rows of 8 and 4 bits are read; None: no span has such rows.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena.
+        ValueError: wrong shape, dtype or device of an arena or of statistics.
         RuntimeError: see :func:`reason_not_to_run`.
     """
 
-    def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int) -> None:
+    def __init__(
+        self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, statistics: RowStatistics | None = None
+    ) -> None:
         check_arenas(k_arena, v_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
+        for arena in (k_arena, v_arena):
+            check_statistics(arena, statistics)
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         v_head_dim = v_arena.shape[3]
         reason = reason_not_to_run(head_dim) or reason_not_to_run(v_head_dim)
         team = torch_team()
         if reason is not None or team is None:
             raise RuntimeError(f"attention cannot be compiled: {reason}")
-        self._arenas = (k_arena, v_arena)
+        self._read = k_arena, v_arena, statistics  # keeps the addresses valid
         self._shape, self._v_head_dim = k_arena.shape, v_head_dim
         self._group = num_qo_heads // num_kv_heads
         self._team = team
@@ -80,7 +87,7 @@ class SpanAttention:
             w.STAMP: _stamp(),
             w.K: k_arena.data_ptr(),
             w.V: v_arena.data_ptr(),
-            w.KIND: _KINDS[k_arena.dtype],
+            w.KIND: KINDS[k_arena.dtype],
             w.HEAD_DIM: head_dim,
             w.V_HEAD_DIM: v_head_dim,
             w.NUM_HEADS: num_kv_heads,
@@ -89,6 +96,13 @@ class SpanAttention:
             w.NUM_HEAD_SLOTS: num_layers * num_token_slots * num_kv_heads,
             w.ZEROS: self._zeros.ctypes.data,
         }
+        if statistics is not None:
+            self._constants |= {
+                w.K_MEAN: statistics.k_mean.data_ptr(),
+                w.K_DEVIATION: statistics.k_deviation.data_ptr(),
+                w.V_MEAN: statistics.v_mean.data_ptr(),
+                w.V_DEVIATION: statistics.v_deviation.data_ptr(),
+            }
 
     def lay_out(
         self,
@@ -146,7 +160,7 @@ class SpanAttention:
             sink_logits: [num_qo_heads], float32, contiguous: one more score of every row, whose value is 0.
 
         Raises:
-            IndexError: a head slot outside the arena.
+            IndexError: a row outside the arena.
             ValueError: a window in a batch that was laid out without; or sink logits of another shape or dtype.
         """
         if window and not layout.has_windows:
@@ -157,7 +171,7 @@ class SpanAttention:
             q = q.contiguous()
         words = layout.words
         words[w.LAYER] = layer
-        words[w.Q], words[w.Q_STRIDE], words[w.Q_KIND] = q.data_ptr(), q.stride(0), _KINDS[q.dtype]
+        words[w.Q], words[w.Q_STRIDE], words[w.Q_KIND] = q.data_ptr(), q.stride(0), KINDS[q.dtype]
         words[w.OUT], words[w.LSE] = out.data_ptr(), lse.data_ptr()
         words[w.WINDOW], words[w.SINK_LOGITS] = window, 0 if sink_logits is None else sink_logits.data_ptr()
         words[w.SCALE : w.SCALE + 1].view(np.float32)[0] = sm_scale
@@ -183,23 +197,16 @@ class _Buffer:
 @cache
 def _stamp() -> int:
     """Hash of the sources from which the call is compiled."""
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(head_slots.__file__)]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
-    return int.from_bytes(digest[:7], "little")
+    others = [Path(head_slots.__file__), Path(row_codec.__file__)]
+    return stamp_of([*sorted(Path(__file__).parent.glob("*.py")), *others])
 
 
 @cache
 def _compiled(team: Team) -> Any:
-    """The compiled call. numba caches it beside the sources, or else in the user's cache folder."""
+    """The compiled call."""
     from kvevict_kernels.span_attention.numba_impl import compile_call
 
     started = time.monotonic()
-    try:
-        call = compile_call(team, _stamp(), is_cached=True)
-    except RuntimeError as error:
-        if "no locator available" not in str(error):
-            raise
-        logger.warning("compiled attention cannot be kept for the next start: set NUMBA_CACHE_DIR to a folder")
-        call = compile_call(team, _stamp(), is_cached=False)
+    call: Any = compiled("attention", lambda is_cached: compile_call(team, _stamp(), is_cached=is_cached))
     logger.info("attention %s in %.1f s", "loaded" if call.cache_hits else "compiled", time.monotonic() - started)
     return call

@@ -24,7 +24,7 @@ class Layout:
     first new token in the forward. ``shape`` of the arenas: [num_layers, num_token_slots, num_kv_heads, head_dim].
 
     Raises:
-        ValueError: a span whose lists have the wrong shape or dtype, or whose runs exceed its head slots.
+        ValueError: a span whose lists have the wrong shape or dtype, or whose runs exceed its rows.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Layout:
         self.suffix_slots = np.zeros(len(paths), np.int64)
         self.suffix_lens = np.zeros(len(paths), np.int64)
         self._lists = {
-            w.SPAN_SLOTS: _list(span.head_slots.data_ptr() for span in self.spans),
+            w.SPAN_ROWS: _list(span.rows.data_ptr() for span in self.spans),
+            w.SPAN_BITS: _list(span.bits for span in self.spans),
             w.SPAN_STARTS: _list(span.starts.data_ptr() for span in self.spans),
             w.SPAN_LENS: _list(span.lens.data_ptr() for span in self.spans),
             w.SPAN_POSITIONS: _list(0 if span.positions is None else span.positions.data_ptr() for span in self.spans),
@@ -131,14 +132,14 @@ class Layout:
         bounds = (shape[0], shape[2])
         lens = np.zeros((len(self.spans), *bounds), np.int64)
         for i, span in enumerate(self.spans):
-            check_tensor("head_slots", span.head_slots, (None,), torch.int32, _CPU)
+            check_tensor("rows", span.rows, (None,), torch.int32, _CPU)
             check_tensor("starts", span.starts, bounds, torch.int32, _CPU)
             check_tensor("lens", span.lens, bounds, torch.int32, _CPU)
             if self.has_windows:
-                check_positions(span.positions, span.head_slots)
+                check_positions(span.positions, span.rows)
             starts, lens[i] = span.starts.numpy(), span.lens.numpy()
-            if lens[i].min() < 0 or starts.min() < 0 or (starts + lens[i]).max() > span.head_slots.numel():
-                raise ValueError(f"starts, lens: a run leaves the span's {span.head_slots.numel()} head slots")
+            if lens[i].min() < 0 or starts.min() < 0 or (starts + lens[i]).max() > span.rows.numel():
+                raise ValueError(f"starts, lens: a run leaves the span's {span.rows.numel()} rows")
         return lens
 
 

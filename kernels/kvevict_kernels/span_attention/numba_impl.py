@@ -18,6 +18,7 @@ from numba import carray, cfunc, njit
 from numba.core import types
 
 from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.row_codec import GROUP, PARTS
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.numba_rows import (
     WIDTH,
@@ -27,17 +28,24 @@ from kvevict_kernels.span_attention.numba_rows import (
     int32s,
     int64s,
     item_bytes,
+    load_narrow_row,
     load_row,
     multiply,
+    narrow_row_at,
+    product_of,
+    scale_row,
     store_row,
 )
 from kvevict_kernels.span_attention.numba_vectors import (
     BFLOAT16,
+    CODE_BYTES,
     FLOAT16,
     FLOAT32,
     LANES,
     TILE_ROWS,
     exponentials,
+    load_eighths_transposed,
+    load_quarters_transposed,
     load_transposed,
     multiply_tile,
     prefetch,
@@ -52,8 +60,11 @@ _head_slot_of = njit(head_slot_of)
 
 _LOWEST, _ZERO, _ONE, _MINUS_INFINITY = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _BLOCK, _CHUNK, _MAX_CHUNKS, _KEY_COST = w.BLOCK, w.CHUNK, w.MAX_CHUNKS, w.KEY_COST
+_EIGHTHS, _QUARTERS = PARTS[8], PARTS[4]
+_STEP_OF_EIGHTHS = np.float32(256.0)  # rows of 8 bits are read divided by it
 _LINE = 64
-_SCORES_AT = 8 * _BLOCK
+_HEADERS_AT = 8 * _BLOCK
+_SCORES_AT = 16 * _BLOCK
 _KEYS_AT = _SCORES_AT + 4 * TILE_ROWS * _BLOCK
 
 
@@ -72,10 +83,15 @@ def _first_seen_in(scratch, head_dim, num_rows):
     return scratch + _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * num_rows
 
 
+@njit
+def _offsets_in(scratch, head_dim, num_rows):
+    return _first_seen_in(scratch, head_dim, num_rows) + 8 * num_rows
+
+
 def scratch_bytes(head_dim: int, max_rows: int) -> int:
     """Bytes that a thread needs for units of up to ``max_rows`` q rows; whole cache lines."""
-    first_seen = -(-8 * max_rows // _LINE) * _LINE
-    return _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * max_rows + first_seen
+    seen_and_offsets = -(-12 * max_rows // _LINE) * _LINE
+    return _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * max_rows + seen_and_offsets
 
 
 @njit
@@ -114,8 +130,28 @@ def _chunk_len(num_keys):
 
 
 @njit
+def _bits_of(words, part):
+    return int64s(words[w.SPAN_BITS])[part] if part < words[w.NUM_SPANS] else 16
+
+
+@njit
+def _step_of(bits):
+    return _STEP_OF_EIGHTHS if bits == 8 else _ONE
+
+
+@njit
+def _statistics_of(words, which, head):
+    """Address of a head's means or deviations."""
+    return words[which] + 4 * (words[w.LAYER] * words[w.NUM_HEADS] + head) * words[w.HEAD_DIM]
+
+
+@njit
 def _load_queries(words, part, head, scratch):
-    """Load the q rows of a unit, times the softmax scale: group after group of its tokens."""
+    """Load the q rows of a unit, times the softmax scale: group after group of its tokens.
+
+    Keys of few bits are read as normalised numbers: their deviation is a factor of the queries, and their mean, the
+    same for all keys, an offset of a row's scores.
+    """
     part_tokens, tokens = int64s(words[w.PART_TOKENS]), int64s(words[w.TOKENS])
     group, kind, head_dim = words[w.GROUP], words[w.Q_KIND], words[w.HEAD_DIM]
     scale = floats(words.ctypes.data + 8 * w.SCALE)[0]
@@ -126,16 +162,28 @@ def _load_queries(words, part, head, scratch):
             load_row(kind, head_dim, source, target, scale)
             source += head_dim * item_bytes(kind)
             target += 4 * head_dim
+    bits, num_rows = _bits_of(words, part), _num_rows(words, part)
+    if bits == 16:
+        return
+    mean, deviation = _statistics_of(words, w.K_MEAN, head), _statistics_of(words, w.K_DEVIATION, head)
+    offsets = floats(_offsets_in(scratch, head_dim, num_rows))
+    for r in range(num_rows):
+        row = _queries_in(scratch, head_dim) + 4 * r * head_dim
+        offsets[r] = product_of(head_dim, row, mean)
+        scale_row(head_dim, row, deviation, _step_of(bits), mean, _ZERO)
 
 
 @njit
 def _load_keys(words, part, head, first, num_keys, num_next, scratch):
     """Load a block of keys: rows of K transposed, rows of V as they are."""
+    if _bits_of(words, part) != 16:
+        _load_narrow_keys(words, part, head, first, num_keys, num_next, scratch)
+        return
     num_spans, num_heads, layer = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.LAYER]
     kind, head_dim, v_head_dim = words[w.KIND], words[w.HEAD_DIM], words[w.V_HEAD_DIM]
     if part < num_spans:
         start = int32s(int64s(words[w.SPAN_STARTS])[part])[layer * num_heads + head]
-        slots = int32s(int64s(words[w.SPAN_SLOTS])[part] + 4 * (start + first))
+        slots = int32s(int64s(words[w.SPAN_ROWS])[part] + 4 * (start + first))
         factor, shift = 1, 0
     else:
         slots = int32s(int64s(words[w.SUFFIX_SLOTS])[part - num_spans] + 4 * first)
@@ -165,6 +213,54 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
                 load_transposed(FLOAT16, scratch + 8 * i, 2 * column, target, _BLOCK)
             else:
                 load_transposed(FLOAT32, scratch + 8 * i, 4 * column, target, _BLOCK)
+
+
+@njit
+def _load_narrow_keys(words, part, head, first, num_keys, num_next, scratch):
+    """The same of a span with rows of 8 or 4 bits, as normalised numbers (``row_codec.py``)."""
+    head_dim, bits = words[w.HEAD_DIM], _bits_of(words, part)
+    start = int32s(int64s(words[w.SPAN_STARTS])[part])[words[w.LAYER] * words[w.NUM_HEADS] + head]
+    numbers = int32s(int64s(words[w.SPAN_ROWS])[part] + 4 * (start + first))
+    per_slot = (_EIGHTHS if bits == 8 else _QUARTERS) * (item_bytes(words[w.KIND]) // 2)
+    rows, headers = int64s(scratch), int64s(scratch + _HEADERS_AT)
+    values, to_values = _values_in(scratch, head_dim), words[w.V] - words[w.K]
+    for i in range(num_keys + num_next):
+        number = np.int64(numbers[i])
+        if number < 0 or number >= words[w.NUM_HEAD_SLOTS] * per_slot:
+            words[w.WRONG_SLOT] = number // per_slot
+            number = np.int64(0)
+        row, header = narrow_row_at(words[w.K], number, head_dim, bits)
+        if i < num_keys:
+            rows[i], headers[i] = row, header
+            load_narrow_row(bits, head_dim, row + to_values, header + to_values, values + 4 * i * head_dim)
+        else:
+            for line in range(row, row + head_dim * bits // 8, _LINE):
+                prefetch(line)
+                prefetch(line + to_values)
+            prefetch(header)
+            prefetch(header + to_values)
+    for i in range(num_keys, _BLOCK):
+        rows[i] = headers[i] = words[w.ZEROS]
+    for i in range(0, num_keys, LANES):
+        target = scratch + _KEYS_AT + 4 * i
+        if bits == 8:
+            for column in range(0, head_dim, CODE_BYTES):
+                load_eighths_transposed(scratch + 8 * i, column, target + 4 * column * _BLOCK, _BLOCK)
+        else:
+            for group in range(head_dim // GROUP):
+                group_target = target + 4 * group * GROUP * _BLOCK
+                load_quarters_transposed(scratch + 8 * i, scratch + _HEADERS_AT + 8 * i, group, group_target, _BLOCK)
+
+
+@njit
+def _add_means(words, part, head, maxima, totals, sums, scratch):
+    """Turn a chunk's partial results from normalised keys and values into those of their numbers."""
+    head_dim, num_rows, bits = words[w.HEAD_DIM], _num_rows(words, part), _bits_of(words, part)
+    mean, deviation = _statistics_of(words, w.V_MEAN, head), _statistics_of(words, w.V_DEVIATION, head)
+    offsets = floats(_offsets_in(scratch, head_dim, num_rows))
+    for r in range(num_rows):
+        maxima[r] += offsets[r]
+        scale_row(head_dim, sums + 4 * r * head_dim, deviation, _step_of(bits), mean, totals[r])
 
 
 @njit
@@ -267,6 +363,8 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                     total += totals[tile + r]
                 totals[tile + r] = total
             _add_values(tile_rows, sums + 4 * tile * v_head_dim, scores, values, v_head_dim, num_keys)
+    if _bits_of(words, part) != 16:
+        _add_means(words, part, head, maxima, totals, sums, scratch)
 
 
 @njit

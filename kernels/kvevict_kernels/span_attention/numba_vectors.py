@@ -21,12 +21,16 @@ TILE_VECTORS = 4 if _HAS_AVX512 else 2
 """Vectors per row of a tile: with ``TILE_ROWS`` rows, sums and operands fit the machine's registers."""
 TILE_ROWS = 4
 
-_I64, _I32, _I16 = ir.IntType(64), ir.IntType(32), ir.IntType(16)
+_I64, _I32, _I16, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _FLOATS = ir.VectorType(_F32, LANES)
 _INTS = ir.VectorType(_I32, LANES)
 _SHORTS = ir.VectorType(_I16, LANES)
 _HALVES = ir.VectorType(_F16, LANES)
+_BYTES = ir.VectorType(_I8, LANES)
+CODE_BYTES = 16
+"""Bytes of rows of 8 or 4 bits that are transposed at once: those of a group of 4 bits."""
+_CODES = ir.VectorType(_I8, CODE_BYTES)
 _STORED = {BFLOAT16: _SHORTS, FLOAT16: _HALVES, FLOAT32: _FLOATS}
 
 _LOG2_E = 1.44269504088896341
@@ -58,6 +62,39 @@ class _Code:
         if kind == BFLOAT16:
             return self.builder.bitcast(self.builder.shl(self.builder.zext(stored, _INTS), _ints(16)), _FLOATS)
         return self.builder.fpext(stored, _FLOATS) if kind == FLOAT16 else stored
+
+    def eighth_bits(self, codes: Any) -> Any:
+        """Numbers of float8 e4m3fn, given as bytes, divided by 256: sign, exponent and fraction as a float16."""
+        builder = self.builder
+        shorts = builder.shl(builder.sext(codes, _SHORTS), _shorts(7))
+        return builder.fpext(builder.bitcast(builder.and_(shorts, _shorts(0xBF80)), _HALVES), _FLOATS)
+
+    def quarter_bits(self, codes: Any) -> tuple[Any, Any]:
+        """The lower and the upper halves of bytes, as float32."""
+        builder = self.builder
+        ints = builder.zext(codes, _INTS)
+        low, high = builder.and_(ints, _ints(15)), builder.lshr(ints, _ints(4))
+        return builder.sitofp(low, _FLOATS), builder.sitofp(high, _FLOATS)
+
+    def part_of(self, codes: Any, first: int) -> Any:
+        """``LANES`` of ``CODE_BYTES`` bytes."""
+        mask = ir.Constant(_INTS, [first + i for i in range(LANES)])
+        return self.builder.shuffle_vector(codes, ir.Constant(_CODES, ir.Undefined), mask)
+
+    def columns(self, rows: list[Any]) -> list[Any]:
+        """Transpose ``LANES`` rows of ``CODE_BYTES`` bytes: ``CODE_BYTES`` columns of ``LANES``.
+
+        Each step rotates the bits of a byte's number, its row's before its column's, by one.
+        """
+        half, lanes = LANES // 2, ir.VectorType(_I32, CODE_BYTES)
+        masks = [
+            ir.Constant(lanes, [first + i // 2 + CODE_BYTES * (i % 2) for i in range(CODE_BYTES)])
+            for first in (0, CODE_BYTES // 2)
+        ]
+        for _ in range(LANES.bit_length() - 1):
+            pairs = [(rows[i], rows[i + half]) for i in range(half)]
+            rows = [self.builder.shuffle_vector(*pair, mask) for pair in pairs for mask in masks]
+        return [self.part_of(row, first) for row in rows for first in range(0, CODE_BYTES, LANES)]
 
     def narrowed(self, value: Any, kind: int) -> Any:
         """Rounded to nearest, ties to even; NaN stays NaN."""
@@ -118,7 +155,7 @@ class _Code:
 
 def _align(kind: Any) -> int:
     element = kind.element if isinstance(kind, ir.VectorType) else kind
-    return {_I16: 2, _F16: 2, _F32: 4, _I32: 4, _I64: 8}[element]
+    return {_I8: 1, _I16: 2, _F16: 2, _F32: 4, _I32: 4, _I64: 8}[element]
 
 
 def _floats(value: float) -> Any:
@@ -127,6 +164,10 @@ def _floats(value: float) -> Any:
 
 def _ints(value: int) -> Any:
     return ir.Constant(_INTS, [value] * LANES)
+
+
+def _shorts(value: int) -> Any:
+    return ir.Constant(_SHORTS, [value] * LANES)
 
 
 @intrinsic(prefer_literal=True)
@@ -210,6 +251,85 @@ def load_transposed(typing, kind, rows, column, target, stride):
 
 
 @intrinsic(prefer_literal=True)
+def load_eighths_transposed(typing, rows, column, target, stride):
+    """Transpose ``CODE_BYTES`` columns of ``LANES`` rows of 8 bits, as :func:`load_transposed`; divided by 256."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        rows, column, target, stride = args
+        addresses = [code.load(code.at(rows, 8 * i), _I64) for i in range(LANES)]
+        found = code.columns([code.load(builder.add(address, column), _CODES) for address in addresses])
+        row_step = builder.mul(stride, ir.Constant(_I64, 4))
+        for i, codes in enumerate(found):
+            code.store(code.eighth_bits(codes), builder.add(target, builder.mul(row_step, ir.Constant(_I64, i))))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_quarters_transposed(typing, rows, headers, group, target, stride):
+    """Transpose one group of ``LANES`` rows of 4 bits, as :func:`load_transposed`: two columns from each byte.
+
+    Codes of the rows listed at ``rows`` become ``code * scale + minimum``, by the headers listed at ``headers``.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        rows, headers, group, target, stride = args
+        first_code = builder.mul(group, ir.Constant(_I64, CODE_BYTES))
+        first_header = builder.mul(group, ir.Constant(_I64, 4))
+        found, words = [], ir.Constant(_INTS, ir.Undefined)
+        for i in range(LANES):
+            found.append(code.load(builder.add(code.load(code.at(rows, 8 * i), _I64), first_code), _CODES))
+            word = code.load(builder.add(code.load(code.at(headers, 8 * i), _I64), first_header), _I32)
+            words = builder.insert_element(words, word, ir.Constant(_I32, i))
+        scale, minimum = (
+            builder.fpext(builder.bitcast(builder.trunc(half, _SHORTS), _HALVES), _FLOATS)
+            for half in (words, builder.lshr(words, _ints(16)))
+        )
+        row_step = builder.mul(stride, ir.Constant(_I64, 4))
+        for i, codes in enumerate(code.columns(found)):
+            for column, number in zip((i, i + CODE_BYTES), code.quarter_bits(codes), strict=True):
+                value = code.multiply_add(number, scale, minimum)
+                code.store(value, builder.add(target, builder.mul(row_step, ir.Constant(_I64, column))))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_eighths(typing, source, target):
+    """Write ``LANES`` numbers of 8 bits as float32, divided by 256."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        code.store(code.eighth_bits(code.load(args[0], _BYTES)), args[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_quarters(typing, source, header, target):
+    """Write a group of 4 bits as float32: ``code * scale + minimum``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        source, header, target = args
+        scale, minimum = (
+            code.splat(builder.fpext(code.load(code.at(header, offset), _F16), _F32)) for offset in (0, 2)
+        )
+        for first in range(0, CODE_BYTES, LANES):
+            halves = code.quarter_bits(code.load(code.at(source, first), _BYTES))
+            for column, number in zip((first, first + CODE_BYTES), halves, strict=True):
+                code.store(code.multiply_add(number, scale, minimum), code.at(target, 4 * column))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
 def load_numbers(typing, kind, source, target, factor):
     """Write ``LANES`` numbers as float32, times a factor."""
     row_kind = kind.literal_value
@@ -248,6 +368,52 @@ def add_numbers(typing, source, target, factor, keep):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32, types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def scale_numbers(typing, target, factors, factor, terms, weight):
+    """``target = target * factors * factor + terms * weight``, ``LANES`` float32 numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        target, factors, factor, terms, weight = args
+        scaled = builder.fmul(code.load(factors), code.splat(factor))
+        added = builder.fmul(code.load(terms), code.splat(weight))
+        code.store(code.multiply_add(code.load(target), scaled, added), target)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64, types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def sum_of_products(typing, left, right):
+    """Sum of the products of ``LANES`` float32 numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        return code.halves(builder.fmul(code.load(args[0]), code.load(args[1])), builder.fadd)
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def half_bits(typing, number):
+    """Bits of a float32 number rounded to float16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.bitcast(builder.fptrunc(args[0], _F16), _I16), _I32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def half_number(typing, bits):
+    """The number of the bits of a float16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(builder.trunc(args[0], _I16), _F16), _F32)
+
+    return types.float32(types.int32), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -32,6 +32,10 @@ NO_SLOT = 1 << 62
     K,  # address of the arena's keys
     V,  # address of the arena's values
     KIND,  # number: kind of the arenas
+    K_MEAN,  # address [num_layers, num_kv_heads, head_dim], float32, of the model's keys; 0: no span has few bits
+    K_DEVIATION,  # likewise
+    V_MEAN,  # likewise, of its values
+    V_DEVIATION,  # likewise
     HEAD_DIM,  # number
     V_HEAD_DIM,  # number, at most HEAD_DIM
     NUM_HEADS,  # number of KV heads
@@ -40,10 +44,11 @@ NO_SLOT = 1 << 62
     NUM_HEAD_SLOTS,  # number in the arena
     NUM_SPANS,  # number
     NUM_REQUESTS,  # number
-    SPAN_SLOTS,  # per span, address of its head slots, int32
+    SPAN_ROWS,  # per span, address of its row numbers, int32
+    SPAN_BITS,  # per span, number: bits of its rows
     SPAN_STARTS,  # per span, address of [num_layers, num_kv_heads], int32
     SPAN_LENS,  # per span, address of [num_layers, num_kv_heads], int32
-    SPAN_POSITIONS,  # per span, address of the positions of its head slots, int32; read by layers with a window
+    SPAN_POSITIONS,  # per span, address of the positions of its rows, int32; read by layers with a window
     SUFFIX_SLOTS,  # per request, address of the token slots of its suffix, int32
     SUFFIX_LENS,  # per request, number
     PART_TOKENS,  # per part and one more: where its tokens begin in TOKENS
@@ -62,4 +67,4 @@ NO_SLOT = 1 << 62
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
     NUM_WORDS,
-) = range(43)
+) = range(48)

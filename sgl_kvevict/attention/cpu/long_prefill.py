@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.row_codec import WIDTHS, RowStatistics, load_rows
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.sink_logits import with_sink_logits
@@ -68,6 +69,7 @@ class LongPrefill:
     k_arena: Tensor  # [num_layers, num_token_slots, num_kv_heads, head_dim]
     v_arena: Tensor  # like ``k_arena``, or the first columns of its rows
     windows: tuple[int, ...] = ()  # of the layers, see :attr:`KVGeometry.windows`
+    statistics: RowStatistics | None = None  # by which rows of fewer than 16 bits are read
     _bounds: WeakKeyDictionary[SpanRuns, tuple[list[list[int]], list[list[int]]]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -142,25 +144,31 @@ class LongPrefill:
         """
         num_token_slots, num_heads = self.k_arena.shape[1:3]
         group = q.shape[1] // num_heads
-        k_rows, v_rows = (arena.view(-1, 1, arena.shape[-1]) for arena in (self.k_arena, self.v_arena))
         own_rows: Tensor = head_slot_of(layer, own, 0, num_token_slots, num_heads)  # of the first head
         out = q.new_zeros(*q.shape[:2], self.v_arena.shape[-1])
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
         for head in range(num_heads):
             runs = [self._run(span, layer, head, block) for span in path]
-            head_slots = torch.cat(
-                [*(span.head_slots[run] for span, run in zip(path, runs, strict=True)), own_rows + head]
-            )
-            if not head_slots.numel():
+            rows = [(span.rows[run], span.bits) for span, run in zip(path, runs, strict=True)]
+            rows.append((own_rows + head, WIDTHS[0]))
+            if not any(of_span.numel() for of_span, _ in rows):
                 continue
             added = None
             if block is not None:
                 seen = [span.positions[run] for span, run in zip(path, runs, strict=True) if span.positions is not None]
                 added = block.mask(torch.cat([*seen, torch.arange(block.end - own.numel(), block.end)]))
             heads = slice(head * group, (head + 1) * group)
-            k, v = k_rows.index_select(0, head_slots), v_rows.index_select(0, head_slots)
+            k, v = self._rows(rows, layer, head, q.dtype)
             out[:, heads], lse[:, heads] = _attend(q[:, heads], k, v, sm_scale, added=added)
         return out, lse
+
+    def _rows(self, rows: list[tuple[Tensor, int]], layer: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of rows, each list with its bits, one after the other: [num_rows, 1, head_dim], in ``dtype``."""
+        both = []
+        for is_v, arena in enumerate((self.k_arena, self.v_arena)):
+            of_layer = None if self.statistics is None else self.statistics.of_run(layer, head)[is_v]
+            both.append(torch.cat([load_rows(arena, *of_span, of_layer, dtype) for of_span in rows])[:, None])
+        return both[0], both[1]
 
     def _run(self, span: SpanRuns, layer: int, head: int, block: _QueryBlock | None) -> slice:
         """One run among the segment's entries, from the first one that a block sees; bounds are read once per span."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
 from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.row_codec import RowStatistics, check_statistics, load_rows
 from kvevict_kernels.stored_rows import gather_rows
-from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.batch import AttentionBatch, require_widths
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -23,18 +24,24 @@ class TorchAttention:
     """Reference implementation; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena.
+        ValueError: wrong shape, dtype or device of an arena or of statistics.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+    def __init__(
+        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, statistics: RowStatistics | None = None
+    ) -> None:
         check_arenas(k_arena, v_arena, geometry.arena_shape, (*KV_DTYPES, FP8))
+        check_statistics(k_arena, statistics)
         self.geometry = geometry
+        self._arenas = (k_arena, v_arena)
+        self._statistics = statistics
         self._k_rows = k_arena.view(-1, geometry.head_dim)
         self._v_rows = v_arena.view(-1, geometry.v_head_dim)
         self._batch: AttentionBatch | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
         """Remember the batch; see :meth:`sgl_kvevict.attention.interface.Attention.plan`."""
+        require_widths(batch.paths, has_statistics=self._statistics is not None)
         self._batch = batch
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -78,22 +85,36 @@ class TorchAttention:
         geometry, path = self.geometry, batch.paths[request]
         own = torch.arange(batch.compressed_lens[request], batch.seq_lens[request], device=self._k_rows.device)
         slots = batch.req_to_token[int(batch.req_pool_indices[request]), own].long()
-        entries, positions = [], []
+        keys, values, positions = [], [], []
         for span in path:
             start = int(span.starts[layer, head])
             run = slice(start, start + int(span.lens[layer, head]))
-            entries.append(span.head_slots[run].long())
+            rows = span.rows[run].long()
+            k, v = self._stored(layer, rows) if span.bits == 16 else self._decoded(layer, head, rows, span.bits)
+            keys.append(k)
+            values.append(v)
             if span.positions is not None:
                 positions.append(span.positions[run].long())
             elif geometry.window(layer):
                 raise InvariantError("a layer with a window reads a span whose positions are not known")
             else:
-                positions.append(torch.zeros_like(entries[-1]))  # before every new token
-        entries.append(head_slot_of(layer, slots, head, geometry.num_token_slots, geometry.num_kv_heads))
-        rows = torch.cat(entries)
-        k_scale, v_scale = geometry.scales.of(layer)
-        k, v = gather_rows(self._k_rows, rows, k_scale).float(), gather_rows(self._v_rows, rows, v_scale).float()
-        return k, v, torch.cat([*positions, own])
+                positions.append(torch.zeros_like(rows))  # before every new token
+        k, v = self._stored(layer, head_slot_of(layer, slots, head, geometry.num_token_slots, geometry.num_kv_heads))
+        return torch.cat([*keys, k]), torch.cat([*values, v]), torch.cat([*positions, own])
+
+    def _stored(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of head slots, float32."""
+        k_scale, v_scale = self.geometry.scales.of(layer)
+        return gather_rows(self._k_rows, rows, k_scale).float(), gather_rows(self._v_rows, rows, v_scale).float()
+
+    def _decoded(self, layer: int, head: int, rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+        """K and V of rows of fewer bits, float32."""
+        assert self._statistics is not None
+        k, v = (
+            load_rows(arena, rows, bits, of_arena)
+            for arena, of_arena in zip(self._arenas, self._statistics.of_run(layer, head), strict=True)
+        )
+        return k, v
 
 
 def _attend(q: Tensor, is_seen: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvevict_kernels.checks import check_arenas
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention.batch import AttentionBatch, BatchKey
+from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, require_widths
 from sgl_kvevict.attention.flashinfer.lists import SpanLists, build_span_lists, merge_spans
 from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill, compiles_kernels, new_workspace
 from sgl_kvevict.attention.kernel_facts import kernels_for
@@ -87,8 +87,10 @@ class FlashInferAttention:
         """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.interface.Attention.plan`.
 
         Raises:
-            InvariantError: the new tokens are trees (:class:`sgl_kvevict.attention.by_window.ByWindow` plans those).
+            InvariantError: the new tokens are trees (:class:`sgl_kvevict.attention.by_window.ByWindow` plans those), or
+                a span has rows of fewer than 16 bits.
         """
+        require_widths(batch.paths, has_statistics=False)
         if batch.visible is not None:
             raise InvariantError("a tree of new tokens came to FlashInfer, which was planned for causal masks only")
         self._num_new = sum(batch.new_lens)

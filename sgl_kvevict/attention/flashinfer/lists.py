@@ -137,7 +137,7 @@ def _num_parts(group: SpanGroup, num_rows: int, geometry: KVGeometry) -> int:
     """Parts of each of the group's runs, from its spans and from whether its queries fill a tile."""
     if num_rows > MAX_SPLIT_ROWS:
         return 1
-    average = sum(span.head_slots.numel() for span in group.spans) // geometry.num_runs
+    average = sum(span.rows.numel() for span in group.spans) // geometry.num_runs
     return min(MAX_PARTS, max(1, -(-average // PART_ENTRIES)))
 
 

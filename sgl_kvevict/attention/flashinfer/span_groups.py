@@ -39,7 +39,7 @@ def join_runs(groups: Sequence[SpanGroup], geometry: KVGeometry) -> tuple[Tensor
         [num_entries], int32, in the order of ``lens``.
     """
     # Distinct segments: several spans may be cut from one.
-    segments = {id(span.head_slots): span.head_slots for group in groups for span in group.spans}
+    segments = {id(span.rows): span.rows for group in groups for span in group.spans}
     offsets, total = {}, 0
     for key, head_slots in segments.items():
         offsets[key] = total
@@ -47,7 +47,7 @@ def join_runs(groups: Sequence[SpanGroup], geometry: KVGeometry) -> tuple[Tensor
     starts, lens, joined = [], [], []
     for group in groups:
         group_lens = torch.stack([span.lens for span in group.spans], dim=2).long()
-        begins = [span.starts.long() + offsets[id(span.head_slots)] for span in group.spans]
+        begins = [span.starts.long() + offsets[id(span.rows)] for span in group.spans]
         starts.append(torch.stack(begins, dim=2).view(geometry.num_layers, -1))
         lens.append(group_lens.view(geometry.num_layers, -1))
         joined.append(group_lens.sum(2))

@@ -13,9 +13,10 @@ from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on, start_step
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
+from kvevict_kernels.row_codec import WIDTHS, RowStatistics, check_statistics
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey
+from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey, require_widths
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
 from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.attention.recent_batches import RecentBatches
@@ -47,9 +48,10 @@ class TritonAttention:
         q_dtype: of queries and results, where the arena holds float8 (default: bfloat16); otherwise the arena's dtype.
         plain_prefill: FlashInfer's attention for long prefills that read no span; None: our kernel computes them.
         verifies: some batches are trees (:attr:`AttentionBatch.visible`), whose kernels are warmed up as well.
+        statistics: by which rows of fewer than 16 bits are read; None: there are none.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena.
+        ValueError: wrong shape, dtype or device of an arena or of statistics.
         UnsupportedSetupError: no kernel is compiled for the model's head_dim or the pool's dtype.
     """
 
@@ -62,6 +64,7 @@ class TritonAttention:
         plain_prefill: PlainPrefill | None = None,
         *,
         verifies: bool = False,
+        statistics: RowStatistics | None = None,
     ) -> None:
         is_latent = geometry.is_latent
         require(KERNELS, kernels_for("triton", k_arena.device, k_arena.dtype, geometry.head_dim, is_latent=is_latent))
@@ -70,7 +73,9 @@ class TritonAttention:
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.plain_prefill = plain_prefill
+        check_statistics(k_arena, statistics)
         self._verifies = verifies
+        self._statistics = None if statistics is None else statistics.by_run()
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
         self._recent: RecentBatches[BatchKey, _PlannedBatch] = RecentBatches()
@@ -98,10 +103,11 @@ class TritonAttention:
         new_lens = [1, max(few, 1), max(many, 2), max(many, 2)]
         empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
         nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        span = SpanRuns(nothing, empty, empty, 1, positions=nothing)
+        widths = WIDTHS[:1] if self._statistics is None else WIDTHS
+        path = tuple(SpanRuns(nothing, empty, empty, 1, nothing, bits, bits == WIDTHS[0]) for bits in widths)
         length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
         batch = AttentionBatch(
-            paths=((span,), (span,), (span,), ()),
+            paths=(path, path, path, ()),
             seq_lens=[length] * 4,
             extend_lens=new_lens,
             req_pool_indices=torch.zeros(4, dtype=torch.int64, device=device),
@@ -198,6 +204,7 @@ class TritonAttention:
             sm_scale * k_scale,
             v_scale,
             geometry.window(layer),
+            self._statistics,
             None if sink_logits is None else sink_logits.contiguous(),
         )
         run_layer(planned.addresses, planned.step, inputs, out=out, lse=lse)
@@ -209,6 +216,7 @@ class TritonAttention:
         return self._recent.get(key, lambda: self._build(key))
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
+        require_widths(key.paths, has_statistics=self._statistics is not None)
         plain_requests = self._plain_requests(key)
         tables = plan_batch(
             key.paths,

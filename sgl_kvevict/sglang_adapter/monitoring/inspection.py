@@ -138,7 +138,11 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
 def _entries(spans: list[Span]) -> list[int]:
     """Entries that each span reads; one device read for all spans with shared segments."""
     shared = [span for span in spans if span.segment.num_spans > 1]
-    counts = iter(torch.stack([span.runs().lens.sum() for span in shared]).tolist() if shared else ())
+    counts = iter(
+        torch.stack([torch.stack([runs.lens.sum() for runs in span.runs()]).sum() for span in shared]).tolist()
+        if shared
+        else ()
+    )
     return [next(counts) if span.segment.num_spans > 1 else span.segment.num_live_entries for span in spans]
 
 

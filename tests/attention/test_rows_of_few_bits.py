@@ -1,0 +1,248 @@
+"""Spans of 8 and 4 bits in every implementation, beside attention to the decoded rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from helpers.poison import poisoned_allocations
+from helpers.tolerance import FLOAT32_NOISE, assert_accurate, rounding_noise
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
+from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.attention import Attention, TorchAttention
+from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
+from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
+from sgl_kvevict.errors import InvariantError
+
+if TYPE_CHECKING:
+    from conftest import Build, MakeWorld, World
+
+NOISE = 8 * FLOAT32_NOISE
+"""Two float32 softmaxes over a few hundred keys."""
+LONG_NOISE = {torch.float32: NOISE, torch.bfloat16: 2.0**-7}
+"""Long prefills on a CPU: keys, values and both halves of the result are rounded to the dtype."""
+LONG_LSE_NOISE = {torch.float32: NOISE, torch.bfloat16: 2.0**-8}
+POOLS = [
+    *((head_dim, torch.float32) for head_dim in (32, 64, 96, 128)),
+    *((64, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    (128, torch.bfloat16),
+]
+"""head_dim and dtype."""
+BITS = [8, 4]
+
+
+def check(
+    world: World,
+    attention: Attention,
+    extend_lens: list[int] | None = None,
+    noise: float = NOISE,
+    lse_noise: float = NOISE,
+) -> None:
+    """Compare all layers with the plain implementation, which decodes rows first; fresh allocations are NaN."""
+    attention.plan(world.batch(extend_lens))
+    noise = max(noise, rounding_noise(world.dtype, interpreted=isinstance(attention, TritonAttention)))
+    for layer in range(world.geometry.num_layers):
+        q = world.queries(extend_lens)
+        with poisoned_allocations():
+            out, lse = attention.run(layer, q, world.sm_scale, world.sink_logits)
+        want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
+        assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=noise)
+        assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=lse_noise)
+
+
+def both_widths(world: World, longest: int, start: int = 0) -> tuple[SpanRuns, SpanRuns]:
+    """The spans of a segment whose best entries have 8 bits, and others 4."""
+    wide = world.uneven_span(longest, start, bits=8)
+    return wide, world.uneven_span(longest, start, bits=4, is_counted=False)
+
+
+def mixed_requests(world: World) -> None:
+    """Paths of several widths that share spans, one width alone, only empty runs, and none."""
+    full = world.uneven_span(30)
+    end = full.num_tokens
+    shared = both_widths(world, 40, end)
+    deep = both_widths(world, 17, end + shared[0].num_tokens)
+    empty = world.span(torch.zeros_like(full.lens), num_tokens=2, bits=4)
+    world.add((full, *shared, *deep), 9)
+    world.add((full, *shared), 20)
+    world.add((full, *shared, *deep), 1)
+    world.add((world.uneven_span(70, bits=4),), 12)
+    world.add((world.uneven_span(33, bits=8),), 1)
+    world.add((empty,), 1)
+    world.add((), 7)
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_decode_of_each_width(build: Build, make_world: MakeWorld, bits: int, pool: tuple[int, torch.dtype]) -> None:
+    """Alone, shared by requests at different depths, more entries than a block of keys, and none."""
+    head_dim, dtype = pool
+    world = make_world(2, 3, head_dim, dtype=dtype, num_token_slots=700)
+    world.learn()
+    shared = world.uneven_span(90, bits=bits)
+    world.add((shared,), 9)
+    world.add((world.uneven_span(20, bits=bits), shared), 1)
+    world.add((world.span(torch.zeros_like(shared.lens), num_tokens=3, bits=bits),), 4)
+    check(world, build(world))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((3, 3, 64), torch.bfloat16), ((1, 4, 128), torch.float32), ((2, 1, 32), torch.float16)],
+    ids=str,
+)
+def test_decode_of_mixed_paths(
+    build: Build, make_world: MakeWorld, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    world = make_world(*sizes, dtype=dtype, num_token_slots=900)
+    world.learn()
+    mixed_requests(world)
+    attention = build(world)
+    check(world, attention)
+    for i in range(len(world.paths)):
+        world.grow(i, 3)
+    check(world, attention)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: torch.dtype) -> None:
+    """Few new tokens, many, and one, over spans that they share."""
+    world = make_world(2, 4, 32, dtype=dtype, num_token_slots=2500)
+    world.learn()
+    attention = build(world)
+    is_triton = isinstance(attention, TritonAttention)
+    many = SPLIT_ROWS // 4 + 5 if is_triton else MAX_SHORT_TOKENS + 5
+    full = world.uneven_span(30)
+    path = (full, *both_widths(world, 60, full.num_tokens))
+    news = [1, 7, many, 33, 2, many + 9]
+    for new in news[:4]:
+        world.add(path, new + 3)
+    world.add((world.uneven_span(50, bits=4),), 5)
+    world.add((), many + 20)
+    is_long = isinstance(attention, NumbaAttention)
+    noises = (LONG_NOISE[dtype], LONG_LSE_NOISE[dtype]) if is_long else (NOISE, NOISE)
+    check(world, attention, news, *noises)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("is_extend", [False, True], ids=["decode", "extend"])
+def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bool, has_sinks: bool) -> None:
+    """Into spans of both widths, into none of them, and past all of them."""
+    world = make_world(2, 2, 32, dtype=torch.float32, windows=(0, 1, 9, 40, 1000), num_token_slots=2500)
+    world.learn()
+    world.sink_logits = torch.randn(4) + 1 if has_sinks else None
+    attention = build(world)
+    mixed_requests(world)
+    news = None
+    if is_extend:
+        is_triton = isinstance(attention, TritonAttention)
+        many = SPLIT_ROWS // 2 + 1 if is_triton else MAX_SHORT_TOKENS + WINDOW_BLOCK
+        news = [3, many, 1, 5, 1, 1, 7]
+        world.grow(1, many)
+    check(world, attention, news)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_span_that_only_one_layer_and_head_has(build: Build, make_world: MakeWorld, bits: int) -> None:
+    """As many rows of a width as one head slot holds, and one more; statistics are of the run's layer and head."""
+    world = make_world(3, 2, 64, dtype=torch.float32, num_token_slots=100)
+    world.learn()
+    for count in (1, 2, 3, 4, 6, 7):
+        lens = torch.zeros(2, 3, dtype=torch.int32)
+        lens[1, 2] = count
+        world.add((world.span(lens, num_tokens=9, bits=bits),), 2)
+    check(world, build(world))
+
+
+def test_chunks_of_a_long_span(build: Build, make_world: MakeWorld) -> None:
+    """More entries than one partial result has, on one KV head, beside short ones."""
+    world = make_world(2, 4, 32, dtype=torch.float32, num_layers=1, num_token_slots=1200)
+    world.learn()
+    long = [world.span(torch.tensor([[700, 3]]), num_tokens=800, bits=bits) for bits in BITS]
+    for span in long:
+        world.add((span,), 5)
+        world.add((span,), 70)
+    check(world, build(world))
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (25, 0)], ids=["", "window"])
+def test_trees_of_drafts(build: Build, make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+    """Every node sees the spans; the tree hides only its own branches."""
+    world = make_world(2, 2, 32, dtype=torch.float32, windows=windows, num_token_slots=900)
+    world.learn()
+    mixed_requests(world)
+    bits_of_tree = [0b1, 0b11, 0b101, 0b1011]  # the root, two children of it, and a child of the first
+    for i in range(len(world.paths)):
+        world.grow(i, 4)
+    batch = replace(world.batch([4] * 7), visible=torch.tensor(bits_of_tree * 7))
+    attention, plain = build(world), TorchAttention(world.geometry, world.k, world.v, world.statistics)
+    for implementation in (attention, plain):
+        implementation.plan(batch)
+    for layer in range(2):
+        q = world.queries([4] * 7)
+        got, want = (each.run(layer, q, world.sm_scale) for each in (attention, plain))
+        for name, x, expected in zip(("out", "lse"), got, want, strict=True):
+            assert_accurate(name, x, expected, expected, noise=NOISE)
+
+
+@pytest.mark.usefixtures("interpreted", "small_chunks")
+@pytest.mark.parametrize("windows", [(0,), (30,)], ids=["", "window"])
+def test_a_captured_step_follows_spans_of_other_widths(make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+    """Recorded launches read the width of a span from each replay's tables."""
+    world = make_world(2, 2, 32, dtype=torch.float32, windows=windows, num_token_slots=900)
+    world.learn()
+    attention = TritonAttention(world.geometry, world.k, world.v, statistics=world.statistics)
+    attention.start_capture(7)
+    mixed_requests(world)
+    for _ in range(3):
+        attention.follow(world.batch(), 7)
+        rows = torch.tensor(world.rows + [0] * (7 - len(world.rows)))
+        ends = torch.tensor(world.seq_lens + [1] * (7 - len(world.rows)))
+        attention.start_step(ends, rows, world.req_to_token)
+        q = world.queries()
+        filled = torch.cat([q, q.new_zeros(7 - len(q), *q.shape[1:])])
+        out, lse = (x[: len(q)] for x in attention.run(0, filled, world.sm_scale))
+        want_out, want_lse, baseline = world.expected(0, q)
+        assert_accurate("out", out, want_out, baseline, noise=NOISE)
+        assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
+        world.remove(2)
+        world.remove(0)
+        if len(world.paths) < 4:
+            world.add((world.uneven_span(40, bits=8),), 3)
+
+
+def test_a_row_outside_of_the_pool_is_reported(make_world: MakeWorld) -> None:
+    world = make_world(2, 2, 32)
+    world.learn()
+    span = world.span(torch.full((2, 2), 9), num_tokens=9, bits=4)
+    world.add((span,), 2)
+    attention = NumbaAttention(world.geometry, world.k, world.v, world.statistics)
+    attention.plan(world.batch())
+    span.rows[20] = 3 * world.geometry.num_head_slots
+    with pytest.raises(IndexError, match=f"head slot {world.geometry.num_head_slots}: the arena has"):
+        attention.run(1, world.queries(), world.sm_scale)
+
+
+def test_spans_of_few_bits_need_statistics(build: Build, make_world: MakeWorld) -> None:
+    world = make_world(2, 2, 32)
+    world.learn()
+    span = world.uneven_span(10, bits=4)
+    world.add((span,), 3)
+    world.statistics = None
+    attention = build(world)
+    with pytest.raises(InvariantError, match="a span has rows of 4 bits, which this attention was not built to read"):
+        attention.plan(world.batch())
+
+
+@pytest.mark.parametrize("head_dim", [48, 64])
+def test_statistics_that_do_not_fit_are_refused(build: Build, make_world: MakeWorld, head_dim: int) -> None:
+    world = make_world(2, 2, head_dim)
+    ones = torch.ones(2, 2 if head_dim == 48 else 3, head_dim)
+    world.statistics = RowStatistics(ones, ones, ones, ones)
+    with pytest.raises(ValueError, match="statistics: "):
+        build(world)

@@ -1,0 +1,62 @@
+"""The machines with rows of 8 and 4 bits, of both, and with what else shares a pool with them."""
+
+from __future__ import annotations
+
+from helpers.long_machine import LongMachine, PrefillBudgetMachine
+from helpers.machines import (
+    BesideMachine,
+    BesidePressureMachine,
+    CacheMachine,
+    CoarsePressureMachine,
+    ExactMachine,
+    GenerationMachine,
+    HostExactMachine,
+    HostMachine,
+    HostMeasuredMachine,
+    HostUnsplittableMachine,
+    MeasuredPressureMachine,
+    PressureMachine,
+    SessionMachine,
+    UnsplittablePressureMachine,
+    WindowsMachine,
+    WindowsUnderPressureMachine,
+)
+from helpers.verify_machines import PairsHostMachine, PairsStoreMachine, VerifyPressureMachine
+from sgl_kvevict.config import Bits
+
+
+def with_bits(machine: type[CacheMachine], bits: Bits) -> type[CacheMachine]:
+    """A machine whose compressed rows have these bits."""
+    fields = {"options": machine.options | {"bits": bits}, "__doc__": machine.__doc__}
+    return type(f"{machine.__name__}{str(bits).title()}", (machine,), fields)
+
+
+BITS_MACHINES = (
+    *(
+        with_bits(machine, "auto")
+        for machine in (
+            CacheMachine,
+            PressureMachine,
+            UnsplittablePressureMachine,
+            MeasuredPressureMachine,
+            ExactMachine,
+            CoarsePressureMachine,
+            SessionMachine,
+            GenerationMachine,
+            WindowsMachine,
+            WindowsUnderPressureMachine,
+            BesideMachine,
+            BesidePressureMachine,
+            HostMachine,
+            HostUnsplittableMachine,
+            HostExactMachine,
+            HostMeasuredMachine,
+            LongMachine,
+            PrefillBudgetMachine,
+            VerifyPressureMachine,
+            PairsHostMachine,
+            PairsStoreMachine,
+        )
+    ),
+    *(with_bits(machine, bits) for bits in (8, 4) for machine in (PressureMachine, HostMachine, LongMachine)),
+)

@@ -1,0 +1,277 @@
+"""Segments with rows of 8 and 4 bits: which entries get which, where they lie, and what is read of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.packing import ordered
+from kvevict_kernels.row_codec import RowStatistics, decode_rows, encode_rows, load_rows
+from sgl_kvevict.config import Bits
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.segments import (
+    Packed,
+    ReaderObservation,
+    Segment,
+    SegmentPacker,
+    Sources,
+    Span,
+    TokenRange,
+    View,
+)
+
+NUM_TOKENS, START, SLOTS = 40, 100, 64
+RUNS = 4
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+class World:
+    """A packer with statistics, and what was in the arenas at first."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.geometry = KVGeometry(2, 4, 2, 32, SLOTS, itemsize=dtype.itemsize)
+        random = torch.Generator().manual_seed(5)
+        self.arenas = [torch.randn(self.geometry.arena_shape, generator=random).to(dtype) for _ in range(2)]
+        self.before = [arena.clone() for arena in self.arenas]
+        shape = (2, 2, 32)
+        means, deviations = (torch.randn(2, *shape, generator=random), torch.rand(2, *shape, generator=random) + 0.5)
+        self.statistics = RowStatistics(means[0], deviations[0], means[1], deviations[1])
+        self.packer = SegmentPacker(self.geometry, *self.arenas, statistics=self.statistics)
+        self.token_slots = torch.randperm(SLOTS - 1, generator=random)[:NUM_TOKENS] + 1
+        self.keys = (torch.randperm(RUNS * NUM_TOKENS, generator=random) - 80).to(torch.int16).view(2, 2, NUM_TOKENS)
+
+    def tokens(self, first: int = 0, end: int = NUM_TOKENS) -> TokenRange:
+        return TokenRange(self.token_slots[first:end], START + first, self.keys[..., first:end])
+
+    def segment(
+        self, num_slots: int, bits: Bits, first: int = 0, end: int = NUM_TOKENS, num_sink_tokens: int = 0
+    ) -> Segment:
+        """A part of the tokens, ranked, in so many slots."""
+        segment = Segment(self.geometry, START + first, START + end)
+        ordered(segment, self.keys[..., first:end])
+        sources = Sources(self.geometry, [self.tokens(first, end)]).best(num_slots, bits, num_sink_tokens)
+        written = self.packer.rewrite(sources, sources.fewest_slots)
+        segment.pack(written.packed, sources.end, written.kept)
+        return segment
+
+    def resize(self, segment: Segment, num_slots: int, bits: Bits = "auto") -> Tensor:
+        written = self.packer.rewrite(Sources(self.geometry, [segment.live_view]).best(num_slots, bits), num_slots)
+        segment.pack(written.packed, segment.end, written.kept)
+        return written.freed
+
+    def check(self, segment: Segment, *history: int) -> dict[int, int]:
+        """Check all entries, which may have had rows of these widths before; return their number by width."""
+        packed, known, first = segment.storage, segment.order, 0
+        check_places(self.geometry, packed)
+        assert known is not None
+        for part in packed.parts:
+            runs = part.run_of_entries()
+            tokens = part.positions.long() - START
+            ascends = (part.positions.diff() > 0) | (runs.diff() > 0)
+            assert ascends.all()
+            assert known.keys[first : first + part.num_entries].equal(self.keys[runs // 2, runs % 2, tokens])
+            first += part.num_entries
+            for arena, before, own in zip(self.arenas, self.before, self.statistics.of_runs(runs), strict=True):
+                rows = before[runs // 2, self.token_slots[tokens], runs % 2].float()
+                found = load_rows(arena, part.rows, part.bits, own)
+                before_it = [[], *([width] for width in history if width != part.bits)]
+                same = [(found == through(rows, [*widths, part.bits], *own)).all(1) for widths in before_it]
+                assert torch.stack(same).any(0).all()
+        assert first == segment.num_entries == known.keys.numel()
+        return {part.bits: part.num_entries for part in packed.parts}
+
+
+def through(rows: Tensor, widths: Sequence[int], mean: Tensor, deviation: Tensor) -> Tensor:
+    """What is left of rows after they had these widths in turn; from one to the next normalised numbers go on."""
+    zero, one = torch.zeros_like(mean), torch.ones_like(deviation)
+    if widths == [16]:
+        return rows
+    numbers = (rows - mean) / deviation
+    for width in widths:
+        numbers = decode_rows(encode_rows(numbers, zero, one, width), zero, one, width)
+    return mean + deviation * numbers
+
+
+def check_places(geometry: KVGeometry, packed: Packed) -> None:
+    """No two entries have bytes in common, and all are inside the segment's slots."""
+    owned = Counter[tuple[int, int]]()
+    for part in packed.parts:
+        per_slot = geometry.rows_per_slot(part.bits)
+        for row in part.rows.tolist():
+            head_slot, place = divmod(row, per_slot)
+            owned[head_slot, -1 if per_slot == 1 else part.bits * 100 + place] += 1
+            owned[head_slot, -2] = part.bits  # rows of one width share a head slot
+            assert head_slot // geometry.num_kv_heads % geometry.num_token_slots in packed.token_slots.tolist()
+    widths = {
+        head_slot: {bits for (slot, place), bits in owned.items() if slot == head_slot and place == -2}
+        for head_slot, _ in owned
+    }
+    assert all(len(each) == 1 for each in widths.values())
+    assert all(count == 1 for (_, place), count in owned.items() if place != -2)
+
+
+@pytest.fixture(params=DTYPES, ids=["16", "32"])
+def world(request: pytest.FixtureRequest) -> World:
+    return World(request.param)
+
+
+def test_each_resize_takes_bits_first_then_entries(world: World) -> None:
+    """Of 40 tokens: all with 8 bits, then some with 4, then fewer; the same entries as from the whole range at once."""
+    double = world.geometry.itemsize // 2
+    segment = world.segment(20 // double, "auto")
+    assert world.check(segment) == {8: 160}
+    assert world.resize(segment, 16 // double).numel() == 4 // double
+    assert world.check(segment, 8) == {8: 64, 4: 96}
+    best = world.keys.flatten().sort(descending=True).values
+    for num_slots in (8 // double, 4 // double):
+        world.resize(segment, num_slots)
+        found = world.check(segment, 8)
+        assert found == {8: num_slots * double * 4, 4: num_slots * double * 6}
+        assert segment.order is not None
+        assert segment.order.keys.sort(descending=True).values.equal(best[: segment.num_entries])
+        assert segment.order.keys[: found[8]].min() > segment.order.keys[found[8] :].max()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_range_gets_rows_of_one_width_without_an_order(world: World, bits: Bits) -> None:
+    num_slots = -(-NUM_TOKENS // world.geometry.rows_per_slot(int(bits)))
+    sources = Sources(world.geometry, [TokenRange(world.token_slots, START)])
+    small = world.packer.rewrite(sources.best(num_slots, bits), num_slots)
+    assert small.kept.keys is None
+    segment = Segment(world.geometry, START, START + NUM_TOKENS, small.packed)
+    ordered(segment, world.keys.flatten())
+    assert world.check(segment) == {bits: 160}
+    segment.order = None
+    with pytest.raises(InvariantError, match="without an order"):
+        Sources(world.geometry, [segment.live_view]).best(num_slots - 1, bits)
+    with pytest.raises(InvariantError, match="without an order"):
+        sources.best(15 // (world.geometry.itemsize // 2), "auto")
+
+
+@pytest.mark.parametrize("cut", [1, 13, 39])
+def test_views_of_a_segment_have_the_rows_of_their_tokens(world: World, cut: int) -> None:
+    segment = world.segment(8, "auto")
+    upper, lower = Span(segment, START, START + NUM_TOKENS, is_owner=True).split(START + cut)
+    for part, above, below in zip(segment.storage.parts, upper.runs(), lower.runs(), strict=True):
+        assert above.bits == below.bits == part.bits and above.rows is below.rows is part.rows
+        assert (above.starts.flatten() + above.lens.flatten()).equal(below.starts.flatten())
+        assert (above.lens + below.lens).flatten().equal(part.indptr.diff())
+    assert [runs.is_counted for runs in upper.runs()] == [True] + [False] * (len(segment.storage.parts) - 1)
+
+
+def test_a_repack_moves_bytes_and_keeps_widths(world: World) -> None:
+    """The entries of the first 17 tokens go on as they are."""
+    segment = world.segment(8, "auto")
+    end = START + 17
+    counts = [int((part.positions < end).sum()) for part in segment.storage.parts]
+    sources = Sources(world.geometry, [View(segment, START, end)])
+    assert sources.counts == tuple(counts)
+    written = world.packer.rewrite(sources, sources.fewest_slots)
+    segment.pack(written.packed, end, written.kept)
+    found = world.check(segment)
+    assert list(found.values()) == counts and segment.live_counts == tuple(counts)
+
+
+def test_segments_of_several_widths_become_one(world: World) -> None:
+    """Rows of one width come together; then the best of both are kept, in rows no wider than they were."""
+    double = world.geometry.itemsize // 2
+    upper, lower = world.segment(10 // double, 8, 0, 20), world.segment(4 // double, "auto", 20)
+    views = [upper.live_view, lower.live_view]
+    num_slots = upper.num_slots + lower.num_slots
+    joined = Segment(world.geometry, START, START + NUM_TOKENS)
+    ordered(joined, world.keys)
+    written = world.packer.rewrite(Sources(world.geometry, views), num_slots)
+    joined.pack(written.packed, joined.end, written.kept)
+    assert world.check(joined) == {8: 80 + 16, 4: 24}
+    world.resize(joined, 8 // double)
+    assert sum(world.check(joined, 8).values()) == 80 and joined.num_slots == 8 // double
+
+
+def test_after_another_order_those_with_wide_rows_keep_them(world: World) -> None:
+    """The new order turns the old one around: what has 8 bits comes last now."""
+    double = world.geometry.itemsize // 2
+    segment = world.segment(8 // double, "auto")
+    wide = set(
+        zip(
+            segment.storage.parts[0].run_of_entries().tolist(), segment.storage.parts[0].positions.tolist(), strict=True
+        )
+    )
+    assert segment.order is not None
+    world.keys = -world.keys
+    segment.order = segment.order.with_keys(-segment.order.keys)
+    best = segment.order.keys.sort(descending=True).values
+    world.resize(segment, 7 // double)
+    assert segment.order.keys.sort(descending=True).values.equal(best[: segment.num_entries])
+    eight = segment.storage.parts[0]
+    now = set(zip(eight.run_of_entries().tolist(), eight.positions.tolist(), strict=True))
+    kept = {
+        *now,
+        *zip(
+            segment.storage.parts[1].run_of_entries().tolist(), segment.storage.parts[1].positions.tolist(), strict=True
+        ),
+    }
+    assert wide & kept <= now  # no row of 8 bits became one of 4 while another got wider
+
+
+def test_passes_score_keys_as_they_are_read(world: World) -> None:
+    """Squares of the softmax over decoded keys, entry by entry."""
+    segment = world.segment(8, "auto")
+    readers = ReaderObservation(world.geometry, world.arenas[0], segment.end, statistics=world.statistics)
+    readers.observe(segment)
+    chunk = readers.begin_chunk(readers, segment.end, segment.end + 3, [(segment, None)])
+    random = torch.Generator().manual_seed(2)
+    queries, lse = torch.randn(3, 4, 32, generator=random), torch.full((3, 4), 5.0)
+    for layer in range(2):
+        chunk.record(layer, queries, lse, world.arenas[0][layer], 0.2)
+    assert segment.attention is not None
+    first = 0
+    for part in segment.storage.parts:
+        runs = part.run_of_entries()
+        keys = load_rows(world.arenas[0], part.rows, part.bits, world.statistics.of_runs(runs)[0])
+        for entry, (run, key) in enumerate(zip(runs.tolist(), keys, strict=True)):
+            head = run % 2
+            logits = 0.2 * queries[:, 2 * head : 2 * head + 2] @ key - 5.0
+            expected = logits.exp().square().sum()
+            assert segment.attention[first + entry].item() == pytest.approx(expected.item(), rel=1e-3)
+        first += part.num_entries
+
+
+def test_without_statistics_rows_have_16_bits(world: World) -> None:
+    packer = SegmentPacker(world.geometry, *world.arenas)
+    sources = Sources(world.geometry, [world.tokens()]).best(8, "auto")
+    with pytest.raises(InvariantError, match="accounting was interrupted by ValueError: statistics"):
+        packer.rewrite(sources, 8)
+    with pytest.raises(InvariantError, match="numbers of 2 bytes, expected 4"):
+        SegmentPacker(
+            KVGeometry(2, 4, 2, 32, SLOTS, itemsize=4),
+            *(arena.bfloat16() for arena in world.arenas),
+            statistics=world.statistics,
+        )
+
+
+@pytest.mark.parametrize("bits", ["auto", 8, 4])
+def test_sinks_have_16_bits_in_every_head(world: World, bits: Bits) -> None:
+    """Whatever the order says of them; a segment that begins later has none."""
+    double = world.geometry.itemsize // 2
+    segment = Segment(world.geometry, 0, NUM_TOKENS)
+    world.keys[..., :2] = 2**15 - 1
+    world.keys[..., 20:24] = 2**15 - 1
+    ordered(segment, world.keys)
+    tokens = TokenRange(world.token_slots, 0, world.keys)
+    sources = Sources(world.geometry, [tokens]).best(8 // double + 2, bits, 2)
+    written = world.packer.rewrite(sources, sources.fewest_slots)
+    segment.pack(written.packed, NUM_TOKENS, written.kept)
+    for num_slots in (8 // double + 2, 4 // double + 2):
+        small = Sources(world.geometry, [segment.live_view]).best(min(num_slots, segment.num_slots), bits, 2)
+        segment.pack((again := world.packer.rewrite(small, small.fewest_slots)).packed, NUM_TOKENS, again.kept)
+        first = segment.storage.parts[0]
+        assert first.bits == 16 and first.positions.tolist() == [0, 1] * RUNS
+        rows = world.arenas[0].view(-1, 32)[first.rows.long()]
+        layers, heads = first.run_of_entries() // 2, first.run_of_entries() % 2
+        assert rows.equal(world.before[0][layers, world.token_slots[first.positions.long()], heads])
+    assert 16 not in {kept.bits for kept in Sources(world.geometry, [world.tokens()]).best(8, bits, 2).kept}

@@ -1,0 +1,115 @@
+"""How many entries fit how many token slots in rows of 16, 8 and 4 bits: arithmetic on the host."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevict_kernels.row_codec import WIDTHS, rows_per_slot
+from sgl_kvevict.config import Bits
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.widths import rows_that_fit
+
+SETTINGS: tuple[Bits, ...] = ("auto", 16, 8, 4)
+
+
+def geometry(num_runs: int = 6, itemsize: int = 2) -> KVGeometry:
+    return KVGeometry(num_runs, 1, 1, 32, 4096, itemsize=itemsize)
+
+
+def in_place(
+    num_slots: int, num_tokens: int, bits: Bits = "auto", *, itemsize: int = 2, num_sinks: int = 0
+) -> dict[int, int]:
+    """What a range with all its entries in rows of 16 bits gets; entries per run."""
+    of = geometry(itemsize=itemsize)
+    count = num_tokens * of.num_runs
+    parts = rows_that_fit(of, num_slots, count, bits, num_sinks=num_sinks * of.num_runs)
+    return {width: number // of.num_runs for width, number in parts}
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "kept"),
+    [
+        (1000, {16: 1000}),
+        (999, {8: 1000}),
+        (500, {8: 1000}),
+        (450, {8: 700, 4: 300}),
+        (400, {8: 400, 4: 600}),
+        (200, {8: 200, 4: 300}),
+        (100, {8: 100, 4: 150}),
+        (50, {8: 50, 4: 75}),
+    ],
+)
+def test_bits_go_before_entries_do_and_the_best_keep_eight(num_slots: int, kept: dict[int, int]) -> None:
+    """Of 1,000 tokens; below 0.4 of the bytes 2 of 5 entries have 8 bits."""
+    assert in_place(num_slots, 1000) == kept
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_head_slot_holds_as_many_rows_as_the_kernels_say(itemsize: int) -> None:
+    of = geometry(itemsize=itemsize)
+    assert [of.rows_per_slot(bits) for bits in WIDTHS] == [rows_per_slot(bits, itemsize) for bits in WIDTHS]
+
+
+def test_a_slot_of_float32_holds_twice_as_many() -> None:
+    assert in_place(250, 1000, itemsize=4) == {8: 1000}
+    assert in_place(200, 1000, itemsize=4) == {8: 400, 4: 600}
+    assert in_place(100, 1000, itemsize=4) == {8: 200, 4: 300}
+
+
+@pytest.mark.parametrize(("bits", "kept"), [(16, {16: 200}), (8, {8: 400}), (4, {4: 600})])
+def test_rows_of_one_width(bits: Bits, kept: dict[int, int]) -> None:
+    assert in_place(200, 1000, bits) == kept and in_place(1000, 1000, bits) == {16: 1000}
+
+
+def test_sinks_keep_sixteen() -> None:
+    assert in_place(200, 1000, num_sinks=4) == {16: 4, 8: 196, 4: 294}
+    assert in_place(500, 1000, num_sinks=4) == {16: 4, 8: 984, 4: 12}
+    assert in_place(204, 1000, 4, num_sinks=4) == {16: 4, 4: 600} and in_place(4, 1000, num_sinks=4) == {16: 4}
+
+
+def test_no_entry_gets_wider_rows_than_it_has() -> None:
+    """Where few have 8 bits, the others take what is left."""
+    of = geometry(1)
+    assert rows_that_fit(of, 100, 1000, "auto", num_whole=0, num_wide=0) == ((4, 300),)
+    assert rows_that_fit(of, 100, 1000, "auto", num_whole=0, num_wide=20) == ((8, 20), (4, 270))
+    assert rows_that_fit(of, 900, 1000, "auto", num_whole=0, num_wide=400) == ((8, 400), (4, 600))
+
+
+@given(
+    num_runs=st.integers(1, 9),
+    num_slots=st.integers(1, 60),
+    num_entries=st.integers(0, 1200),
+    data=st.data(),
+    bits=st.sampled_from(SETTINGS),
+    itemsize=st.sampled_from([2, 4]),
+)
+def test_what_fits_is_never_more_and_hardly_less_than_the_slots_hold(
+    num_runs: int, num_slots: int, num_entries: int, data: st.DataObject, bits: Bits, itemsize: int
+) -> None:
+    of = geometry(num_runs, itemsize)
+    num_wide = data.draw(st.integers(0, num_entries))
+    num_whole = data.draw(st.sampled_from([0, num_wide, num_entries]))
+    num_wide = max(num_wide, num_whole)
+    num_sinks = min(data.draw(st.integers(0, 4)) * num_runs, num_entries)
+
+    def fitting(slots: int) -> dict[int, int]:
+        of_entries = {"num_sinks": num_sinks, "num_whole": num_whole, "num_wide": num_wide}
+        return dict(rows_that_fit(of, slots, num_entries, bits, **of_entries))
+
+    parts, cells = fitting(num_slots), num_slots * num_runs
+    assert list(parts) == sorted(parts, reverse=True) and (min(parts.values()) > 0 or num_entries == 0)
+    used, kept = of.head_slots_for(parts.items()), sum(parts.values())
+    assert used <= cells and kept <= num_entries
+    if bits == "auto":
+        assert parts.get(16, 0) + parts.get(8, 0) <= max(num_wide, num_whole)
+        whole = parts.get(16, 0)
+        if num_entries - whole <= (cells - whole) * 2.5 * itemsize / 2 - num_runs:
+            assert kept == num_entries
+    if kept < num_entries:
+        assert used > cells - ceil(num_runs / of.rows_per_slot(8)) - 2
+    more = fitting(num_slots + 1)
+    assert sum(more.values()) >= kept
