@@ -149,14 +149,14 @@ class KVEvictConfig(BaseModel):
     )
     score_weights: _Path | None = Field(
         default="auto",
-        description="`distilled`: file of learned scores of this model; what does not exist is learned before the port "
-        "opens, and written. auto: by the model's fingerprint in this package or in "
+        description="file of what was learned of this model (scores, statistics of rows); what it lacks is learned "
+        "before the port opens, and written. auto: by the model's fingerprint in this package or in "
         "`~/.cache/sgl-kvevict/score-weights`; null: learned at each start, kept nowhere",
         json_schema_extra={"allowed": "'auto', the path of a file, which may not exist yet, or null"},
     )
     score_texts: _Path | None = Field(
         default=None,
-        description="`distilled`: folder of UTF-8 files to learn scores from; null: texts of the Python installation "
+        description="folder of UTF-8 files to learn scores and statistics from; null: texts of the Python installation "
         "(English manual, code, tables)",
         json_schema_extra={"allowed": "the path of a folder, or null"},
     )

@@ -34,7 +34,7 @@ from sgl_kvevict.distill import (
     ModelIdentity,
     ScoreWeights,
     find_weights,
-    load_weights,
+    load_scores,
     weights_folders,
     window_features,
 )
@@ -108,7 +108,7 @@ class Comparison:
         path = find_weights(identity, weights_folders())
         if path is None:
             raise SystemExit(f"model: got {folder.name}; allowed: models with learned scores (`sgl-kvevict learn`)")
-        return load_weights(path, identity)
+        return load_scores(path, identity)
 
     def ask(self, sample: Sample, divergences: Divergences) -> None:
         """Compare the choices over the questions of a sample."""

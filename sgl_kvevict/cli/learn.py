@@ -1,4 +1,4 @@
-"""``sgl-kvevict learn``: start a server that learns the scores of a model, and keep the file that it writes."""
+"""``sgl-kvevict learn``: start a server that learns about its model, and keep the file that it writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from types import TracebackType
 
 from sgl_kvevict.cli.server_plan import ServePlan, plan_serve
 from sgl_kvevict.config import parse_config
-from sgl_kvevict.distill.files import read_recall
+from sgl_kvevict.distill.files import check_format, read_recall
 from sgl_kvevict.distill.learner import MIN_RECALL
 from sgl_kvevict.distill.texts import passages_of
 from sgl_kvevict.errors import ConfigError, KVEvictError
@@ -29,7 +29,7 @@ from sgl_kvevict.sglang_adapter.start_facts import output_error
 TIMEOUT_S = 24 * 3600.0
 """Limit for loading the model and learning."""
 POLL_SECONDS = 0.5
-_MARKS = ("kvevict: learning scores", "kvevict: learned scores")
+_MARKS = ("kvevict: learning ", "kvevict: learned ")
 
 PORTS = range(20_000, 32_000)
 """Below the ports of outgoing connections, one of which could take it while the server loads its model."""
@@ -110,27 +110,34 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def learn(model: str, out: Path, texts: Path | None, sglang_flags: Sequence[str], say: Say) -> None:
-    """Learn the scores of a model as every server does before it is ready, and write them to a file.
+def learn(
+    model: str, out: Path, texts: Path | None, sglang_flags: Sequence[str], say: Say, *, completes: bool = False
+) -> None:
+    """Learn about a model what every server does before it is ready, and write it to a file: scores and statistics.
 
-    ``texts`` is a folder of text files; None: texts that come with Python. ``say`` receives lines of progress. SIGTERM
-    ends the server, too.
+    ``texts`` is a folder of text files; None: texts that come with Python. ``say`` receives lines of progress. With
+    ``completes``, what the file has is kept, and only the rest is learned. SIGTERM ends the server, too.
 
     Raises:
-        ConfigError: ``out`` cannot be written, the texts are too few, or the server cannot start with these flags.
+        ConfigError: ``out`` cannot be written, or completed; the texts are too few, or the server cannot start with
+            these flags.
         LearnError: the server did not start, or ended; nothing was learned, or the scores, which are written all the
             same, have too little recall of the entries that scoring passes keep.
     """
     if (error := output_error(out)) is not None:
         raise ConfigError(f"--out: {str(out)!r} cannot be written ({error}); allowed: a path in a folder")
+    if completes:
+        check_format(out)
     if texts is not None:
         passages_of(str(texts))  # refused before anything is started
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the folder, stops the server
     with tempfile.TemporaryDirectory(prefix="kvevict-learn-") as folder:
         learned, log_path = Path(folder) / "scores.safetensors", Path(folder) / "server.log"
+        if completes:
+            shutil.copyfile(out, learned)
         values = {"score_weights": str(learned), "score_texts": None if texts is None else str(texts.absolute())}
         plan = plan_serve(model, parse_config(values, "sgl-kvevict learn"), sglang_flags, listens=False)
-        say(f"starting a server of {model} that learns scores before it is ready")
+        say(f"starting a server of {model} that learns before it is ready")
         with _progress(log_path, say), _Server(plan, log_path) as server:
             if not learned.exists():
                 raise LearnError(f"the server learned nothing:\n{server.log_tail(12)}")

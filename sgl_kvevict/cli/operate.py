@@ -126,13 +126,19 @@ def learn(
     texts: Annotated[
         Path | None, typer.Option(help="Folder of UTF-8 texts; default: texts that Python brings along.")
     ] = None,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Keep what the file has, and learn only what it lacks.")
+    ] = False,
 ) -> None:
-    """Learn which entries a model needs, as its server would at the first start, and write it to a file."""
+    """Learn about a model what its server would at the first start, and write it to a file.
+
+    That is which entries it needs, and statistics of its keys and values, with which rows of 8 and 4 bits are written.
+    """
     from sgl_kvevict.cli.learn import learn as learn_scores
 
     if texts is not None and not texts.is_dir():
         raise ConfigError(f"--texts: got {str(texts)!r}; allowed: a folder")
-    learn_scores(model, out, texts, sglang_flags or [], lambda line: typer.echo(line, err=True))
+    learn_scores(model, out, texts, sglang_flags or [], lambda line: typer.echo(line, err=True), completes=complete)
 
 
 def _read(path: Path) -> str:

@@ -1,28 +1,42 @@
-"""Learned scores: linear maps from cached keys and values to log reader attention, learned from scoring passes."""
+"""What is learned of a model before it is served: scores of cached tokens, and statistics of its keys and values.
+
+Scores are linear maps from cached keys and values to log reader attention, learned from scoring passes; with the
+statistics, rows of few bits are written and read.
+"""
 
 from sgl_kvevict.distill.features import CachedRange, window_features
 from sgl_kvevict.distill.files import (
+    Learned,
     ModelIdentity,
+    all_weights,
     cached_file,
     find_weights,
-    load_weights,
-    save_weights,
+    load_learned,
+    load_scores,
+    save_learned,
     weights_folders,
 )
 from sgl_kvevict.distill.learner import ScoredText, ScoreLearner
+from sgl_kvevict.distill.row_sums import RowSums, statistics_of_rank, statistics_of_ranks
 from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights, with_learned_scores
 
 __all__ = [
     "CachedRange",
+    "Learned",
     "LearnedScores",
     "ModelIdentity",
+    "RowSums",
     "ScoreLearner",
     "ScoreWeights",
     "ScoredText",
+    "all_weights",
     "cached_file",
     "find_weights",
-    "load_weights",
-    "save_weights",
+    "load_learned",
+    "load_scores",
+    "save_learned",
+    "statistics_of_rank",
+    "statistics_of_ranks",
     "weights_folders",
     "window_features",
     "with_learned_scores",

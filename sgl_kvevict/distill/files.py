@@ -1,12 +1,13 @@
-"""Files of learned weights: safetensors, named by the fingerprint of their model."""
+"""Files of what was learned of a model: safetensors, named by its fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,11 +18,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
+from sgl_kvevict.distill.row_sums import STATISTICS
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError
 
-FORMAT = "sgl-kvevict score weights 1"
+FORMAT = "sgl-kvevict score weights 2"
+FORMATS = ("sgl-kvevict score weights 1", FORMAT)
+"""What is read; in the first one there are no statistics."""
+_SCORES = ("cache", "window")
 ROTARY_TOLERANCE = 0.01
 """Some models store their tables in bfloat16."""
 _SAMPLES = 8
@@ -53,18 +59,48 @@ class ModelIdentity:
         return self.rotary.cos_sin[1].float().cpu().contiguous()
 
 
-def save_weights(path: Path, weights: ScoreWeights, model: ModelIdentity) -> None:
+@dataclass(frozen=True)
+class Learned:
+    """What is learned of a model, once, before a server opens its port; each part is there or not.
+
+    Attributes:
+        scores: of all heads.
+        statistics: of all heads, with which rows of 8 and 4 bits are written and read.
+    """
+
+    scores: ScoreWeights | None = None
+    statistics: RowStatistics | None = None
+
+    def completed_by(self, other: Learned) -> Learned:
+        """What is here, and of the rest what the other one has."""
+        return Learned(self.scores or other.scores, self.statistics or other.statistics)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by their names in a file."""
+        parts = ((self.scores, _SCORES), (self.statistics, STATISTICS))
+        return {name: getattr(part, name).cpu().contiguous() for part, names in parts if part for name in names}
+
+    def digest(self) -> str:
+        """SHA-256 of all tensors, 64 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for name, tensor in self.tensors().items():
+            digest.update(name.encode() + b"\0" + tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def save_learned(path: Path, learned: Learned, model: ModelIdentity) -> None:
     """Write a file and rename it into place, so that a reader finds all of it or none; OSError if that fails."""
-    tensors = {"cache": weights.cache, "window": weights.window, "rotary": model.first_rotation}
     metadata = {
         "format": FORMAT,
         "model": model.name,
         "fingerprint": model.fingerprint,
         "is_neox": str(model.rotary.is_neox),
-        "prefixes": str(weights.num_prefixes),
-        "recall": "" if weights.recall is None else f"{weights.recall:.3f}",
     }
-    content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+    if learned.scores is not None:
+        recall = learned.scores.recall
+        metadata["prefixes"] = str(learned.scores.num_prefixes)
+        metadata["recall"] = "" if recall is None else f"{recall:.3f}"
+    content = save({**learned.tensors(), "rotary": model.first_rotation}, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # hosts may share the folder
     try:
@@ -81,8 +117,10 @@ def check_format(path: Path) -> None:
             metadata, names = file.metadata() or {}, set(file.keys())
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"score weights {str(path)!r} cannot be read: {error}") from error
-    if metadata.get("format") != FORMAT or not {"cache", "window", "rotary"} <= names:
-        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {FORMAT!r}")
+    has_parts = [names.issuperset(part) for part in (_SCORES, STATISTICS)]
+    if metadata.get("format") not in FORMATS or "rotary" not in names or not any(has_parts):
+        allowed = " or ".join(map(repr, FORMATS))
+        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {allowed}")
 
 
 def read_recall(path: Path) -> float | None:
@@ -93,8 +131,8 @@ def read_recall(path: Path) -> float | None:
     return float(recall) if recall else None
 
 
-def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
-    """Read the weights of a model; ConfigError if unreadable, of another format, or of another model."""
+def load_learned(path: Path, model: ModelIdentity) -> Learned:
+    """Read what was learned of a model; ConfigError if unreadable, of another format, or of another model."""
     check_format(path)
     with safe_open(path, framework="pt") as file:
         metadata, names = file.metadata(), file.keys()
@@ -110,13 +148,31 @@ def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
         numbers = int(metadata.get("prefixes", "0")), float(recall) if recall else None
     except ValueError as error:
         raise ConfigError(f"score weights {str(path)!r}: prefixes and recall: expected numbers: {error}") from error
-    return ScoreWeights(tensors["cache"], tensors["window"], *numbers)
+    scores = ScoreWeights(tensors["cache"], tensors["window"], *numbers) if "cache" in tensors else None
+    return Learned(scores, _statistics(tensors))
+
+
+def load_scores(path: Path, model: ModelIdentity) -> ScoreWeights:
+    """The learned scores in a file; ConfigError also if it has none."""
+    scores = load_learned(path, model).scores
+    if scores is None:
+        raise ConfigError(f"score weights {str(path)!r}: got a file without scores; allowed: one that has some")
+    return scores
+
+
+def _statistics(tensors: Mapping[str, Tensor]) -> RowStatistics | None:
+    return RowStatistics(*(tensors[name] for name in STATISTICS)) if STATISTICS[0] in tensors else None
 
 
 def find_weights(model: ModelIdentity, folders: list[Path]) -> Path | None:
     """The weights file of a model in the first folder that has one."""
+    return next(iter(all_weights(model, folders)), None)
+
+
+def all_weights(model: ModelIdentity, folders: list[Path]) -> list[Path]:
+    """The weights files of a model, by folder."""
     candidates = (folder / file_name(model) for folder in folders)
-    return next((path for path in candidates if path.is_file()), None)
+    return [path for path in candidates if path.is_file()]
 
 
 def file_name(model: ModelIdentity) -> str:
@@ -146,12 +202,19 @@ def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: Mo
     if metadata.get("fingerprint") != model.fingerprint:
         problems.append(f"fingerprint {str(metadata.get('fingerprint'))[:16]!r} instead of {model.fingerprint[:16]!r}")
     num_layers, num_heads, columns = model.shape
-    for name, width in (("cache", columns), ("window", columns + NUM_WINDOW)):
-        got, want = tuple(tensors[name].shape), (num_layers, num_heads, width)
+    widths = {"cache": columns, "window": columns + NUM_WINDOW} | dict.fromkeys(STATISTICS, model.head_dim)
+    present = [part for part in (_SCORES, STATISTICS) if not tensors.keys().isdisjoint(part)]
+    for name in itertools.chain(*present):
+        if name not in tensors:
+            problems.append(f"{name} is missing")
+            continue
+        got, want = tuple(tensors[name].shape), (num_layers, num_heads, widths[name])
         if got != want or tensors[name].dtype != torch.float32:
             problems.append(f"{name} is {got} {tensors[name].dtype} instead of {want} float32")
         elif not tensors[name].isfinite().all():
             problems.append(f"{name} has values that are not finite")
+        elif name.endswith("_deviation") and not (tensors[name] > 0).all():
+            problems.append(f"{name} has values that are not positive")
     ours, theirs = model.first_rotation, tensors["rotary"].float()
     same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=ROTARY_TOLERANCE)
     if not same or metadata.get("is_neox") != str(model.rotary.is_neox):

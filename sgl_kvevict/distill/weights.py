@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,37 +64,43 @@ class ScoreWeights:
         The mean where several ranks hold the same head, each with other query heads (more ranks than KV heads, or
         latents).
         """
-
-        def whole(tensors: Sequence[Tensor]) -> Tensor:
-            num_layers, num_heads, columns = tensors[0].shape
-            total = tensors[0].new_zeros(num_layers, num_kv_heads, columns)
-            count = tensors[0].new_zeros(num_kv_heads, 1)
-            for rank, tensor in enumerate(tensors):
-                first = rank * num_kv_heads // len(tensors)
-                total[:, first : first + num_heads] += tensor
-                count[first : first + num_heads] += 1
-            return total / count
-
-        cache, window = whole([part.cache for part in parts]), whole([part.window for part in parts])
+        cache = of_all_heads([part.cache for part in parts], num_kv_heads)
+        window = of_all_heads([part.window for part in parts], num_kv_heads)
         return replace(parts[0], cache=cache, window=window)
 
     def to(self, device: torch.device) -> ScoreWeights:
         """A copy on a device."""
         return replace(self, cache=self.cache.to(device), window=self.window.to(device))
 
-    def digest(self) -> int:
-        """A positive checksum."""
-        return 1 + zlib.crc32(b"".join(part.cpu().numpy().tobytes() for part in (self.cache, self.window)))
-
     def of_rank(self, rank: int, num_ranks: int, num_kv_heads: int) -> ScoreWeights:
         """The part of a tensor-parallel rank, which holds ``num_kv_heads`` consecutive heads."""
-        first = rank * self.cache.shape[1] // num_ranks
-        heads = slice(first, first + num_kv_heads)
-        return replace(self, cache=self.cache[:, heads].contiguous(), window=self.window[:, heads].contiguous())
+        cache, window = (heads_of_rank(part, rank, num_ranks, num_kv_heads) for part in (self.cache, self.window))
+        return replace(self, cache=cache, window=window)
 
     def score(self, tokens: CachedRange, rotary: Rotary, window: Tensor | None) -> Tensor:
         """Score a range, with window attention unless ``window`` is None; see :func:`score_range`."""
         return score_range(self.cache if window is None else self.window, tokens, rotary, window)
+
+
+def of_all_heads(parts: Sequence[Tensor], num_kv_heads: int) -> Tensor:
+    """[num_layers, num_kv_heads, columns] of all heads, from the heads of each tensor-parallel rank, by rank.
+
+    The mean where several ranks hold the same head; the inverse of :func:`heads_of_rank`.
+    """
+    num_layers, num_heads, columns = parts[0].shape
+    total = parts[0].new_zeros(num_layers, num_kv_heads, columns)
+    count = parts[0].new_zeros(num_kv_heads, 1)
+    for rank, part in enumerate(parts):
+        first = rank * num_kv_heads // len(parts)
+        total[:, first : first + num_heads] += part
+        count[first : first + num_heads] += 1
+    return total / count
+
+
+def heads_of_rank(whole: Tensor, rank: int, num_ranks: int, num_kv_heads: int) -> Tensor:
+    """The heads of a tensor-parallel rank, which holds ``num_kv_heads`` consecutive ones, of [num_layers, heads, n]."""
+    first = rank * whole.shape[1] // num_ranks
+    return whole[:, first : first + num_kv_heads].contiguous()
 
 
 class LearnedScores:

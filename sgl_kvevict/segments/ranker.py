@@ -96,10 +96,11 @@ class Compressor:
         passes' sums of the whole text; ``prompt`` has its last queries.
         """
         show = self._show(prompt, 0, token_slots)
-        tokens = self._cached(token_slots, 0)
+        tokens = self.cached(token_slots, 0)
         return ScoredText(tokens, attention[..., : token_slots.numel()].sqrt(), show)
 
-    def _cached(self, token_slots: Tensor, start: int) -> CachedRange:
+    def cached(self, token_slots: Tensor, start: int) -> CachedRange:
+        """Uncompressed tokens of the arena: ``token_slots``, [num_tokens], int64, from the position ``start`` on."""
         packer, end = self.packer, start + token_slots.numel()
         return CachedRange(
             packer.k_arena,
@@ -146,7 +147,7 @@ class Compressor:
         asks = isinstance(observation, MeasuredRange) and observation.is_asked
         if self.learned is not None and not asks:
             learned = self.learned
-            show = with_learned_scores(show, learned.weights, self._cached(token_slots, start), learned.rotary)
+            show = with_learned_scores(show, learned.weights, self.cached(token_slots, start), learned.rotary)
         per_run = self.tokens_kept(token_slots.numel(), start)
         protected = min(max(config.sink_tokens - start, 0), per_run)
         total = per_run * geometry.num_runs

@@ -1,4 +1,4 @@
-"""Learned scores of the served model: found in a file, or learned before the server is ready and kept in one."""
+"""What is learned of the served model: found in a file, or learned before the server is ready and kept in one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import (
+    Learned,
     LearnedScores,
     ModelIdentity,
+    RowSums,
     ScoredText,
     ScoreLearner,
     ScoreWeights,
+    all_weights,
     cached_file,
-    find_weights,
-    load_weights,
-    save_weights,
+    load_learned,
+    save_learned,
+    statistics_of_rank,
+    statistics_of_ranks,
     weights_folders,
 )
 from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.distill.learner import MIN_RECALL
+from sgl_kvevict.distill.row_sums import STATISTICS
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of
@@ -43,9 +49,22 @@ AUTO = "auto"
 
 
 class Distilling:
-    """Has the scores of one scheduler's model: those of a file, or what was learned (``learning.py``).
+    """Has what is learned of one scheduler's model: found in a file, or learned before it is ready (``learning.py``).
 
-    Every rank holds the weights of its own heads; files hold those of all heads.
+    That is scores, for a policy that looks at them, and statistics of keys and values, for any policy whose entries may
+    be written in rows of 8 or 4 bits. Every rank holds those of its own heads; files hold those of all heads.
+
+    Both stay as they are for a server's life, even if its weights change: rows that were written with some statistics
+    can be read with no others, and to learn scores anew would take minutes in which nobody is served.
+
+    Args:
+        config: names the file.
+        ctx: of the tree.
+        geometry: of the pool.
+        device: of the pool.
+        needs_scores: whether the policy looks at learned scores.
+        statistics: tensors of this rank's heads that attention and packer read; they are written here, once. None: all
+            rows have 16 bits.
 
     Raises:
         ConfigError: the configured file belongs to another model.
@@ -53,7 +72,14 @@ class Distilling:
     """
 
     def __init__(
-        self, config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry, device: torch.device
+        self,
+        config: KVEvictConfig,
+        ctx: TreeCacheBuildContext,
+        geometry: KVGeometry,
+        device: torch.device,
+        *,
+        needs_scores: bool,
+        statistics: RowStatistics | None,
     ) -> None:
         model_config = ctx.model_config
         self._config = config
@@ -73,13 +99,14 @@ class Distilling:
         if self._identity is None and config.score_weights not in (None, AUTO):
             raise UnsupportedSetupError(["score_weights: the model has no safetensors files to know it by"])
         self.learned = LearnedScores(rotary)
-        weights = self._agreed(self._load(config.score_weights))
-        if weights is not None:
-            self._use(weights)
+        self._needs_scores = needs_scores
+        self._statistics = statistics
+        self._known = Learned()
+        self._use(self._agreed(self._load(config.score_weights)))
 
     @property
     def path(self) -> Path | None:
-        """Where learned scores are kept; None: nowhere (``score_weights: null``, or no safetensors files)."""
+        """Where what was learned is kept; None: nowhere (``score_weights: null``, or no safetensors files)."""
         source = self._config.score_weights
         if source is None or self._identity is None:
             return None
@@ -90,75 +117,122 @@ class Distilling:
         """Share of the entries at which recall is measured."""
         return self._config.budget if isinstance(self._config.budget, float) else 0.2
 
-    def use_none(self) -> bool:
-        """Score all tokens alike if there is nothing to learn from: dummy weights, or windows in all layers."""
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether scores are still to be learned."""
+        return self._needs_scores and not self.learned.is_known
+
+    @property
+    def lacks_statistics(self) -> bool:
+        """Whether statistics are still to be learned."""
+        return self._statistics is not None and self._known.statistics is None
+
+    @property
+    def digest(self) -> str:
+        """Of the statistics of all heads, with which rows of 8 and 4 bits are written; empty: none are."""
+        if self._statistics is None or self._known.statistics is None:
+            return ""
+        return Learned(None, self._known.statistics).digest()
+
+    def use_none(self) -> None:
+        """Do without scores that cannot be learned: those of dummy weights, and where all layers have windows."""
         if self._has_weights and self._geometry.full_layers:
-            return False
+            return
         why = "all layers have sliding windows" if self._has_weights else "the weights are random (--load-format dummy)"
-        self.log(logging.WARNING, "%s, so scores are not learned: values alone choose", why)
-        self.learned.weights = ScoreWeights.zeros(self._geometry, self._device)
-        return True
+        if self.lacks_scores:
+            self.log(logging.WARNING, "%s, so scores are not learned: values alone choose", why)
+            self.learned.weights = ScoreWeights.zeros(self._geometry, self._device)
 
     def new_learner(self) -> ScoreLearner:
         """A learner of this rank's heads."""
         return ScoreLearner(self._geometry, self.learned.rotary, self._device)
 
-    def finish(self, learner: ScoreLearner, trial: Callable[[], ScoredText]) -> None:
-        """Use what was learned, and keep it; all ranks call it together. ``trial`` is a text not learned from."""
-        weights = self._whole(learner.solve())
-        recall = learner.recall(self._of_rank(weights), trial(), self.share)
-        weights = replace(weights, recall=-self._ranks.largest(-int(1000 * recall)) / 1000)
-        self._use(weights)
-        if (path := self.path) is not None:
-            self._save(path, weights)
+    def new_sums(self) -> RowSums | None:
+        """Sums of the keys and values of this rank's heads; None for latents, whose rows always have 16 bits."""
+        if self._geometry.is_latent:
+            return None
+        return RowSums(self._geometry, self.learned.rotary, self._device)
 
-    def _whole(self, mine: ScoreWeights) -> ScoreWeights:
-        """Weights of all heads, from those of every rank."""
+    def finish(self, learner: ScoreLearner | None, sums: RowSums | None, trial: Callable[[], ScoredText]) -> None:
+        """Use what was learned, and keep it with what was known; all ranks call it together.
+
+        ``trial`` is a text not learned from, for the recall of scores.
+        """
+        scores = None if learner is None else self._scores(learner, trial)
+        statistics = None if sums is None else self._statistics_of_all(sums.solve())
+        self._use(Learned(scores, statistics).completed_by(self._known))
+        if (path := self.path) is not None:
+            self._save(path)
+
+    def _scores(self, learner: ScoreLearner, trial: Callable[[], ScoredText]) -> ScoreWeights:
+        """Learned scores of all heads, and their recall: that of the rank with the least."""
+        mine = learner.solve()
         caches = self._ranks.gather_tensors(mine.cache)
         windows = self._ranks.gather_tensors(mine.window)
         parts = [ScoreWeights(*both, mine.num_prefixes) for both in zip(caches, windows, strict=True)]
-        return ScoreWeights.of_ranks(parts, self._num_heads)
+        weights = ScoreWeights.of_ranks(parts, self._num_heads)
+        recall = learner.recall(self._of_rank(weights), trial(), self.share)
+        return replace(weights, recall=-self._ranks.largest(-int(1000 * recall)) / 1000)
 
-    def _use(self, weights: ScoreWeights) -> None:
-        self.learned.weights = self._of_rank(weights)
-        if weights.recall is not None and weights.recall < MIN_RECALL:
+    def _statistics_of_all(self, mine: RowStatistics) -> RowStatistics:
+        """Statistics of all heads, from those of every rank."""
+        gathered = [self._ranks.gather_tensors(getattr(mine, name)) for name in STATISTICS]
+        parts = [RowStatistics(*tensors) for tensors in zip(*gathered, strict=True)]
+        return statistics_of_ranks(parts, self._num_heads)
+
+    def _use(self, known: Learned) -> None:
+        """Read this rank's part of what is known of all heads."""
+        self._known = known
+        if known.statistics is not None and self._statistics is not None:
+            place = (self._ranks.rank, self._ranks.size, self._geometry.num_kv_heads)
+            self._statistics.assign(statistics_of_rank(known.statistics, *place))
+        if known.scores is None or not self._needs_scores or self.learned.is_known:
+            return
+        self.learned.weights = self._of_rank(known.scores)
+        if known.scores.recall is not None and known.scores.recall < MIN_RECALL:
             self.log(
                 logging.WARNING,
                 "learned scores find %.0f %% of what passes keep, less than %.0f %%: prefixes that shrink before "
                 "passes have read them lose more than docs/quality.md says; other texts (score_texts) or another "
                 "policy may help",
-                100 * weights.recall,
+                100 * known.scores.recall,
                 100 * MIN_RECALL,
             )
 
     def _of_rank(self, weights: ScoreWeights) -> ScoreWeights:
         return weights.of_rank(self._ranks.rank, self._ranks.size, self._geometry.num_kv_heads).to(self._device)
 
-    def _save(self, path: Path, weights: ScoreWeights) -> None:
+    def _save(self, path: Path) -> None:
         """Write the file, on every rank: ranks on other hosts have folders of their own."""
         assert self._identity is not None
         try:
-            save_weights(path, weights, self._identity)
+            save_learned(path, self._known, self._identity)
         except OSError as error:
             logger.warning("kvevict: %s cannot be written (%s): the next start learns anew", path, error.strerror)
 
-    def _load(self, source: str | None) -> ScoreWeights | None:
+    def _load(self, source: str | None) -> Learned:
+        """What files have of the model; of two, the first one that has a part of it."""
         if source is None or self._identity is None:
-            return None
-        path = find_weights(self._identity, weights_folders()) if source == AUTO else Path(source).expanduser()
-        if path is None or not path.exists():
-            return None
-        weights = load_weights(path, self._identity)
-        self.log(logging.INFO, "learned scores of %d texts from %s", weights.num_prefixes, path)
-        return weights
+            return Learned()
+        paths = all_weights(self._identity, weights_folders()) if source == AUTO else [Path(source).expanduser()]
+        known = Learned()
+        for path in paths:
+            if not path.exists():
+                continue
+            known = known.completed_by(found := load_learned(path, self._identity))
+            if self._needs_scores and found.scores is not None and known.scores is found.scores:
+                self.log(logging.INFO, "learned scores of %d texts from %s", found.scores.num_prefixes, path)
+            if self._statistics is not None and found.statistics is not None and known.statistics is found.statistics:
+                self.log(logging.INFO, "statistics of keys and values from %s", path)
+        return known
 
-    def _agreed(self, weights: ScoreWeights | None) -> ScoreWeights | None:
-        """The weights if all ranks found the same ones; ranks on other hosts search other folders."""
-        digest = 0 if weights is None else weights.digest()
+    def _agreed(self, known: Learned) -> Learned:
+        """What is known if all ranks found the same; ranks on other hosts search other folders."""
+        digest = int(known.digest()[:15], 16)  # fits int64
         if self._ranks.largest(digest) == -self._ranks.largest(-digest):
-            return weights
+            return known
         logger.warning("kvevict: tensor-parallel ranks found different score weights: all learn anew")
-        return None
+        return Learned()
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Log a line, on the first rank only."""

@@ -102,20 +102,26 @@ def _assemble(
         output_grams = (
             find_output_grams(model, geometry, backend.places) if Signal.OUTPUT_GRAM in policy.needs else None
         )
-        rotary = None
-        if Signal.LEARNED_SCORES in policy.needs:
-            distilling = Distilling(config, ctx, geometry, arena.k.device)
-            rotary = distilling.learned.rotary
+        rotary = learned = None
+        needs_scores = Signal.LEARNED_SCORES in policy.needs
+        if needs_scores or backend.statistics is not None:
+            distilling = Distilling(
+                config, ctx, geometry, arena.k.device, needs_scores=needs_scores, statistics=backend.statistics
+            )
+        if needs_scores:
+            assert distilling is not None
+            learned, rotary = distilling.learned, distilling.learned.rotary
         elif needs_rotary(policy.needs):
             rotary = find_rotary(model, backend.places)
-        learned = None if distilling is None else distilling.learned
         # A pool for windows may replace an uncompressed node's slots, which a choice would still be reading.
         is_alone = arena.k.is_cuda and window_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()) is None
         stream = SideStream(arena.k.device) if is_alone else None
         compressor = Compressor(config, policy, packer, rotary, output_grams, learned, backend.slot_positions, stream)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
-        access = open_access(config, ctx, geometry, arena.k.dtype, drafts)
+        access = open_access(
+            config, ctx, geometry, arena.k.dtype, drafts, "" if distilling is None else distilling.digest
+        )
     host = open_host(config, ctx, packer)
     ours = partial(KVEvictTree, compressor=compressor, host=host, access=access, distilling=distilling)
     tree = create_unified_radix_cache(ctx, cache_class=ours)

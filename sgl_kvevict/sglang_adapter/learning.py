@@ -1,4 +1,7 @@
-"""Learns scores before a server is ready: the model reads texts and repeats them, in SGLang's own batches."""
+"""Learns about a model before its server is ready: it reads texts, and repeats them, in SGLang's own batches.
+
+Statistics of keys and values need the prefill alone; scores need scoring passes over each text.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,16 @@ from sglang.srt.utils import DynamicGradMode
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from sgl_kvevict.cache.nodes import length_of, path_to, tokens_of
+from sgl_kvevict.cache.prefills import SampleText
 from sgl_kvevict.cache.probes import repetition_probes
-from sgl_kvevict.distill import ScoredText
+from sgl_kvevict.distill import CachedRange, ScoredText
 from sgl_kvevict.distill.texts import passages_of
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.segments import ObservationSpec, PromptObservation, ReaderObservation, Segment
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
+from sgl_kvevict.sglang_adapter.scheduler_store import read_with
 from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -34,14 +39,23 @@ PASS_TOKENS = 512
 """Most tokens of a text that one pass repeats."""
 MIN_TEXT_TOKENS = 128
 """Shorter texts teach little; a pool or context that takes no longer ones is refused."""
+STATISTICS_TOKENS = 512
+"""Most tokens of a text where statistics alone are learned: mean and deviation are there sooner than scores."""
 SPARE_TOKENS = 32
 """Token slots that SGLang keeps back when it admits a request."""
 MAX_IDLE_TURNS = 1000
 """Turns without a batch after which a text counts as not admitted."""
+SUBJECTS = {
+    False: ("scores of policy distilled", "another policy"),
+    True: ("statistics for rows of 8 and 4 bits", "bits: 16"),
+}
+"""What is learned, by whether scores are known, and what does without it."""
 
 
 class TextReader:
     """Has the model read texts, one at a time, in an otherwise empty cache.
+
+    ``subject`` is what is learned, and ``instead`` what does without it, for messages.
 
     Attributes:
         tokenizer: the model's; loaded from its files on a server that has none (``--skip-tokenizer-init``).
@@ -51,11 +65,13 @@ class TextReader:
         UnsupportedSetupError: there is no tokenizer, or pool and context are too small.
     """
 
-    def __init__(self, scheduler: Scheduler, tree: KVEvictTree) -> None:
+    def __init__(self, scheduler: Scheduler, tree: KVEvictTree, subject: str, instead: str) -> None:
         self._scheduler = scheduler
         self._tree = tree
         self._served = tree.prefixes.prefills
-        self.tokenizer = scheduler.tokenizer or load_tokenizer()
+        self._subject = subject
+        self._instead = instead
+        self.tokenizer = scheduler.tokenizer or self._loaded_tokenizer()
         room = min(scheduler.max_req_input_len, scheduler.max_total_num_tokens) - SPARE_TOKENS
         lead = len(repetition_probes(self.tokenizer, [0]).next(1))
         self._pass_tokens = max(min(PASS_TOKENS, room // 4), 1)
@@ -63,10 +79,9 @@ class TextReader:
         if self.longest < MIN_TEXT_TOKENS:
             raise UnsupportedSetupError(
                 [
-                    f"policy distilled learns scores from texts of {MIN_TEXT_TOKENS} tokens or more, and pool and "
+                    f"{subject} are learned from texts of {MIN_TEXT_TOKENS} tokens or more, and pool and "
                     f"context have room for {max(self.longest, 0)} beside a scoring pass; allowed: a larger "
-                    "--max-total-tokens or --context-length, a file of learned scores (score_weights), or another "
-                    "policy"
+                    f"--max-total-tokens or --context-length, a file of what was learned (score_weights), or {instead}"
                 ]
             )
 
@@ -79,22 +94,32 @@ class TextReader:
             return list(tokenizer.encode(text, add_special_tokens=False))[: self.longest]
         return list(tokenizer.encode(text))[: self.longest]
 
-    def read(self, tokens: Sequence[int]) -> ScoredText:
-        """Prefill a text, and repeat it in passes; its slots stay as they are until :meth:`forget`.
+    def read(self, tokens: Sequence[int]) -> CachedRange:
+        """Prefill a text; its slots stay as they are until :meth:`forget`.
 
         Raises:
-            UnsupportedSetupError: the text was not admitted, aborted, or dropped between two passes.
+            UnsupportedSetupError: the text was not admitted, or aborted.
         """
         tree, prefixes, passes = self._tree, self._tree.prefixes, SchedulerPasses(self._scheduler)
-        geometry = tree.packer.geometry
-        spec = ObservationSpec(geometry, frozenset({Signal.WINDOW_QUERIES}), WINDOW_SIZE)
+        spec = ObservationSpec(tree.packer.geometry, frozenset({Signal.WINDOW_QUERIES}), WINDOW_SIZE)
         text = prefixes.prefills = prefixes.sample_text(PromptObservation(spec))
         self._run(passes.prefill(tokens))
         if text.node is None or text.prompt.has_failed:
-            raise _unreadable(len(tokens), "its prefill was not observed, or is not cached")
+            raise self._unreadable(len(tokens), "its prefill was not observed, or is not cached")
+        return tree.compressor.cached(tree.port.token_slots(path_to(text.node)), 0)
+
+    def score(self) -> ScoredText:
+        """Repeat the text that was read last, in passes.
+
+        Raises:
+            UnsupportedSetupError: a pass was not admitted, or failed, or the text was dropped between two of them.
+        """
+        tree, prefixes, passes = self._tree, self._tree.prefixes, SchedulerPasses(self._scheduler)
+        text = prefixes.prefills
+        assert isinstance(text, SampleText) and text.node is not None
         path = path_to(text.node)
-        segment = text.segment = Segment(geometry, 0, length_of(path))
-        observation = text.readers = ReaderObservation(geometry, tree.packer.k_arena, segment.end)
+        segment = text.segment = Segment(tree.packer.geometry, 0, length_of(path))
+        observation = text.readers = ReaderObservation(tree.packer.geometry, tree.packer.k_arena, segment.end)
         observation.observe(segment)
         probes = repetition_probes(self.tokenizer, tokens_of(path))
         while not probes.is_empty:
@@ -105,9 +130,9 @@ class TextReader:
         path = path_to(text.node)
         above = [tree.root_node, *path[:-1]]
         if any(all(node is not child for child in up.children.values()) for up, node in zip(above, path, strict=True)):
-            raise _unreadable(len(tokens), "it was dropped between two passes")
+            raise self._unreadable(segment.end, "it was dropped between two passes")
         if observation.has_failed:
-            raise _unreadable(len(tokens), "a pass failed")
+            raise self._unreadable(segment.end, "a pass failed")
         slots = tree.port.token_slots(path)[: -tree.compressor.config.tail_tokens]
         assert segment.attention is not None
         return tree.compressor.scored_text(slots, segment.attention, text.prompt)
@@ -123,9 +148,9 @@ class TextReader:
         while not req.finished():
             num_idle += not self._turn()
             if num_idle > MAX_IDLE_TURNS:
-                raise _unreadable(len(req.origin_input_ids), "SGLang does not admit it")
+                raise self._unreadable(len(req.origin_input_ids), "SGLang does not admit it")
         if isinstance(req.finished_reason, FINISH_ABORT):
-            raise _unreadable(len(req.origin_input_ids), req.finished_reason.message)
+            raise self._unreadable(len(req.origin_input_ids), req.finished_reason.message)
         while self._turn():
             pass
 
@@ -139,19 +164,49 @@ class TextReader:
         scheduler.last_batch = batch
         return bool(batch)
 
+    def _loaded_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer from its files; :class:`UnsupportedSetupError` if there is none."""
+        path = str(published("tokenizer_path") or published("model_path"))
+        try:
+            tokenizer: PreTrainedTokenizerBase = get_tokenizer(
+                path,
+                tokenizer_mode=published("tokenizer_mode"),
+                trust_remote_code=published("trust_remote_code"),
+                tokenizer_revision=published("revision"),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnsupportedSetupError(
+                [
+                    f"{self._subject} are learned from texts, and no tokenizer can be loaded from {path} ({error}); "
+                    f"allowed: a model with a tokenizer, a file of what was learned (score_weights), or {self._instead}"
+                ]
+            ) from error
+        return tokenizer
+
+    def _unreadable(self, num_tokens: int, why: str) -> UnsupportedSetupError:
+        return UnsupportedSetupError(
+            [
+                f"{self._subject} cannot be learned: of a text of {num_tokens} tokens, {why}; allowed: a larger "
+                f"--max-total-tokens, a file of what was learned (score_weights), or {self._instead}"
+            ]
+        )
+
 
 def before_ready(scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
-    """Hook before a scheduler reports that it is ready: scores are known before the port opens."""
+    """Hook before a scheduler reports that it is ready: what is learned is known before the port opens."""
     tree = scheduler.tree_cache
-    if not isinstance(tree, KVEvictTree) or tree.distilling is None or tree.distilling.learned.is_known:
+    if not isinstance(tree, KVEvictTree) or tree.distilling is None:
         return
-    if not tree.distilling.use_none():
+    tree.distilling.use_none()
+    if tree.distilling.lacks_scores or tree.distilling.lacks_statistics:
         with scheduler.device_module.StreamContext(scheduler.schedule_stream), DynamicGradMode():
             learn(scheduler, tree)
 
 
 def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
-    """Learn scores from texts, and keep them in a file. All ranks take the same steps; the cache is empty afterwards.
+    """Learn from texts what is not known yet, and keep it in a file.
+
+    All ranks take the same steps; the cache is empty afterwards.
 
     Raises:
         UnsupportedSetupError: no text can be read.
@@ -159,48 +214,40 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
     """
     distilling, begin = tree.distilling, time.perf_counter()
     assert distilling is not None
-    reader = TextReader(scheduler, tree)
+    has_scores = not distilling.lacks_scores
+    subject, instead = SUBJECTS[has_scores]
+    reader = TextReader(scheduler, tree, subject, instead)
     passages = passages_of(tree.compressor.config.score_texts)
     *samples, trial = (reader.tokens_of(text, as_chat=i % 2 == 1) for i, text in enumerate(passages))
-    distilling.log(logging.INFO, "learning scores of this model from %d texts, before the first request", len(samples))
-    learner = distilling.new_learner()
+    what = "scores"
+    if has_scores:
+        what, samples = "statistics", [tokens[:STATISTICS_TOKENS] for tokens in samples]
+    distilling.log(
+        logging.INFO, "learning %s of this model from %d texts, before the first request", what, len(samples)
+    )
+    learner, sums = None if has_scores else distilling.new_learner(), distilling.new_sums()
     for number, tokens in enumerate(samples, 1):
         since = time.perf_counter()
-        learner.add(reader.read(tokens))
+        text = reader.read(tokens)
+        if sums is not None:
+            sums.add(text)
+        if learner is not None:
+            learner.add(reader.score())
         reader.forget()
         size = len(tokens), time.perf_counter() - since
-        distilling.log(logging.INFO, "learning scores: text %d of %d, %d tokens, %.1f s", number, len(samples), *size)
-    distilling.finish(learner, lambda: reader.read(trial))
+        distilling.log(logging.INFO, "learning %s: text %d of %d, %d tokens, %.1f s", what, number, len(samples), *size)
+
+    def tried() -> ScoredText:
+        reader.read(trial)
+        return reader.score()
+
+    distilling.finish(learner, sums, tried)
     reader.forget()
-    found = 100 * (distilling.learned.weights.recall or 0.0)
+    if tree.prefixes.access is not None:
+        read_with(tree.prefixes.access, distilling.digest)
     seconds = time.perf_counter() - begin
+    if has_scores:
+        distilling.log(logging.INFO, "learned statistics of keys and values; it took %.0f s", seconds)
+        return
+    found = 100 * (distilling.learned.weights.recall or 0.0)
     distilling.log(logging.INFO, "learned scores find %.0f %% of what passes keep; it took %.0f s", found, seconds)
-
-
-def load_tokenizer() -> PreTrainedTokenizerBase:
-    """The model's tokenizer from its files; :class:`UnsupportedSetupError` if there is none."""
-    path = str(published("tokenizer_path") or published("model_path"))
-    try:
-        tokenizer: PreTrainedTokenizerBase = get_tokenizer(
-            path,
-            tokenizer_mode=published("tokenizer_mode"),
-            trust_remote_code=published("trust_remote_code"),
-            tokenizer_revision=published("revision"),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnsupportedSetupError(
-            [
-                f"policy distilled learns scores from texts, and no tokenizer can be loaded from {path} ({error}); "
-                "allowed: a model with a tokenizer, a file of learned scores (score_weights), or another policy"
-            ]
-        ) from error
-    return tokenizer
-
-
-def _unreadable(num_tokens: int, why: str) -> UnsupportedSetupError:
-    return UnsupportedSetupError(
-        [
-            f"policy distilled cannot learn scores: of a text of {num_tokens} tokens, {why}; allowed: a larger "
-            "--max-total-tokens, a file of learned scores (score_weights), or another policy"
-        ]
-    )

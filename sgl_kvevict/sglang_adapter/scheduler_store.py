@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,8 +59,12 @@ def open_access(
     geometry: KVGeometry,
     dtype: torch.dtype,
     drafts: DraftAttentionBackend | None = None,
+    statistics: str = "",
 ) -> StoreAccess | None:
-    """Open the configured store; None if there is none. ``drafts``: attention of the draft model.
+    """Open the configured store; None if there is none.
+
+    ``drafts``: attention of the draft model. ``statistics``: see :class:`StoreIdentity`; if they are still to be
+    learned, :func:`read_with` follows.
 
     Raises:
         UnsupportedSetupError: the model has no files that identify it.
@@ -80,8 +85,16 @@ def open_access(
     segments = SegmentStore(open_backend(config.store, config.store_bytes), identity, draft=draft)
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
-    logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])
-    return StoreAccess(segments, WriteBehind(segments), reader)
+    access = StoreAccess(segments, WriteBehind(segments), reader)
+    read_with(access, statistics)
+    return access
+
+
+def read_with(access: StoreAccess, statistics: str) -> None:
+    """From now on, before the first request, segments are those that are read with these statistics (their hash)."""
+    segments = access.segments
+    segments.identity = replace(segments.identity, statistics=statistics)
+    logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, segments.identity.digest[:16])
 
 
 def identity_of(

@@ -38,6 +38,8 @@ class StoreIdentity:
         own_value_dim: width of values; 0 if they are a part of the keys' rows (latent attention).
         rotary: hash of the rotary embedding.
         policy: its name and options, and the settings that decide how much of a range is kept.
+        statistics: hash of the model's statistics with which rows of 8 and 4 bits are written and read; empty: all rows
+            have 16 bits.
         min_prefix_tokens: number of tokens by which a prefix is looked up.
     """
 
@@ -54,6 +56,7 @@ class StoreIdentity:
     num_ranks: int
     policy: str
     min_prefix_tokens: int
+    statistics: str = ""
 
     def describe(self) -> dict[str, Any]:
         """Plain values, as ``sgl-kvevict store show`` prints them."""

@@ -12,15 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from kvevict_kernels.row_codec import RowStatistics
 from kvevict_tools.models import model_path
 from sgl_kvevict.distill import (
+    Learned,
     ModelIdentity,
     ScoreWeights,
+    all_weights,
     files,
     find_weights,
-    load_weights,
-    save_weights,
+    load_learned,
+    load_scores,
+    save_learned,
 )
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.distill.files import fingerprint_of
@@ -29,15 +34,25 @@ from sgl_kvevict.policies import Rotary
 
 ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
 MODEL = ModelIdentity("mine", "ab" * 32, 3, 2, 8, Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=-1), is_neox=True))
-WEIGHTS = ScoreWeights(torch.randn(3, 2, 20), torch.randn(3, 2, 22), num_prefixes=7, recall=0.875)
+SCORES = ScoreWeights(torch.randn(3, 2, 20), torch.randn(3, 2, 22), num_prefixes=7, recall=0.875)
+STATISTICS = RowStatistics(*(torch.rand(3, 2, 8) + 0.1 for _ in range(4)))
+LEARNED = Learned(SCORES, STATISTICS)
+PARTS = [LEARNED, Learned(SCORES), Learned(None, STATISTICS)]
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("learned", PARTS, ids=["both", "scores", "statistics"])
+def test_what_was_written_is_read(tmp_path: Path, learned: Learned) -> None:
     path = tmp_path / "deep" / "weights.safetensors"
-    save_weights(path, WEIGHTS, MODEL)
-    read = load_weights(path, MODEL)
-    assert torch.equal(read.cache, WEIGHTS.cache) and torch.equal(read.window, WEIGHTS.window)
-    assert (read.num_prefixes, read.recall) == (7, 0.875)
+    save_learned(path, learned, MODEL)
+    read = load_learned(path, MODEL)
+    assert read.digest() == learned.digest()
+    assert (read.scores is None, read.statistics is None) == (learned.scores is None, learned.statistics is None)
+    if read.scores is not None:
+        assert torch.equal(read.scores.cache, SCORES.cache) and torch.equal(read.scores.window, SCORES.window)
+        assert (read.scores.num_prefixes, read.scores.recall) == (7, 0.875)
+    if read.statistics is not None:
+        assert torch.equal(read.statistics.k_mean, STATISTICS.k_mean)
+        assert torch.equal(read.statistics.v_deviation, STATISTICS.v_deviation)
     assert [entry.name for entry in path.parent.iterdir()] == ["weights.safetensors"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()  # others who share the folder read it
 
@@ -48,10 +63,34 @@ def _umask() -> int:
     return mask
 
 
+def test_a_file_of_the_first_format_has_scores_and_is_completed(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_learned(path, Learned(SCORES), MODEL)
+    path.write_bytes(path.read_bytes().replace(b"score weights 2", b"score weights 1"))
+    known = load_learned(path, MODEL)
+    assert known.scores is not None and known.statistics is None
+    save_learned(path, known.completed_by(Learned(None, STATISTICS)), MODEL)
+    assert load_learned(path, MODEL).digest() == LEARNED.digest()
+
+
+def test_parts_come_from_the_first_who_has_them() -> None:
+    others = Learned(replace(SCORES, num_prefixes=1), RowStatistics(*(torch.ones(3, 2, 8) for _ in range(4))))
+    assert Learned(SCORES).completed_by(others) == Learned(SCORES, others.statistics)
+    assert Learned(None, STATISTICS).completed_by(others) == Learned(others.scores, STATISTICS)
+    assert len({part.digest() for part in [*PARTS, others, Learned()]}) == 5
+
+
+def test_a_file_without_scores_is_refused_where_scores_are_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_learned(path, Learned(None, STATISTICS), MODEL)
+    with pytest.raises(ConfigError, match="got a file without scores"):
+        load_scores(path, MODEL)
+
+
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(PermissionError):
-        save_weights(tmp_path / "weights.safetensors", WEIGHTS, MODEL)
+        save_learned(tmp_path / "weights.safetensors", LEARNED, MODEL)
     assert not list(tmp_path.iterdir())
 
 
@@ -71,36 +110,60 @@ def test_weights_of_another_model_are_refused_by_name(
     tmp_path: Path, change: Mapping[str, object], reason: str
 ) -> None:
     path = tmp_path / "weights.safetensors"
-    save_weights(path, WEIGHTS, MODEL)
+    save_learned(path, LEARNED, MODEL)
     with pytest.raises(ConfigError, match=f"belong to 'mine', not to 'other'.*{reason}"):
-        load_weights(path, replace(MODEL, name="other", **change))  # type: ignore[arg-type]
+        load_learned(path, replace(MODEL, name="other", **change))  # type: ignore[arg-type]
 
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_weights(path, MODEL)
+        load_learned(path, MODEL)
     path.write_bytes(pickle.dumps({"cache": [1, 2]}))
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_weights(path, MODEL)
+        load_learned(path, MODEL)
     save_file({"cache": torch.zeros(3)}, path)
-    with pytest.raises(ConfigError, match="got format None; allowed: 'sgl-kvevict score weights 1'"):
-        load_weights(path, MODEL)
-    save_weights(path, WEIGHTS, MODEL)
+    with pytest.raises(
+        ConfigError, match="got format None; allowed: 'sgl-kvevict score weights 1' or 'sgl-kvevict score weights 2'"
+    ):
+        load_learned(path, MODEL)
+    save_learned(path, LEARNED, MODEL)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_weights(path, MODEL)
-    save_weights(path, replace(WEIGHTS, cache=torch.full((3, 2, 20), torch.nan)), MODEL)
+        load_learned(path, MODEL)
+    save_learned(path, Learned(replace(SCORES, cache=torch.full((3, 2, 20), torch.nan))), MODEL)
     with pytest.raises(ConfigError, match="cache has values that are not finite"):
-        load_weights(path, MODEL)
+        load_learned(path, MODEL)
+
+
+def test_statistics_that_no_row_can_be_written_with_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    written = LEARNED.tensors() | {"rotary": MODEL.first_rotation}
+    metadata = {"format": files.FORMAT, "fingerprint": MODEL.fingerprint, "is_neox": "True"}
+    changes: list[tuple[dict[str, Tensor], str]] = [
+        ({"v_deviation": torch.full((3, 2, 8), torch.nan)}, "v_deviation has values that are not finite"),
+        ({"v_deviation": torch.zeros(3, 2, 8)}, "v_deviation has values that are not positive"),
+        ({"k_mean": torch.zeros(3, 2, 16)}, r"k_mean is \(3, 2, 16\) torch.float32 instead of \(3, 2, 8\)"),
+    ]
+    for change, reason in changes:
+        save_file(written | change, path, metadata)
+        with pytest.raises(ConfigError, match=reason):
+            load_learned(path, MODEL)
+    save_file({name: tensor for name, tensor in written.items() if name != "k_mean"}, path, metadata)
+    with pytest.raises(ConfigError, match="k_mean is missing"):
+        load_learned(path, MODEL)
+    save_file({name: written[name] for name in ("k_mean", "rotary")}, path, metadata)
+    with pytest.raises(ConfigError, match="got format"):
+        load_learned(path, MODEL)
 
 
 def test_weights_are_found_by_fingerprint_in_the_first_folder_that_has_them(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     assert find_weights(MODEL, folders) is None
     for folder in reversed(folders):
-        save_weights(folder / files.file_name(MODEL), WEIGHTS, MODEL)
+        save_learned(folder / files.file_name(MODEL), LEARNED, MODEL)
         assert find_weights(MODEL, folders) == folder / "abababababababab.safetensors"
+    assert all_weights(MODEL, folders) == [folder / "abababababababab.safetensors" for folder in folders]
     assert find_weights(replace(MODEL, fingerprint="cd" * 32), folders) is None
 
 
@@ -115,11 +178,14 @@ def test_those_of_some_named_models_come_with_the_package(name: str, recall: flo
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     sizes = (config["num_hidden_layers"], config["num_key_value_heads"], head_dim)
     path = files.weights_folders()[-1] / f"{fingerprint[:16]}.safetensors"
-    assert path.is_file() and path.stat().st_size < 120_000
+    assert path.is_file() and path.stat().st_size < 250_000
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     angles = torch.outer(torch.arange(2.0), theta ** -(torch.arange(0, head_dim, 2) / head_dim))
     rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), is_neox=True)
-    weights = load_weights(path, ModelIdentity(name, fingerprint, *sizes, rotary))
+    learned = load_learned(path, ModelIdentity(name, fingerprint, *sizes, rotary))
+    weights, statistics = learned.scores, learned.statistics
+    assert weights is not None and statistics is not None
+    assert statistics.k_mean.shape == (*sizes[:2], head_dim)
     assert weights.window.shape == (*sizes[:2], num_cache_features(head_dim) + NUM_WINDOW)
     assert weights.recall is not None and weights.recall > recall
 

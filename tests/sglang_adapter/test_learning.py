@@ -10,8 +10,9 @@ import torch
 
 from helpers.harness import Harness, publish_server_args
 from helpers.passes import Letters, MiniScheduler
+from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import LearnedScores, ScoreLearner, ScoreWeights
+from sgl_kvevict.distill import Learned, LearnedScores, RowSums, ScoreLearner, ScoreWeights
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Rotary, build_policy
@@ -26,6 +27,7 @@ from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 NUM_LAYERS = 2
 TICKET = "a-random-text-of-the-asker"
+SUBJECT = "scores", "another policy"
 ROTARY = Rotary(torch.empty(600, 0), is_neox=True)
 
 
@@ -73,7 +75,7 @@ class ReadingScheduler(MiniScheduler):
         self.harness.flush()
 
 
-class Learned:
+class LearnedCache:
     """A cache with learned scores."""
 
     def __init__(self, num_slots=600, scorer=None, is_known=True, **fields):
@@ -119,10 +121,11 @@ def document(number):
 
 
 def read(tokens, num_slots=600):
-    cache = Learned(num_slots, is_known=False)
+    cache = LearnedCache(num_slots, is_known=False)
     scheduler = ReadingScheduler(cache.harness)
-    reader = TextReader(scheduler, cache.harness.tree)
-    return cache, scheduler, reader, reader.read(tokens)
+    reader = TextReader(scheduler, cache.harness.tree, *SUBJECT)
+    reader.read(tokens)
+    return cache, scheduler, reader, reader.score()
 
 
 def test_a_text_is_prefilled_and_repeated_and_leaves_nothing_behind():
@@ -150,28 +153,28 @@ def test_weights_learned_from_texts_are_in_use_and_requests_are_as_always():
 
 
 def test_no_range_is_scored_before_scores_are_known():
-    cache = Learned(is_known=False)
+    cache = LearnedCache(is_known=False)
     with pytest.raises(InvariantError, match="before scores were learned"):
         cache.learned.weights  # noqa: B018
 
 
 def test_a_pool_that_no_text_fits_is_refused():
-    cache = Learned(num_slots=150, is_known=False)
+    cache = LearnedCache(num_slots=150, is_known=False)
     with pytest.raises(UnsupportedSetupError, match="texts of 128 tokens or more, and pool and context have room for"):
-        TextReader(ReadingScheduler(cache.harness), cache.harness.tree)
+        TextReader(ReadingScheduler(cache.harness), cache.harness.tree, *SUBJECT)
 
 
 def test_a_text_that_is_never_admitted_ends_the_start(monkeypatch):
     monkeypatch.setattr(learning, "MAX_IDLE_TURNS", 3)
-    cache = Learned(is_known=False)
+    cache = LearnedCache(is_known=False)
     scheduler = ReadingScheduler(cache.harness)
     scheduler.get_next_batch_to_run = lambda **_: SimpleNamespace(running_batch=None, batch_to_run=None)
     with pytest.raises(UnsupportedSetupError, match="of a text of 140 tokens, SGLang does not admit it"):
-        TextReader(scheduler, cache.harness.tree).read([1] * 140)
+        TextReader(scheduler, cache.harness.tree, *SUBJECT).read([1] * 140)
 
 
 def test_a_text_that_is_dropped_between_two_passes_ends_the_start(monkeypatch):
-    cache = Learned(is_known=False)
+    cache = LearnedCache(is_known=False)
     start = SchedulerPasses.start
 
     def drop_and_start(passes, node, probe):
@@ -181,27 +184,36 @@ def test_a_text_that_is_dropped_between_two_passes_ends_the_start(monkeypatch):
 
     monkeypatch.setattr(SchedulerPasses, "start", drop_and_start)
     with pytest.raises(UnsupportedSetupError, match="of a text of 140 tokens, it was dropped between two passes"):
-        TextReader(ReadingScheduler(cache.harness), cache.harness.tree).read([i % 11 for i in range(140)])
+        reader = TextReader(ReadingScheduler(cache.harness), cache.harness.tree, *SUBJECT)
+        reader.read([i % 11 for i in range(140)])
+        reader.score()
 
 
 def test_texts_are_cut_to_the_room_there_is():
-    cache = Learned(is_known=False)
-    reader = TextReader(ReadingScheduler(cache.harness), cache.harness.tree)
+    cache = LearnedCache(is_known=False)
+    reader = TextReader(ReadingScheduler(cache.harness), cache.harness.tree, *SUBJECT)
     assert len(reader.tokens_of("a" * 9000, as_chat=True)) == reader.longest < 500
 
 
-def distilling(*, has_weights=True, windows=()):
+def distilling(*, has_weights=True, windows=(), needs_scores=True, statistics=None):
     made = object.__new__(Distilling)
     made._ranks, made._geometry, made._device = TensorRanks(), KVGeometry(2, 4, 2, 8, 10, windows=windows), None
     made._has_weights, made.learned = has_weights, LearnedScores(ROTARY)
+    made._needs_scores, made._statistics, made._known = needs_scores, statistics, Learned()
     return made
+
+
+def plain_statistics(num_heads=2):
+    """As they are before anything is known: mean 0, deviation 1."""
+    return RowStatistics(*(torch.full((2, num_heads, 8), value) for value in (0.0, 1.0, 0.0, 1.0)))
 
 
 def test_scores_that_find_too_little_are_used_and_a_warning_says_so(caplog):
     made = distilling()
-    made._use(replace(ScoreWeights.zeros(made._geometry), recall=0.71))
+    made._use(Learned(replace(ScoreWeights.zeros(made._geometry), recall=0.71)))
     assert made.learned.is_known and not caplog.records
-    made._use(replace(ScoreWeights.zeros(made._geometry), recall=0.41))
+    made = distilling()
+    made._use(Learned(replace(ScoreWeights.zeros(made._geometry), recall=0.41)))
     assert made.learned.weights.recall == 0.41 and "find 41 % of what passes keep, less than 70 %" in caplog.text
 
 
@@ -214,9 +226,44 @@ def test_scores_that_find_too_little_are_used_and_a_warning_says_so(caplog):
     ],
 )
 def test_where_nothing_can_be_learned_all_tokens_score_alike(made, why, caplog):
-    assert made.use_none() is (why is not None) is made.learned.is_known
+    made.use_none()
+    assert made.lacks_scores is (why is None) is not made.learned.is_known
     if why is not None:
         assert why in caplog.text and not made.learned.weights.cache.any()
+
+
+def test_statistics_are_written_into_the_tensors_that_are_read():
+    read, found = plain_statistics(), RowStatistics(*(torch.rand(2, 2, 8) + 0.5 for _ in range(4)))
+    made = distilling(needs_scores=False, statistics=read)
+    read.by_run()
+    assert made.lacks_statistics and not made.lacks_scores and made.digest == ""
+    made._use(Learned(None, found))
+    assert not made.lacks_statistics and not made.learned.is_known and len(made.digest) == 64
+    assert torch.equal(read.k_mean, found.k_mean) and torch.equal(read.v_deviation, found.v_deviation)
+    assert torch.equal(read.by_run()[:, :, 1], found.k_deviation)  # what kernels read
+
+
+def test_statistics_are_learned_where_scores_cannot_be():
+    """Layers with windows have keys and values as others have."""
+    made = distilling(statistics=plain_statistics(), windows=(16, 16))
+    made.use_none()
+    assert made.lacks_statistics and not made.lacks_scores
+
+
+def test_prefills_alone_give_statistics():
+    cache = LearnedCache(is_known=False)
+    scheduler = ReadingScheduler(cache.harness)
+    reader = TextReader(scheduler, cache.harness.tree, *SUBJECT)
+    sums = RowSums(cache.harness.geometry, ROTARY)
+    tokens = [i % 11 for i in range(140)]
+    text = reader.read(tokens)
+    assert text.token_slots.numel() == 140 and scheduler.num_batches == 3
+    sums.add(text)
+    found = sums.solve()
+    torch.testing.assert_close(found.k_mean, cache.harness.tree.packer.k_arena[:, text.token_slots[4:]].float().mean(1))
+    reader.forget()
+    cache.harness.check()
+    assert cache.prefixes.prefills is reader._served and cache.harness.tree.total_size()[0] == 0
 
 
 # ---- while serving --------------------------------------------------------------------------------------------------
@@ -234,7 +281,7 @@ class Recorded(DistilledScorer):
 
 
 def test_prompts_wait_for_passes_or_for_a_lack_of_slots():
-    cache = Learned()
+    cache = LearnedCache()
     cache.ask(document(2), 7, 8, 9)
     assert cache.spans == []
     assert cache.ask_twice(document(2)) == 3 and cache.spans == [(0, 56)]
@@ -244,7 +291,7 @@ def test_prompts_wait_for_passes_or_for_a_lack_of_slots():
 
 def test_passes_and_what_was_learned_choose_together_unless_questions_were_read():
     scorer = Recorded(use_window=True)
-    cache = Learned(scorer=scorer)
+    cache = LearnedCache(scorer=scorer)
 
     def given():
         seen = scorer.seen[:]
@@ -261,7 +308,7 @@ def test_passes_and_what_was_learned_choose_together_unless_questions_were_read(
 
 
 def test_passes_that_come_late_score_what_is_left():
-    cache = Learned()
+    cache = LearnedCache()
     cache.ask(document(2), 1, 2, 3)
     cache.ask(document(2), warm=True, ticket=TICKET)
     assert cache.scheduler.run_pass()
@@ -272,7 +319,7 @@ def test_passes_that_come_late_score_what_is_left():
 
 
 def test_without_waiting_the_first_prompt_is_compressed_at_once():
-    cache = Learned(wait_for_passes=False)
+    cache = LearnedCache(wait_for_passes=False)
     cache.ask(document(2), 7, 8, 9)
     assert cache.spans == [(0, 59)] and cache.work() == 0
     cache.ask(document(2), 1, 1, 1)  # diverges inside what is compressed
@@ -281,7 +328,7 @@ def test_without_waiting_the_first_prompt_is_compressed_at_once():
 
 
 def test_warm_requests_are_answered_at_once_but_for_those_with_questions():
-    cache = Learned(wait_for_passes=False)
+    cache = LearnedCache(wait_for_passes=False)
     cache.ask(document(2), warm=True, ticket=TICKET)
     assert cache.work() == 0 and (0, 56) in cache.spans
     assert cache_state(cache.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
@@ -291,7 +338,7 @@ def test_warm_requests_are_answered_at_once_but_for_those_with_questions():
 
 
 def test_new_weights_of_the_model_keep_what_was_learned_and_say_so(caplog):
-    cache = Learned()
+    cache = LearnedCache()
     weights = cache.learned.weights
     for _ in range(2):
         cache.harness.tree.forget_compressed()

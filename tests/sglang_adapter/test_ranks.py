@@ -15,10 +15,13 @@ from torch import distributed
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import TURN_S, MiniScheduler
 from helpers.threads_as_ranks import on_two_ranks
+from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.cache.pacing import QUIET_S
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill.weights import ScoreWeights
+from sgl_kvevict.distill import CachedRange, Learned, RowSums, ScoreWeights
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
@@ -209,6 +212,32 @@ def test_a_pass_starts_when_the_clocks_of_all_ranks_allow_it(has_users):
     assert len(starts) > 3
 
 
+def test_statistics_are_kept_of_all_heads_and_each_rank_reads_its_own():
+    saved = []
+
+    def run(rank, group):
+        distilling = object.__new__(Distilling)
+        distilling._ranks, distilling._geometry = TensorRanks(group), KVGeometry(2, 2, 2, 8, 50)
+        distilling._num_heads, distilling._known, distilling._needs_scores = 4, Learned(), False
+        distilling._config, distilling._identity = KVEvictConfig(score_weights=None), None
+        read = distilling._statistics = RowStatistics(*(torch.full((2, 2, 8), n) for n in (0.0, 1.0, 0.0, 1.0)))
+        k, v = (torch.randn(2, 50, 2, 8, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2))
+        sums = RowSums(distilling._geometry, Rotary(torch.empty(60, 0), is_neox=True))
+        sums.add(CachedRange(k, v, torch.arange(50), 4, 54))
+        distilling.finish(None, sums, lambda: None)
+        saved.append(distilling._known.statistics)
+        mine = sums.solve()
+        return mine.k_mean, read.k_mean, mine.v_deviation, read.v_deviation, distilling.digest
+
+    results = on_two_ranks(run)
+    for k_mean, read_mean, v_deviation, read_deviation, _ in results:
+        torch.testing.assert_close(read_mean, k_mean)
+        torch.testing.assert_close(read_deviation, v_deviation)
+    assert all(statistics.k_mean.shape == (2, 4, 8) for statistics in saved)
+    assert torch.equal(saved[0].k_mean, torch.cat([results[0][1], results[1][1]], dim=1))
+    assert results[0][-1] == results[1][-1] != ""  # of all heads, so servers of other sizes can compare it
+
+
 @pytest.mark.parametrize(
     ("found", "is_used"), [((1, 1), True), ((1, None), False), ((1, 2), False), ((None, None), None)]
 )
@@ -218,10 +247,10 @@ def test_learned_scores_are_used_if_all_ranks_found_the_same(found, is_used, cap
     def run(rank, group):
         distilling = object.__new__(Distilling)
         distilling._ranks = TensorRanks(group)
-        weights = None
+        known = Learned()
         if found[rank] is not None:
-            weights = ScoreWeights(torch.full((2, 2, 5), float(found[rank])), torch.zeros(2, 2, 7), 8)
-        return distilling._agreed(weights) is not None
+            known = Learned(ScoreWeights(torch.full((2, 2, 5), float(found[rank])), torch.zeros(2, 2, 7), 8))
+        return distilling._agreed(known).scores is not None
 
     assert on_two_ranks(run) == [bool(is_used)] * 2
     assert ("found different score weights" in caplog.text) == (is_used is False)

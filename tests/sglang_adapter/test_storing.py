@@ -33,6 +33,7 @@ from sgl_kvevict.sglang_adapter.scheduler_store import (
     around_admission,
     identity_of,
     in_order,
+    read_with,
     settings_of,
 )
 
@@ -421,3 +422,17 @@ def test_the_order_of_a_queue_that_was_sorted_is_kept():
     assert in_order([a, b, c, d], {b}, [a, c, d]) == [a, b, c, d]
     assert in_order([a, b, c, d], {a, d}, [c, b]) == [a, c, b, d]
     assert in_order([a, b], {a, b}, []) == [a, b]
+
+
+def test_segments_of_other_statistics_are_not_found(tmp_path):
+    """Rows of 8 and 4 bits are read with the statistics that they were written with, which may be learned late."""
+
+    def server(statistics):
+        made = Server(tmp_path, num_slots=200)
+        read_with(made.access, statistics)
+        return made
+
+    assert server("ab" * 32).serve(DOCUMENT) == 0
+    prompt = [*DOCUMENT[:56], 9, 9, 9]
+    assert server("cd" * 32).serve(prompt) == 0 and server("").serve(prompt) == 0
+    assert server("ab" * 32).serve(prompt) == 56

@@ -13,7 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from helpers.stored import SHADOW, identity, record, sealed, tokens
-from sgl_kvevict.distill import ModelIdentity, ScoreWeights, load_weights, save_weights
+from kvevict_kernels.row_codec import RowStatistics
+from sgl_kvevict.distill import Learned, ModelIdentity, ScoreWeights, load_learned, save_learned
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError
 from sgl_kvevict.policies import Rotary
 from sgl_kvevict.store import decode_segment, encode_segment
@@ -22,7 +23,8 @@ from sgl_kvevict.store.segment_file import PREFIX_BYTES
 ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
 ROTARY = Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=-1), is_neox=True)
 MODEL = ModelIdentity("mine", "ab" * 32, 3, 2, 8, ROTARY)
-WEIGHTS = ScoreWeights(torch.zeros(3, 2, 20), torch.zeros(3, 2, 22), num_prefixes=7, recall=0.875)
+SCORES = ScoreWeights(torch.zeros(3, 2, 20), torch.zeros(3, 2, 22), num_prefixes=7, recall=0.875)
+LEARNED = Learned(SCORES, RowStatistics(*(torch.full((3, 2, 8), value) for value in (0.0, 1.0, 0.5, 2.0))))
 
 values = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.lists(st.integers(), max_size=3)
@@ -100,9 +102,10 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def score_weights(change: Change) -> None:
     """They are finite numbers for this model, or refused by name."""
     path = Path(_folder().name) / "weights"
-    save_weights(path, WEIGHTS, MODEL)
+    save_learned(path, LEARNED, MODEL)
     path.write_bytes(change.apply(path.read_bytes()))
     with contextlib.suppress(ConfigError):
-        found = load_weights(path, MODEL)
-        assert found.cache.shape == WEIGHTS.cache.shape and found.window.shape == WEIGHTS.window.shape
-        assert found.cache.isfinite().all() and found.window.isfinite().all()
+        found, written = load_learned(path, MODEL).tensors(), LEARNED.tensors()
+        assert found and all(tensor.shape == written[name].shape for name, tensor in found.items())
+        assert all(tensor.isfinite().all() for tensor in found.values())
+        assert all((tensor > 0).all() for name, tensor in found.items() if name.endswith("_deviation"))

@@ -28,7 +28,7 @@ from kvevict_tools.launcher import (
     launch,
 )
 from kvevict_tools.measure import wait_until_scored
-from sgl_kvevict.distill import ModelIdentity, ScoreWeights, save_weights
+from sgl_kvevict.distill import Learned, ModelIdentity, ScoreWeights, save_learned
 from sgl_kvevict.distill.features import NUM_WINDOW
 from sgl_kvevict.distill.files import fingerprint_of
 
@@ -163,7 +163,8 @@ def save_weights_of(family: Family, model: Path, path: Path) -> None:
     num_layers = getattr(config, "layer_types", ["full_attention"] * 3).count("full_attention")
     identity = ModelIdentity(model.name, fingerprint_of(model), num_layers, 4, 16, rotary)
     shapes = (identity.shape, (*identity.shape[:2], identity.shape[2] + NUM_WINDOW))
-    save_weights(path, ScoreWeights(*(torch.randn(shape) for shape in shapes), num_prefixes=1), identity)
+    scores = ScoreWeights(*(torch.randn(shape) for shape in shapes), num_prefixes=1)
+    save_learned(path, Learned(scores), identity)
 
 
 STRATEGIES = {

@@ -1,0 +1,367 @@
+"""What few bits cost: divergence of a text's continuation when keys and values of its context are stored in them.
+
+Run: python benchmarks/quality/bits.py [--models demo qwen-0.5b qwen-1.5b]; writes docs/results/quality/bits.csv and
+bits.md. Outside the server, in float32: a context is read once, then its continuation once for each format.
+
+Two comparisons: every entry in one format; and shares of the bytes of 16 bits, spent on more entries of fewer bits.
+Scores, and statistics of channels ("of the model"), are those that the package ships; the tested texts are others than
+those that they were learned from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import inspect
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from kvevict_quality.row_formats import FLOAT8, FORMATS, FOUR, EntryFormat
+from kvevict_quality.rows import ROOT
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.row_codec import RowStatistics
+from kvevict_tools.models import made_model
+from sgl_kvevict.distill import CachedRange, ModelIdentity, ScoreWeights, find_weights, load_learned, weights_folders
+from sgl_kvevict.distill.files import fingerprint_of
+from sgl_kvevict.policies.methods.distilled import relative_norms
+
+RESULTS = ROOT / "docs" / "results" / "quality" / "bits.csv"
+ATTENTION = "kvevict_bits"
+CONTEXT, CONTINUATION = 1024, 128
+NUM_SINKS, TAIL = 4, 32
+"""First tokens of a path, always kept and in 16 bits, and last ones, never compressed; as configured by default."""
+FAR = {"SmolLM2-135M-Instruct": 6000}
+"""Position to which a whole text is moved, by model: RoPE has turned its keys further than those of any text that
+statistics were learned from."""
+FAR_POSITION = 24_000
+ALL_ENTRIES = 1.0
+
+
+def texts() -> dict[str, str]:
+    """What is tested: a handbook, a novel, and code; none of them is learned from."""
+    return {
+        "handbook": (ROOT / "examples" / "data" / "station_handbook.txt").read_text(encoding="utf-8"),
+        "novel": (ROOT / "tools" / "peers" / "alice.txt").read_text(encoding="utf-8"),
+        "code": inspect.getsource(inspect)[20_000:],
+    }
+
+
+@dataclass(frozen=True)
+class Context:
+    """A context that was read.
+
+    Attributes:
+        k: [num_layers, num_kv_heads, num_tokens, head_dim], float32, after RoPE.
+        v: likewise.
+        continuation: ids of what follows in the text.
+        start: position of its first token.
+    """
+
+    k: Tensor
+    v: Tensor
+    continuation: list[int]
+    start: int
+
+
+class Reader:
+    """A model in transformers, which reads contexts, and continuations with any keys and values in their place."""
+
+    def __init__(self, folder: Path) -> None:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, self._attend)
+        self.folder = folder
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        config = self.model.config
+        self.num_layers, self.num_kv_heads = config.num_hidden_layers, config.num_key_value_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self._stored: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    @torch.inference_mode()
+    def read(self, ids: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of a text at positions from ``start`` on, as in :class:`Context`."""
+        self.model.set_attn_implementation("sdpa")
+        cache = DynamicCache()
+        positions = torch.arange(start, start + len(ids))[None]
+        self.model.model(torch.tensor([list(ids)]), position_ids=positions, past_key_values=cache)
+        return torch.cat([layer.keys for layer in cache.layers]), torch.cat([layer.values for layer in cache.layers])
+
+    def context(self, text: str, start: int) -> Context:
+        """Read the first ``CONTEXT`` tokens of a text."""
+        ids = list(self.tokenizer.encode(text[: 10 * (CONTEXT + CONTINUATION)]))[: CONTEXT + CONTINUATION]
+        assert len(ids) == CONTEXT + CONTINUATION
+        return Context(*self.read(ids[:CONTEXT], start), ids[CONTEXT:], start)
+
+    @torch.inference_mode()
+    def predict(self, context: Context, k: Tensor, v: Tensor, kept: Tensor | None) -> Tensor:
+        """Log-probabilities [CONTINUATION, words] with these keys and values of the context.
+
+        ``kept``, [num_layers, num_kv_heads, num_tokens], bool: entries that are there; None: all.
+        """
+        self.model.set_attn_implementation(ATTENTION)
+        self._stored = k, v, kept
+        begin = context.start + k.shape[2]
+        positions = torch.arange(begin, begin + len(context.continuation))[None]
+        hidden = self.model.model(torch.tensor([context.continuation]), position_ids=positions, use_cache=False)
+        logits: Tensor = self.model.lm_head(hidden.last_hidden_state[0])
+        return logits.log_softmax(-1)
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Attention as transformers calls it, of [1, num_heads, num_tokens, head_dim], to what is stored and itself."""
+        assert self._stored is not None
+        stored_k, stored_v, kept = self._stored
+        layer, num_new, groups = module.layer_idx, query.shape[2], query.shape[1] // key.shape[1]
+        rows = query[0].unflatten(0, (-1, groups)).flatten(1, 2)  # [num_kv_heads, groups * num_new, head_dim]
+        to_stored = rows @ stored_k[layer].mT * scaling
+        if kept is not None:
+            to_stored.masked_fill_(~kept[layer][:, None], float("-inf"))
+        is_later = torch.ones(num_new, num_new, dtype=torch.bool).triu(1).repeat(groups, 1)
+        to_new = (rows @ key[0].mT * scaling).masked_fill_(is_later, float("-inf"))
+        weights = torch.cat([to_stored, to_new], dim=-1).softmax(-1)
+        out = weights[..., :-num_new] @ stored_v[layer] + weights[..., -num_new:] @ value[0]
+        return out.unflatten(1, (groups, num_new)).flatten(0, 1).transpose(0, 1)[None], None
+
+    def rotary(self) -> Rotary:
+        """The model's rotary embedding, for positions of a context."""
+        cos, sin = self.model.model.rotary_emb(torch.zeros(1), torch.arange(CONTEXT)[None])
+        half = self.head_dim // 2
+        return Rotary(torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1), is_neox=True)
+
+
+def as_range(k: Tensor, v: Tensor, end: int) -> CachedRange:
+    """The first ``end`` tokens as a server has them."""
+    return CachedRange(k.transpose(1, 2), v.transpose(1, 2), torch.arange(end), 0, end)
+
+
+def learned(reader: Reader) -> tuple[ScoreWeights, RowStatistics]:
+    """What the package ships of the model; SystemExit if there is none."""
+    sizes = reader.num_layers, reader.num_kv_heads, reader.head_dim
+    fingerprint = fingerprint_of(reader.folder) or ""
+    identity = ModelIdentity(reader.folder.name, fingerprint, *sizes, reader.rotary())
+    path = find_weights(identity, weights_folders()[-1:])
+    known = None if path is None else load_learned(path, identity)
+    if known is None or known.scores is None or known.statistics is None:
+        raise SystemExit(f"models: got {reader.folder.name}; allowed: models of which the package has learned")
+    return known.scores, known.statistics
+
+
+def worth(reader: Reader, context: Context, weights: ScoreWeights) -> Tensor:
+    """[num_layers, num_kv_heads, CONTEXT - TAIL], float32: learned scores of the entries, as the default policy's.
+
+    From the cache alone; the attention of the prompt's last queries is left out.
+    """
+    tokens = as_range(context.k, context.v, CONTEXT - TAIL)
+    norms = torch.stack([relative_norms(values[: CONTEXT - TAIL]) for values in tokens.v_arena])
+    scores = weights.score(tokens, reader.rotary(), None) + norms
+    scores[..., :NUM_SINKS] = float("inf")
+    return scores
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A share of the bytes that all entries take in 16 bits, and how it is spent.
+
+    Attributes:
+        share: of the bytes.
+        wide: share of the kept entries that get 8 bits, the best ones; the others get 4. None: all get 16.
+    """
+
+    share: float
+    wide: float | None
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return "16" if self.wide is None else f"8 for {self.wide:g} of them, 4"
+
+    @property
+    def kept(self) -> float:
+        """Share of the entries: the first tokens in 16 bits; two rows of 8, or three of 4, take the bytes of one."""
+        if self.wide is None:
+            return self.share
+        num_tokens = CONTEXT - TAIL
+        num_rows = (self.share * num_tokens - NUM_SINKS) / (self.wide / 2 + (1 - self.wide) / 3)
+        return min((NUM_SINKS + num_rows) / num_tokens, ALL_ENTRIES)
+
+    def ranked(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Which entries are kept, and which of them are wide, bool: the best over all layers and heads.
+
+        The first tokens have the highest scores, and count neither as wide nor as the others.
+        """
+        place = torch.empty(scores.numel(), dtype=torch.int64)
+        place[scores.flatten().argsort(descending=True)] = torch.arange(scores.numel())
+        place = place.view(scores.shape)
+        num_kept, num_sinks = round(self.kept * scores.numel()), NUM_SINKS * scores.shape[0] * scores.shape[1]
+        return place < num_kept, place < num_sinks + round((self.wide or 0.0) * (num_kept - num_sinks))
+
+
+MIXES = tuple(Mix(share, wide) for share in (0.3, 0.2, 0.1, 0.05) for wide in (None, 0.0, 0.2, 0.4, 0.6, 1.0))
+
+
+def read_back(entries: EntryFormat, k: Tensor, v: Tensor, statistics: RowStatistics) -> tuple[Tensor, Tensor]:
+    """Keys and values of all layers after they were stored in a format."""
+    s = statistics
+    keys = [entries.k.read_back(*layer) for layer in zip(k, s.k_mean, s.k_deviation, strict=True)]
+    values = [entries.v.read_back(*layer) for layer in zip(v, s.v_mean, s.v_deviation, strict=True)]
+    stored = torch.stack(keys), torch.stack(values)
+    if not entries.has_sinks:
+        for whole, rows in zip((k, v), stored, strict=True):
+            rows[:, :, :NUM_SINKS] = whole[:, :, :NUM_SINKS]
+    return stored
+
+
+def measured(
+    reader: Reader, context: Context, full: Tensor, stored: tuple[Tensor, Tensor], kept: Tensor | None = None
+) -> dict[str, str]:
+    """Divergence from the full cache (nats a token, whole vocabulary) and share of the same most probable tokens."""
+    found = reader.predict(context, *stored, kept)
+    divergence = (full.exp() * (full - found)).sum(-1).mean()
+    same = (full.argmax(-1) == found.argmax(-1)).float().mean()
+    return {"kl": f"{divergence:.5f}", "same": f"{same:.3f}"}
+
+
+def format_rows(
+    reader: Reader, context: Context, statistics: RowStatistics, only: Sequence[str]
+) -> Iterator[dict[str, str]]:
+    """Every entry of a context in each format whose name contains one of ``only``."""
+    full = reader.predict(context, context.k, context.v, None)
+    for entries in FORMATS:
+        if not any(part in entries.name for part in only):
+            continue
+        stored = read_back(entries, context.k, context.v, statistics)
+        bits = f"{entries.bits_per_number(reader.head_dim):.3g}"
+        where = {"format": entries.name, "bits": bits, "share": "", "kept": "1"}
+        yield where | measured(reader, context, full, stored)
+
+
+def mix_rows(
+    reader: Reader, context: Context, scores: Tensor, statistics: RowStatistics, shares: Sequence[float]
+) -> Iterator[dict[str, str]]:
+    """Shares of the bytes of a context but its tail, spent in each way; ``scores`` as from :func:`worth`."""
+    full, end = reader.predict(context, context.k, context.v, None), CONTEXT - TAIL
+    eight, four = (read_back(EntryFormat("", row, row), context.k, context.v, statistics) for row in (FLOAT8, FOUR))
+    for mix in MIXES:
+        if mix.share not in shares:
+            continue
+        kept = torch.ones(*scores.shape[:2], CONTEXT, dtype=torch.bool)
+        kept[..., :end], wide = mix.ranked(scores)
+        k, v = context.k.clone(), context.v.clone()
+        if mix.wide is not None:
+            for whole, best, rest in zip((k, v), eight, four, strict=True):
+                whole[:, :, :end] = torch.where(wide[..., None], best[:, :, :end], rest[:, :, :end])
+        where = {"format": mix.name, "bits": "", "share": f"{mix.share:g}", "kept": f"{mix.kept:.3f}"}
+        yield where | measured(reader, context, full, (k, v), kept)
+
+
+def model_rows(args: argparse.Namespace, model: str) -> Iterator[dict[str, str]]:
+    """All rows of a model."""
+    reader = Reader(Path(made_model(model)))
+    started = time.monotonic()
+    weights, statistics = learned(reader)
+    for start in (0, FAR.get(reader.folder.name, FAR_POSITION)):
+        for name, text in texts().items():
+            context = reader.context(text, start)
+            where = {"model": reader.folder.name, "text": name, "first position": str(start)}
+            for row in format_rows(reader, context, statistics, args.only):
+                yield where | row
+            print(f"{time.monotonic() - started:5.0f} s  {model}: {name} at {start}, formats", flush=True)
+            if start == 0:
+                scores = worth(reader, context, weights)
+                for row in mix_rows(reader, context, scores, statistics, args.shares):
+                    yield where | row
+                print(f"{time.monotonic() - started:5.0f} s  {model}: {name}, shares", flush=True)
+
+
+def main() -> None:
+    """Measure models, and write the table of all rows that there are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["demo", "qwen-0.5b", "qwen-1.5b"])
+    parser.add_argument("--only", nargs="*", default=[""], help="formats whose names contain one of these")
+    parser.add_argument("--shares", nargs="*", type=float, default=[0.3, 0.2, 0.1, 0.05])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for model in args.models:
+        rows = list(model_rows(args, model))
+        measured_models = {row["model"] for row in rows}
+        rows = [row for row in read_rows() if row["model"] not in measured_models] + rows
+        with RESULTS.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    RESULTS.with_suffix(".md").write_text(page(read_rows()), encoding="utf-8")
+
+
+def read_rows() -> list[dict[str, str]]:
+    """The rows that were measured so far."""
+    if not RESULTS.is_file():
+        return []
+    with RESULTS.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def page(rows: Sequence[dict[str, str]]) -> str:
+    """Both tables, means over the texts."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+
+    def cells(chosen: Sequence[dict[str, str]], *, far: bool = False) -> str:
+        means = []
+        for model in models:
+            values = [
+                float(row["kl"]) for row in chosen if row["model"] == model and (row["first position"] != "0") == far
+            ]
+            means.append(f"{fmean(values):.4f}" if values else "")
+        return " | ".join(means)
+
+    heads = " | ".join(models)
+    formats = list(dict.fromkeys(row["format"] for row in rows if not row["share"]))
+    lines = [
+        "# What few bits cost",
+        "",
+        "Written by `python benchmarks/quality/bits.py`: divergence (nats a token, whole vocabulary, mean of 3 texts)",
+        f"of the {CONTINUATION} tokens after a context of {CONTEXT:,}, from those of a full cache in float32. *Of the",
+        "model*: keys and values less its mean of the channel, over its deviation, both learned from other texts, of",
+        "at most 4,096 tokens.",
+        "",
+        "## Every entry in one format",
+        "",
+        f"The first {NUM_SINKS} tokens, attention sinks, stay in 16 bits unless said otherwise. *Far*: the whole text",
+        "at other positions, to which RoPE turns keys further than in any text that was learned from:",
+        f"{FAR_POSITION:,}; SmolLM2: {FAR['SmolLM2-135M-Instruct']:,}.",
+        "",
+        f"| bits of a number | {heads} | {' | '.join(f'{model}, far' for model in models)} |",
+        "|---|" + "--:|" * (2 * len(models)),
+    ]
+    for name in formats:
+        chosen = [row for row in rows if (row["format"], row["share"]) == (name, "")]
+        lines.append(f"| {name} | {cells(chosen)} | {cells(chosen, far=True)} |")
+    lines += [
+        "",
+        "## Bits or entries: a share of the bytes",
+        "",
+        "Entries are kept by learned scores, from the cache alone, over all layers and heads; 8 bits as e4m3, 4 with a",
+        f"scale for 32, both of the model. The first {NUM_SINKS} tokens (counted) and the last {TAIL} stay in 16 bits.",
+        "",
+        f"| share of bytes | bits | entries kept | {heads} |",
+        "|--:|---|--:|" + "--:|" * len(models),
+    ]
+    for share, name in dict.fromkeys((row["share"], row["format"]) for row in rows if row["share"]):
+        chosen = [row for row in rows if (row["share"], row["format"]) == (share, name)]
+        lines.append(f"| {share} | {name} | {chosen[0]['kept']} | {cells(chosen)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

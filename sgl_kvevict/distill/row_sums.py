@@ -1,0 +1,91 @@
+"""Learns mean and deviation of a model's keys and values, with which rows of few bits are written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.stored_rows import gather_rows
+from sgl_kvevict.distill.features import CachedRange
+from sgl_kvevict.distill.learner import NUM_SINKS
+from sgl_kvevict.distill.weights import heads_of_rank, of_all_heads
+from sgl_kvevict.geometry import KVGeometry
+
+STATISTICS = tuple(field.name for field in fields(RowStatistics))
+"""Names of the tensors of statistics."""
+MIN_DEVIATION = 0.01
+"""Least deviation of a channel, as a share of the mean deviation of its head: one that never varied in the texts may
+vary later."""
+POWER = 0.75
+"""Numbers are divided by their channel's deviation to this power. 1: channels that hardly vary get as many steps as
+those that decide; 0: channels that vary much take the steps of the others in their group. Measured with 4 bits
+(benchmarks/quality/bits.py): 0.5 to 0.75 is best on SmolLM2, 1 on Qwen2.5-Coder 0.5B, which 0.25 destroys."""
+SPREAD_POSITIONS = 32_768
+"""Keys count as they would be at positions up to here, evenly: texts are short, and RoPE turns keys of later tokens
+further. At most as many as the model has."""
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, are evenly spread however many there are."""
+_TINY = 1e-6
+"""Least deviation of a channel whose head never varied."""
+
+
+class RowSums:
+    """Sums over tokens of keys after RoPE and of values, by layer, KV head and channel, in float64.
+
+    The first tokens of a path, attention sinks, are left out: nothing else is like them, and their rows have 16 bits.
+    The size is constant. Every rank sums up its own heads.
+    """
+
+    def __init__(self, geometry: KVGeometry, rotary: Rotary, device: torch.device | None = None) -> None:
+        shape = (2, geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)  # of keys, of values
+        self._rotary = rotary
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._num_tokens = 0
+
+    def add(self, text: CachedRange) -> None:
+        """Add the uncompressed tokens of a path, not latents."""
+        tokens = text.cut(slice(min(max(NUM_SINKS - text.start, 0), text.token_slots.numel()), None))
+        now = tokens.rotary_positions
+        then = self._spread(tokens).expand_as(now)
+        for layer in range(tokens.num_layers):
+            k_scale, v_scale = tokens.scales.of(layer)
+            keys = gather_rows(tokens.k_arena[layer], tokens.token_slots, k_scale)
+            keys = self._rotary.apply(self._rotary.apply(keys, now, inverse=True), then)
+            values = gather_rows(tokens.v_arena[layer], tokens.token_slots, v_scale)
+            for kind, rows in enumerate((keys.double(), values.double())):
+                self._sums[kind, layer] += rows.sum(0)
+                self._squares[kind, layer] += rows.square_().sum(0)
+        self._num_tokens += tokens.token_slots.numel()
+
+    def _spread(self, tokens: CachedRange) -> Tensor:
+        """[num_tokens], int64: positions to which the keys of the next tokens are turned."""
+        numbers = torch.arange(tokens.token_slots.numel(), device=tokens.token_slots.device) + self._num_tokens
+        num_positions = min(self._rotary.cos_sin.shape[0], SPREAD_POSITIONS)
+        return ((numbers.double() * _GOLDEN) % 1 * num_positions).long()
+
+    def solve(self) -> RowStatistics:
+        """Mean and deviation of all tokens so far, at least one; the latter to the power of :data:`POWER`.
+
+        As a share of the head's mean deviation, so that numbers stay about as large as 1.
+        """
+        means = self._sums / self._num_tokens
+        deviations = (self._squares / self._num_tokens - means.square()).clamp_min(0).sqrt()
+        of_head = deviations.mean(-1, keepdim=True).clamp_min(_TINY)
+        deviations = (deviations / of_head).clamp_min(MIN_DEVIATION).pow(POWER) * of_head
+        return RowStatistics(means[0].float(), deviations[0].float(), means[1].float(), deviations[1].float())
+
+
+def statistics_of_ranks(parts: Sequence[RowStatistics], num_kv_heads: int) -> RowStatistics:
+    """Statistics of all heads, from those of each tensor-parallel rank; the inverse of :func:`statistics_of_rank`."""
+    return RowStatistics(*(of_all_heads([getattr(part, name) for part in parts], num_kv_heads) for name in STATISTICS))
+
+
+def statistics_of_rank(whole: RowStatistics, rank: int, num_ranks: int, num_kv_heads: int) -> RowStatistics:
+    """The part of a tensor-parallel rank, which holds ``num_kv_heads`` consecutive heads."""
+    return RowStatistics(*(heads_of_rank(getattr(whole, name), rank, num_ranks, num_kv_heads) for name in STATISTICS))
