@@ -192,30 +192,21 @@ def test_segments_of_several_widths_become_one(world: World) -> None:
     assert sum(world.check(joined, 8).values()) == 80 and joined.num_slots == 8 // double
 
 
-def test_after_another_order_those_with_wide_rows_keep_them(world: World) -> None:
-    """The new order turns the old one around: what has 8 bits comes last now."""
+def test_after_another_order_no_row_gets_more_bits(world: World) -> None:
+    """The order is turned around: of what has 8 bits the best keep them, of all others the best are kept."""
     double = world.geometry.itemsize // 2
     segment = world.segment(8 // double, "auto")
-    wide = set(
-        zip(
-            segment.storage.parts[0].run_of_entries().tolist(), segment.storage.parts[0].positions.tolist(), strict=True
-        )
-    )
     assert segment.order is not None
     world.keys = -world.keys
     segment.order = segment.order.with_keys(-segment.order.keys)
-    best = segment.order.keys.sort(descending=True).values
-    world.resize(segment, 7 // double)
-    assert segment.order.keys.sort(descending=True).values.equal(best[: segment.num_entries])
-    eight = segment.storage.parts[0]
-    now = set(zip(eight.run_of_entries().tolist(), eight.positions.tolist(), strict=True))
-    kept = {
-        *now,
-        *zip(
-            segment.storage.parts[1].run_of_entries().tolist(), segment.storage.parts[1].positions.tolist(), strict=True
-        ),
-    }
-    assert wide & kept <= now  # no row of 8 bits became one of 4 while another got wider
+    wide = segment.storage.parts[0].num_entries
+    best, others = (keys.sort(descending=True).values for keys in segment.order.keys.tensor_split([wide]))
+    world.resize(segment, 4 // double)
+    kept = world.check(segment, 8)
+    assert kept == {8: 16, 4: 24} and segment.order is not None
+    own, rest = segment.order.keys.tensor_split([16])
+    assert own.sort(descending=True).values.equal(best[:16])
+    assert rest.sort(descending=True).values.equal(torch.cat([best[16:], others]).sort(descending=True).values[:24])
 
 
 def test_passes_score_keys_as_they_are_read(world: World) -> None:
