@@ -494,6 +494,8 @@ BITS: Table[AfterLoad] = {
     "latents": (lambda f: f.is_latent, "the model keeps latents (MLA), for which fewer bits were never measured"),
     "float8": (lambda f: f.dtype == FP8, "the pool's rows have 8 bits already (--kv-cache-dtype)"),
     "flashinfer": (lambda f: f.chosen == "flashinfer", "attention 'flashinfer' reads rows of 16 bits only"),
+    "windows": (lambda f: f.narrowest,
+        "layers with sliding windows share the pool, and their entries go by position, not by worth"),
     "head_dim": (lambda f: not f.is_latent and f.head_dim % GROUP,
         f"a scale is that of {GROUP} numbers, and the model's head_dim is {{f.head_dim}}"),
     "rows": (lambda f: f.num_head_slots * (6 if f.dtype == "float32" else 3) > MAX_ROWS,

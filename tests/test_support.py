@@ -135,6 +135,7 @@ SIXTEEN = {
     "latents": loaded(is_latent=True, head_dim=576),
     "float8": loaded(dtype="float8_e4m3fn", capability=(9, 0)),
     "flashinfer": loaded(**FLASHINFER),
+    "windows": loaded(windows=(8, 0)),
     "head_dim": loaded(head_dim=80),
     "rows": loaded(num_head_slots=2**30),
     "weights": loaded(has_weights=False),

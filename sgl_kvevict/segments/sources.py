@@ -209,6 +209,8 @@ class Sources:
             raise InvariantError(f"entries in {held} slots cannot shrink to {num_slots} slots")
         plan, shown = self._plan(num_slots, count, bits, num_sink_tokens), 0
         if geometry.has_windows:
+            if bits != 16:
+                raise InvariantError(f"rows of {bits} bits of layers with sliding windows, which are cut by position")
             shown = sum(number for _, number in plan) // geometry.num_runs
             seen = geometry.num_kv_heads * sum(geometry.tokens_to_keep(self.end - self.start, shown))
             plan = self._plan(num_slots, min(seen, count), bits, num_sink_tokens)
@@ -220,7 +222,7 @@ class Sources:
             if geometry.has_windows:
                 keys = self._in_windows(keys.int(), shown)
         smaller = Sources(geometry, self.ranges)
-        smaller._pieces, smaller.kept = self._pieces, self._chosen(plan, keys, num_sink_tokens)
+        smaller._pieces, smaller.kept = self._pieces, self._chosen(plan, keys, 0 if bits == 16 else num_sink_tokens)
         return smaller
 
     def _chosen(self, plan: tuple[Part, ...], keys: Tensor | None, num_sink_tokens: int) -> tuple[KeptRows, ...]:
@@ -236,9 +238,8 @@ class Sources:
             chosen, own = places, lens
             if number < places.numel():
                 assert keys is not None
-                ranks, is_last = keys[places] if i else keys, i == len(plan) - 1
-                if not is_last:
-                    ranks = self._ranks(ranks, places, lens, bits, num_sink_tokens)
+                is_last = i == len(plan) - 1
+                ranks = self._ranks(keys[places] if i else keys, places, lens, bits, num_sink_tokens)
                 first, own = largest_entries(ranks, pad(lens.cumsum(0), (1, 0)), number)
                 chosen = places[first]
                 if not is_last:

@@ -18,8 +18,6 @@ from helpers.machines import (
     PressureMachine,
     SessionMachine,
     UnsplittablePressureMachine,
-    WindowsMachine,
-    WindowsUnderPressureMachine,
 )
 from helpers.verify_machines import PairsHostMachine, PairsStoreMachine, VerifyPressureMachine
 from sgl_kvevict.config import Bits
@@ -43,8 +41,6 @@ BITS_MACHINES = (
             CoarsePressureMachine,
             SessionMachine,
             GenerationMachine,
-            WindowsMachine,
-            WindowsUnderPressureMachine,
             BesideMachine,
             BesidePressureMachine,
             HostMachine,
