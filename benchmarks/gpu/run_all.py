@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "decode": ("correctness", "error", "bandwidth", "sharers", "planning", "graph", "ordering"),
-    "compression": ("first", "compaction", "compression"),
+    "compression": ("compaction", "compression"),
     "shapes": ("shapes", "extend"),
     "baselines": ("uniform", "flashinfer"),
 }
@@ -33,7 +33,7 @@ SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 def run_section(section: str, device: str, *, is_smoke: bool) -> dict[str, Any]:
     """Measure one section in this process; rows say how much of what is possible on the device they reach."""
-    from gpu_bench import checks, decode, first, flashinfer, insertion, ordering, roofline, shapes
+    from gpu_bench import checks, decode, flashinfer, insertion, ordering, roofline, shapes
     from gpu_bench.clock import copy_bandwidth
     from gpu_bench.setting import FULL, SMOKE
 
@@ -54,7 +54,6 @@ def run_section(section: str, device: str, *, is_smoke: bool) -> dict[str, Any]:
         "uniform": shapes.uniform,
         "extend": shapes.extend,
         "shapes": shapes.shapes,
-        "first": first.first_times,
     }
     rows = roofline.with_shares(section, functions[section](setting), setting, device)
     result: dict[str, Any] = {"rows": rows, "lines": roofline.spoken(section, rows)}

@@ -41,7 +41,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=DEMO, help="folder, or a name of `make model ARGS=--list`")
     parser.add_argument("--aware", action="store_true", help="context and question in one prompt")
-    parser.add_argument("--probes", action="store_true", help="have contexts repeat parts of themselves, too")
     parser.add_argument("--own-full", action="store_true", help="full cache: this plugin's attention (policy none)")
     parser.add_argument("--results", type=Path, help="CSV file; default: results.csv, or aware.csv, of the documents")
     return parser.parse_args()
@@ -68,7 +67,6 @@ def main() -> None:
         seed=args.seed,
         results=args.results or (AWARE_RESULTS if args.aware else RESULTS),
         work=ROOT / "out" / "quality",
-        probes=args.probes,
     )
     policies = _policies(args.policies)
     setups = [Setup(name, budget, options, args.aware) for budget in args.budgets for name, options in policies]

@@ -102,10 +102,6 @@ BARS = (
     Bar("generation", "4096 generated", "h2o", "decode_tokens_per_s", 1.5),
     Bar("generation", "4096 generated", "streaming-llm", "decode_tokens_per_s", 1.5),
     Bar("generation", "4096 generated", "h2o", "slots", 512 + 1024 + 256 + 32, is_cost=True, is_absolute=True),
-    Bar("commits", "prefix 3000, batch 1", "now", "decode_tokens_per_s", 1.0, baseline="before"),
-    Bar("commits", "prefix 4096, batch 8", "now", "decode_tokens_per_s", 1.0, baseline="before"),
-    Bar("commits", "0.5x the pool", "now", "requests_per_s", 1.0, baseline="before"),
-    Bar("commits", FOUR, "now", "requests_per_s", 1.0, baseline="before"),
     Bar("prefill", "3 prompts of 1024", DEFAULT, "prompt_tokens_per_s", 0.95),
     Bar("prefill", "2 prompts of 3000", DEFAULT, "prompt_tokens_per_s", 0.95),
     Bar(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from helpers.implementations import Kind, Runner
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from helpers.torch_flashinfer import Plan, use_torch_kernels
 from kvevict_kernels.device_limits import DeviceLimits
@@ -210,6 +211,7 @@ class World:
 
 MakeWorld = Callable[..., World]
 Build = Callable[[World], Attention]
+Start = Callable[..., Runner]
 
 
 @pytest.fixture
@@ -317,3 +319,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(42)
+
+
+@pytest.fixture
+def start(make_world: MakeWorld, request: pytest.FixtureRequest) -> Start:
+    """Factory: a kind, then sizes of a world, which is empty."""
+
+    def started(kind: Kind, *args: int, **kwargs: object) -> Runner:
+        for name in kind.fixtures:
+            request.getfixturevalue(name)
+        return Runner(make_world(*args, **kwargs), kind)
+
+    return started

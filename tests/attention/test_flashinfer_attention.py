@@ -21,7 +21,7 @@ from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
 from sgl_kvevict.attention.flashinfer.wrapper import ROW_BOUNDS
 from sgl_kvevict.attention.triton.attention import TritonAttention
-from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
+from sgl_kvevict.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
     from conftest import MakeWorld, World
@@ -61,19 +61,6 @@ def many_kinds(world: World) -> None:
     world.add((empty, world.uneven_span(5), shared), 33)
     world.add((deep, shared), 27)
     world.add((empty,), 21)
-
-
-@pytest.mark.parametrize("sizes", [(3, 3, 64), (2, 4, 64), (1, 8, 128), (2, 7, 64)], ids=str)
-def test_decode(make_world: MakeWorld, sizes: tuple[int, int, int]) -> None:
-    world = make_world(*sizes)
-    many_kinds(world)
-    check(world, make(world))
-
-
-def test_extend_and_decode_rows(make_world: MakeWorld) -> None:
-    world = make_world(2, 4, 64)
-    many_kinds(world)
-    check(world, make(world), [40, 1, 22, 5, 1, 2])
 
 
 def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,15 +154,6 @@ def test_what_flashinfer_cannot_do_is_refused(make_world: MakeWorld) -> None:
         make(world)
     assert "head_dim of 64, 128 or 256; the model's is 80" in str(refused.value)
     assert "the pool's dtype is float32" in str(refused.value)
-
-
-def test_other_queries_than_planned(make_world: MakeWorld) -> None:
-    world = make_world(2, 4, 64)
-    world.add((), 4)
-    attention = make(world)
-    attention.plan(world.batch())
-    with pytest.raises(InvariantError, match=r"q: planned \[1, 8, 64\], got \[2, 8, 64\]"):
-        attention.run(0, torch.zeros(2, 8, 64), 0.1)
 
 
 def test_the_installed_flashinfer_has_what_we_rely_on() -> None:

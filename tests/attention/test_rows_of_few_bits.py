@@ -16,6 +16,7 @@ from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, TorchAttention
 from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
+from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 
@@ -236,6 +237,16 @@ def test_spans_of_few_bits_need_statistics(build: Build, make_world: MakeWorld) 
     world.statistics = None
     attention = build(world)
     with pytest.raises(InvariantError, match="a span has rows of 4 bits, which this attention was not built to read"):
+        attention.plan(world.batch())
+
+
+@pytest.mark.usefixtures("flashinfer_plans")
+def test_flashinfer_reads_rows_of_16_bits_only(make_world: MakeWorld) -> None:
+    world = make_world(2, 2, 64)
+    world.learn()
+    world.add((world.uneven_span(10), world.uneven_span(10, bits=8, is_counted=False)), 3)
+    attention = FlashInferAttention(world.geometry, world.k, world.v)
+    with pytest.raises(InvariantError, match="a span has rows of 8 bits"):
         attention.plan(world.batch())
 
 

@@ -25,7 +25,7 @@ from helpers.harness import publish_server_args
 from helpers.watched import WatchedHarness
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.top import TopOptions, run_top
-from sgl_kvevict.cli.top_view import TopState, describe, render, summarise
+from sgl_kvevict.cli.top_view import TopState, render, summarise
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.events.client import ServerSilentError
@@ -33,18 +33,9 @@ from sgl_kvevict.events.questions import Prefix, StatusReport
 from sgl_kvevict.events.totals import Gauges, Pool, Totals
 from sgl_kvevict.events.types import (
     Cleared,
-    Compressed,
     Dropped,
     EventBatch,
-    Loaded,
-    LoadFailed,
-    PrefilledCompressed,
-    Refused,
-    Repacked,
-    ScoringPass,
     Split,
-    Squeezed,
-    Stored,
 )
 
 
@@ -185,33 +176,6 @@ def test_events_between_two_reports_are_shown_once_and_missing_ones_are_counted(
     assert "events lost 0, missed 4" in " ".join(drawn(state, 200).split())
     state.update(report(started=90.0, next_event=2), [batch(16, 18), batch(2, 3, started=90.0)])
     assert state.missed == 4 and state.events[-1][1] == events[2]
-
-
-@pytest.mark.parametrize(
-    ("event", "text"),
-    [
-        (
-            Compressed([3, 4], 0, 2000, 2000, 400, 1600, 1, 2, 0, 0.0123, "p"),
-            "compressed tokens 0-2,000 into 400 slots, 1,600 released (12.3 ms, node 4)",
-        ),
-        (Dropped(3, 50, 10, True), "dropped compressed node 3: 50 tokens, 10 slots released"),
-        (Repacked(3, 7, 3), "repacked node 3 into 7 slots, 3 released"),
-        (Squeezed(3, 7, 3), "squeezed node 3 into 7 slots, 3 released"),
-        (PrefilledCompressed(4096), "compressed 4,096 tokens of a prompt while it was prefilled"),
-        (ScoringPass(0, 512, 0.25), "scored tokens 0-512 (250.0 ms)"),
-        (Refused("in-use", 900), "left 900 tokens as they are: somebody reads them exactly"),
-        (Refused("not-cached", 900), "left 900 tokens as they are: not cached"),
-        (Stored("ab", 900, 2000), "stored 900 tokens: 2,000 bytes"),
-        (Stored("ab", 900, 0), "stored 900 tokens: was there"),
-        (Stored("", 900, 0, "disk full"), "stored 900 tokens: disk full"),
-        (Loaded("ab", 20, 900), "loaded tokens 20-900 from the store"),
-        (LoadFailed("late", ""), "went on without the store: it came too late"),
-        (LoadFailed("error", "unreachable"), "went on without the store: unreachable"),
-        (Cleared(), "flushed the whole cache"),
-    ],
-)
-def test_events_in_words(event, text):
-    assert describe(event) == text
 
 
 def test_nodes_dropped_in_a_row_are_one_line():

@@ -102,11 +102,10 @@ def novice(tmp_path_factory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("novice"), seed=secrets.randbits(32))
 
 
-@pytest.mark.parametrize("flags", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no overlap"])
-def test_scores_are_learned_before_the_port_opens_and_once(start, novice, tmp_path, flags):
+def test_scores_are_learned_before_the_port_opens_and_once(start, novice, tmp_path):
     path = tmp_path / "new" / "scores.safetensors"
     config = {"score_weights": str(path), "wait_for_passes": False}
-    with start(novice, *TINY, *flags, config=config) as server:
+    with start(novice, *TINY, config=config) as server:
         log = server.log()
         assert log.index("learning scores: text 16 of 16") < log.index("learned scores find") < log.index("Uvicorn")
         assert learned(server)["texts"] == 16 and 0 < learned(server)["recall"] <= 1
@@ -117,7 +116,7 @@ def test_scores_are_learned_before_the_port_opens_and_once(start, novice, tmp_pa
             generate(server, tokens, 4)
         assert idle_state(server)["span_tokens"] > 500 and server.leak_messages() == []
     recall = read_recall(path)
-    with start(novice, *TINY, *flags, config=config) as server:
+    with start(novice, *TINY, config=config) as server:
         assert "learning scores" not in server.log() and learned(server)["recall"] == recall
 
 

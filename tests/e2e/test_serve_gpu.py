@@ -1,4 +1,4 @@
-"""``benchmarks/gpu/serve_gpu.py --tiny`` on a CPU: the whole plan against real servers."""
+"""``benchmarks/gpu/serve_gpu.py --tiny`` on a CPU: answers, mixed traffic (phases: test_fake_gpu.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-def test_every_phase_of_a_tiny_plan(tmp_path: Path, preloaded: Preloaded) -> None:
+def test_answers_and_mixed_traffic_of_tiny_servers(tmp_path: Path, preloaded: Preloaded) -> None:
     import serve_gpu
     from gpu_bench.phases import Phases
     from gpu_bench.rows import Rows, read_rows
@@ -24,14 +24,8 @@ def test_every_phase_of_a_tiny_plan(tmp_path: Path, preloaded: Preloaded) -> Non
     model = write_model(tmp_path / "model", SMALL.model)
     phases = Phases(rows, SMALL, model, tmp_path, is_gpu=False, spawn=preloaded.start)
     phases.mixed_seconds = 0.0  # one round
-    assert serve_gpu.run(["ours", "triton", "answers", "mixed"], phases, None) == 0
+    assert serve_gpu.run(["answers", "mixed"], phases, None) == 0
     found = {(row["system"], row["what"]): row for row in read_rows([rows.path]) if "system" in row}
-    whats = ("start", "first", "cached", "decode 1", "decode 2", "fitting", "pressure", "leaks")
-    assert {("budget 0.2", what) for what in whats} | {("stock, triton", what) for what in whats} <= found.keys()
-    ours, stock = found["budget 0.2", "pressure"], found["stock, triton", "pressure"]
-    assert ours["found"] > 0.9 > stock["found"]
-    assert found["budget 0.2", "cached"]["cached_tokens"] == SMALL.document
-    assert found["budget 0.2", "leaks"]["leaks"] == 0
     assert found["budget 1.0", "answers"]["like_first"] == "8 of 8"
     mixed = found["budget 0.2", "mixed"]
     assert mixed["leaks"] == mixed["errors"] == 0 and mixed["answered"] > 50 and mixed["aborted"] > 0

@@ -6,7 +6,6 @@ from kvevict_demo.questions import (
     CHAT_QUESTIONS,
     DOCUMENT,
     Question,
-    system_prompt,
 )
 
 ALL = (*BRANCH_QUESTIONS, *CHAT_QUESTIONS)
@@ -26,9 +25,3 @@ def test_an_answer_is_right_when_it_holds_any_expected_piece_in_any_case() -> No
     assert question.is_right("Under the CLAY POT.")
     assert question.is_right("near the rosemary")
     assert not question.is_right("under a pot made of clay")
-
-
-def test_system_prompt_ends_with_the_whole_document() -> None:
-    document = DOCUMENT.read_text(encoding="utf-8").strip()
-    assert system_prompt().endswith(document)
-    assert 2000 < len(document.split()) < 2600

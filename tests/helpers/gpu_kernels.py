@@ -11,7 +11,14 @@ from typing import Any
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.key_scores import largest_kernel_size
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
-from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, LATENT_DIM, block_widths, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import (
+    DECODE_ROWS,
+    EXTEND,
+    LATENT_DIM,
+    block_widths,
+    few_bits_options,
+    tiles_for,
+)
 
 Spec = dict[str, Any]
 DEVICES = {
@@ -148,6 +155,7 @@ def _attention_kernels(
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
             block |= {"CLASS": which, "visible_ptr": visible, "WINDOWED": has_window, "statistics_ptr": statistics}
+            options |= few_bits_options(which, head_dim) if has_few_bits else {}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
         yield spec(

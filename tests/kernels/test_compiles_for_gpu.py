@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from helpers.compiled import Spec, compile_all, copies_in_flight
-from helpers.gpu_kernels import DEVICES, attention_kernels, head_dim_kernels, label, small_kernels
+from helpers.gpu_kernels import (
+    DEVICES,
+    attention_kernels,
+    few_bits_kernels,
+    head_dim_kernels,
+    label,
+    small_kernels,
+)
 
 H100 = DEVICES[90]
 Compiled = dict[str, dict[str, Any]]
@@ -71,6 +78,20 @@ def test_kernels_of_a_compression_compile_for_an_h100(tmp_path: Path) -> None:
         if name.startswith("key_scores"):
             assert "mma" in result["ptx"], name
         assert not re.search(r"\s(atom|red)\.global", result["ptx"]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_for_rows_of_few_bits_compile_for_an_h100(tmp_path: Path, head_dim: int) -> None:
+    """Rows of all widths are loaded in words of 16 bytes, ahead of the products."""
+    found = compiled(list(few_bits_kernels(90, head_dim)), tmp_path)
+    for name, result in found.items():
+        assert result["stack"] == 0, name
+        assert result["shared"] <= H100.shared_per_block, name
+        assert not re.search(r"\s(atom|red)\.global", result["ptx"]), name
+        if name.startswith(("split", "extend")):
+            assert "mma" in result["ptx"], name
+            assert result["in_flight"] >= 3, name
 
 
 def test_the_wait_is_read_from_the_innermost_loop_with_products() -> None:

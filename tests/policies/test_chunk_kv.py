@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, RangeScores, build_policy
@@ -63,16 +61,6 @@ def test_worked_selection(budget: int, chunk: int, expected: list[int]) -> None:
     assert choose(TOKENS, 4, chunk, budget) == expected
 
 
-@pytest.mark.parametrize("budget", [8, 10, 12, 14, 16])
-def test_paper_mode_holds_its_distinct_tokens_and_fills_the_gaps(budget: int) -> None:
-    """T1, paper mode: the printed set without duplicates; freed entries go to the next best chunks."""
-    printed = set(paper_mode(np.array(TOKENS), 4, 4, budget))
-    ours = choose(TOKENS, 4, 4, budget, "paper")
-    assert printed <= set(ours) and len(ours) == budget
-    if len(printed) == budget:
-        assert set(ours) == printed
-
-
 def one_head(from_weights: Run, keys: list[float], window: int) -> Any:
     """T2 and T3: one-dimensional keys and queries of 1; every query sees all keys but the causal ones."""
     length = len(keys)
@@ -107,30 +95,6 @@ def test_raw_against_softmax(make_prompt: Run, kept: Run, score: str, expected: 
     keys = torch.tensor([5.0, -10, 0, 0, 1]).view(5, 1, 1)
     prompt = make_prompt([keys], [torch.ones(1, 1, 1)], tail=0, window=1)
     assert kept(prompt.run(chunkkv(window_size=1, chunk_length=2, score=score), 3)) == [[expected]]
-
-
-@pytest.mark.parametrize(
-    ("length", "budget", "window", "chunk", "entries", "unique"),
-    [
-        (1000, 128, 32, 10, 128, 120),
-        (1005, 128, 32, 10, 128, 115),
-        (1000, 128, 8, 10, 128, 120),
-        (1000, 128, 4, 10, 124, 120),
-        (8192, 819, 32, 10, 819, 802),
-    ],
-)
-def test_printed_algorithm_stores_duplicates_ours_does_not(
-    length: int, budget: int, window: int, chunk: int, entries: int, unique: int
-) -> None:
-    """T4."""
-    tokens = np.random.default_rng(0).random(length) * 1e-3
-    tokens[-window:] = 1
-    printed = paper_mode(tokens, window, chunk, budget)
-    assert (len(printed), len(set(printed))) == (entries, unique)
-    for mode in ("exact", "paper"):
-        ours = choose(tokens, window, chunk, budget, mode)
-        assert len(set(ours)) == budget and ours == sorted(ours)
-    assert set(printed) <= set(choose(tokens, window, chunk, budget, "paper"))
 
 
 def test_cold_window_tells_the_modes_apart() -> None:
@@ -169,20 +133,6 @@ def test_chunks_of_one_are_top_k_and_one_chunk_is_a_prefix() -> None:
     assert choose(tokens, 8, 52, 20) == list(range(12)) + list(range(52, 60))
 
 
-def test_invariances(random_prompt: Run, kept: Run) -> None:
-    """T8: scale of a head's scores; order of heads; nothing but scores matters."""
-    values = torch.rand(1, 3, 40, generator=torch.Generator().manual_seed(0))
-    lens = torch.full((1, 3), 17)
-    chosen = ChunkSelector(ChunkKV(chunk_length=4)).select(RangeScores(values, None, None, 0, 0), lens)
-    scaled = values * torch.tensor([4.0, 0.25, 1.0])[:, None]
-    assert torch.equal(
-        ChunkSelector(ChunkKV(chunk_length=4)).select(RangeScores(scaled, None, None, 0, 0), lens), chosen
-    )
-    order = [2, 0, 1]
-    permuted = ChunkSelector(ChunkKV(chunk_length=4)).select(RangeScores(values[:, order], None, None, 0, 0), lens)
-    assert torch.equal(permuted, chosen[:, order])
-
-
 def test_tail_chunk_and_ties() -> None:
     """T9: a short last chunk is at a disadvantage as a sum, not as a mean; ties are kept from the left."""
     assert choose(np.full(103, 1 / 103), 3, 10, 43) == ranges((0, 39), (100, 102))
@@ -190,17 +140,6 @@ def test_tail_chunk_and_ties() -> None:
     tokens[100:105] = 1.5
     assert 100 not in choose(tokens, 3, 10, 53)
     assert 100 in choose(tokens, 3, 10, 53, chunk_score="mean")
-
-
-@pytest.mark.parametrize(
-    ("budget", "window", "chunk", "full", "rest"),
-    [(128, 32, 10, 9, 6), (128, 16, 10, 11, 2), (128, 8, 10, 12, 0), (96, 32, 10, 6, 4), (819, 32, 10, 78, 7)],
-)
-def test_chunk_counts(budget: int, window: int, chunk: int, full: int, rest: int) -> None:
-    """T10."""
-    kept = choose(np.random.default_rng(4).random(1000 + window), window, chunk, budget)[:-window]
-    counts = np.bincount(np.array(kept) // chunk)
-    assert (counts == chunk).sum() == full and sorted(counts[(counts > 0) & (counts < chunk)]) == [rest] * (rest > 0)
 
 
 def test_shared_heads(random_prompt: Run, kept: Run) -> None:
@@ -238,40 +177,3 @@ def test_chunks_with_adaptive_budgets(random_prompt: Run, kept: Run) -> None:
     lens = decision.selection.keep_lens
     assert lens.sum(1).tolist() == [60] * 3 and lens[0].unique().numel() > 1
     assert all(run[:3] == [0, 1, 2] for layer in kept(decision) for run in layer)
-
-
-def jaccard(a: set[int], b: set[int]) -> float:
-    return len(a & b) / len(a | b)
-
-
-@pytest.mark.parametrize(
-    ("smooth", "expected"),
-    [(1, [0.199, 0.175, 0.155, 0.128]), (10, [0.194, 0.339, 0.396, 0.403]), (30, [0.175, 0.311, 0.401, 0.459])],
-)
-def test_chunks_make_layers_alike_only_if_importance_is_local(smooth: int, expected: list[float]) -> None:
-    """T13, T14: mean Jaccard similarity of adjacent layers, window excluded."""
-    measured = []
-    for chunk in (1, 5, 10, 20):
-        values = []
-        for seed in range(3):
-            rng = np.random.default_rng(seed)
-            base = np.convolve(rng.standard_normal(2000 + smooth - 1), np.ones(smooth) / np.sqrt(smooth), "valid")
-            layers = [np.exp(base + rng.standard_normal(2000)) for _ in range(8)]
-            kept = [set(choose(tokens, 32, chunk, 232)[:200]) for tokens in layers]
-            values += [jaccard(a, b) for a, b in pairwise(kept)]
-        measured.append(float(np.mean(values)))
-    assert measured == pytest.approx(expected, abs=0.002)
-
-
-def reference_attention_output(values: Tensor, positions: list[int]) -> float:
-    weights = torch.tensor([4.0, 1, 1, 2, 1, 1, 2, 12])[positions]
-    return float((weights / weights.sum()) @ values[positions])
-
-
-def test_effect_on_the_output() -> None:
-    """T4: values are positions; the last query sees all keys."""
-    values = torch.arange(8.0)
-    assert reference_attention_output(values, list(range(8))) == pytest.approx(4.75)
-    assert reference_attention_output(values, [0, 1, 6, 7]) == pytest.approx(5.1053, abs=1e-4)
-    assert reference_attention_output(values, [0, 6, 7]) == pytest.approx(5.3333, abs=1e-4)
-    assert reference_attention_output(values, [6, 6, 7]) == pytest.approx(6.75)

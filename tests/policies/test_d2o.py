@@ -165,24 +165,6 @@ def test_two_into_one() -> None:
     torch.testing.assert_close(apply(plan, rows)[0], torch.tensor([0.826490, 0.412806]), atol=1e-6, rtol=0)
 
 
-def test_identical_tokens_share_evenly() -> None:
-    """10.14."""
-    rows = torch.tensor([[0.6, 0.8]] * 4)
-    plan, _ = merge(rows.tolist(), [0])
-    assert plan.weights.tolist() == pytest.approx([0.25] * 4)
-    torch.testing.assert_close(apply(plan, rows)[0], rows[0])
-
-
-def test_merging_loses_softmax_mass() -> None:
-    """10.20."""
-    keys, values = torch.tensor([[1.0, 0], [1, 0], [0, 1]]), torch.tensor([1.0, 3, 0])
-    query = torch.tensor([1.0, 0]) / math.sqrt(2)
-    plan, _ = merge(keys.tolist(), [0, 2])
-    merged = (apply(plan, keys) @ query).softmax(0) @ apply(plan, values[:, None])[:, 0]
-    assert float((keys @ query).softmax(0) @ values) == pytest.approx(1.604448, abs=1e-6)
-    assert float(merged) == pytest.approx(1.339523, abs=1e-6)
-
-
 def test_cosine_ignores_the_length_of_keys() -> None:
     """10.21; a zero key has cosine 0 with everything, not NaN."""
     base, state = merge([[1.0, 0], unit(0.9), unit(0.5), unit(0.7)], [0])
@@ -277,15 +259,6 @@ def test_room_for_everything_merges_nothing(random_prompt: Run) -> None:
     state = PolicyState(torch.full((3, 3), 0.4))
     decision = random_prompt().run(build_policy("d2o", {}), 9 * 72, state=state)
     assert decision.merge is None and decision.state is state
-
-
-def test_state_is_an_explicit_value(random_prompt: Run) -> None:
-    policy, prompt = build_policy("d2o", {}), random_prompt()
-    first = prompt.run(policy, 9 * 20)
-    again = prompt.run(policy, 9 * 20)
-    assert torch.equal(first.state.threshold, again.state.threshold)  # nothing is remembered in between
-    moved = prompt.run(policy, 9 * 20, state=PolicyState(torch.zeros(3, 3)))
-    torch.testing.assert_close(moved.state.threshold, 0.7 * first.state.threshold)
 
 
 def test_threshold_per_layer(random_prompt: Run) -> None:

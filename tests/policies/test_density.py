@@ -48,25 +48,6 @@ def test_column_sums_and_their_variance() -> None:
     assert float(sums(rows).var(-1)) == pytest.approx(0.583333, abs=1e-6)
 
 
-def test_range_of_the_metric() -> None:
-    """10.2: the sparsest map (identity) gets the smallest value, one hot column the largest."""
-    assert variance(torch.eye(8, dtype=torch.float64)) == 0
-    column = torch.zeros(8, 8, dtype=torch.float64)
-    column[:, 0] = 1
-    assert variance(column) == pytest.approx(7)
-    assert float(sums(column).var(-1)) == pytest.approx(8)
-
-
-@pytest.mark.parametrize(("n", "mixed", "plain"), [(8, 2.774, 0.660), (64, 17.85, 0.926), (1024, 259.25, 0.993)])
-def test_the_metric_grows_with_the_prompt(n: int, mixed: float, plain: float) -> None:
-    """10.3: why the printed formula needs normalising."""
-    uniform = uniform_causal(n)
-    half = uniform / 2
-    half[:, 0] += 0.5
-    assert variance(half) == pytest.approx(mixed, rel=1e-3)
-    assert variance(uniform) == pytest.approx(plain, abs=1e-3)
-
-
 def test_softmax_shares() -> None:
     """10.4, 10.5."""
     expected = [0.359315, 0.240856, 0.146087, 0.053742]
@@ -132,19 +113,6 @@ def test_totals_are_exact_and_within_bounds(range_scores: Make, norm: str) -> No
             assert int(lens.min()) >= min(4, total // 15)
             if rest == 0:
                 assert bool((lens == lens[:, :1]).all())  # heads of a layer are equal
-
-
-def test_denser_layers_get_more(range_scores: Make) -> None:
-    dense, sparse = torch.ones(2, 50), torch.zeros(2, 50)
-    sparse[:, 0] = 50
-    totals = DensityLayers().totals(range_scores(torch.stack([sparse, dense, sparse])), 120)
-    assert isinstance(totals, torch.Tensor) and int(totals.sum()) == 120
-    assert int(totals[1]) > int(totals[0]) and abs(int(totals[0]) - int(totals[2])) <= 2
-
-
-def test_layers_of_equal_density_get_equal_shares(range_scores: Make) -> None:
-    totals = DensityLayers().totals(range_scores(torch.rand(1, 2, 50).expand(4, 2, 50)), 160)
-    assert isinstance(totals, torch.Tensor) and totals.tolist() == [40] * 4
 
 
 def test_density_needs_attention_sums() -> None:

@@ -21,7 +21,6 @@ TITLES = {
     "uniform": "Dense decode over as many entries",
     "extend": "New tokens of one request on a compressed prefix",
     "shapes": "Decode with other head_dims and numbers of KV heads",
-    "first": "What happens once",
     "servers": "Real servers end to end",
     "server-checks": "What servers were asked beside that",
     "ordering": "Moving and poisoning slots beside running forwards",

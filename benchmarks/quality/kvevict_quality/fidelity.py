@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvevict_quality.archives import speeches
 from kvevict_quality.corpus import prose
-from kvevict_quality.sample import Prompts, Question, Sample
+from kvevict_quality.sample import Prompts, Sample
 
 if TYPE_CHECKING:  # kvpress' environment lacks what the launcher needs
     from kvevict_tools.launcher import RunningServer
@@ -23,9 +23,6 @@ if TYPE_CHECKING:  # kvpress' environment lacks what the launcher needs
 TOP = 64
 CONTINUATION = 128
 PASSAGES = 6
-PROBES = 4
-"""Parts of a context that it is asked to repeat, to see what it still knows."""
-PROBE_TOKENS = 96
 _TINY = 1e-9
 
 Distribution = dict[int, float]
@@ -56,14 +53,6 @@ def make_passage(prompts: Prompts, task: str, tokens: int, index: int) -> Passag
         text = "\n\n".join(blocks[first:] + blocks)
     ids = prompts.context_ids(Sample(text, ()))[: tokens + CONTINUATION]
     return Passage(ids[:tokens], ids[tokens:])
-
-
-def make_probes(prompts: Prompts, sample: Sample, context_ids: list[int]) -> list[Passage]:
-    """Parts of a context, evenly spaced, as answers to a request to repeat it."""
-    request = prompts.question_ids(sample, Question("Repeat a part of the text.", "", (), 0))
-    step = len(context_ids) // PROBES
-    parts = (context_ids[i * step + step // 2 :][:PROBE_TOKENS] for i in range(PROBES))
-    return [Passage(context_ids, request + part, len(request)) for part in parts]
 
 
 @functools.cache

@@ -29,8 +29,7 @@ class Row:
         tokens: nominal length of a context.
         contexts, questions: how many were measured (fidelity: questions are positions).
         score: mean over the questions of the share of right values; fidelity: top-1 agreement.
-        kl: mean Kullback-Leibler divergence from the full cache, nats: over a continuation (fidelity), or over parts
-            of the contexts that they are to repeat (``--probes``); else empty.
+        kl: fidelity only: mean Kullback-Leibler divergence from the full cache over a continuation, nats.
         context_tokens, slots: means over the contexts: logical tokens, and token slots held for them (all entries
             of all layers and heads count, the uncompressed tail too). Aware: of the prompts, question included.
         prepare_s, answer_s: seconds per context until it was compressed, and for all its questions. Aware: 0, and all.
@@ -40,7 +39,6 @@ class Row:
         exact: squad only: share of exact matches; its score is F1.
         nll: fidelity only: mean negative log-likelihood of the text itself, nats a token.
         scores: of each question, or of each passage (fidelity), in order, with spaces between them.
-        divergences: ``--probes``: of each context, likewise.
     """
 
     engine: str
@@ -65,7 +63,6 @@ class Row:
     exact: float | None = None
     nll: float | None = None
     scores: str = ""
-    divergences: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, float, str, int, str, int]:

@@ -37,7 +37,6 @@ class Plan:
         seed: of the contexts.
         results: the CSV file.
         work: folder for logs and the full cache's distributions.
-        probes: whether contexts are also asked to repeat parts of themselves.
     """
 
     model: Path
@@ -49,7 +48,6 @@ class Plan:
     seed: int
     results: Path
     work: Path
-    probes: bool = False
 
     def contexts(self, task: str, tokens: int) -> int:
         """Contexts that hold enough questions."""
@@ -144,14 +142,6 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
         answers = ask_all(server, plan.prompts, sample, ids)
         sums.answer_s += time.perf_counter() - begin
         sums.answered(sample.questions, answers)
-        if plan.probes:
-            found = [
-                entry
-                for probe in fidelity.make_probes(plan.prompts, sample, ids)
-                for entry in fidelity.distributions(server, probe)[0]
-            ]
-            full = _of_full(setup, plan.full_path(f"{task}-{plan.seed}", tokens, index), found)
-            sums.divergences.append(fmean(map(fidelity.divergence, full, found)))
     return sums
 
 
@@ -217,7 +207,6 @@ def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
         exact=_mean(sums.exact, 4),
         nll=_mean(sums.nll, 5),
         scores=_joined(sums.scores),
-        divergences="" if task in FIDELITY_TASKS else _joined(sums.divergences),
     )
 
 

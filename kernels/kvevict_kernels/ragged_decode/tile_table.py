@@ -20,6 +20,8 @@ HEAD_DIMS = (64, 128, 256)
 FAMILIES = (80, 89, 90, 100)
 SMALL_SHARED = 102400
 """Bytes of shared memory of a multiprocessor: up to this (sm_86, sm_89, sm_120) the tiles of sm_89 are used."""
+FEW_BITS_REGISTERS = 168
+"""Registers of a thread of the split kernel's small tile where it also reads rows of 8 and 4 bits, at most."""
 KEYS = {
     **{(80, 64): (64, 64), (80, 128): (32, 32), (80, 256): (32, 16)},
     **{(89, 64): (64, 64), (89, 128): (32, 32), (89, 256): (16, 16)},
@@ -76,6 +78,15 @@ def tiles_for(limits: DeviceLimits, head_dim: int, *, has_window: bool = False) 
         Tile(DECODE_ROWS[1], keys, warps=8 if is_wide else 4),
         Tile(64 if is_wide else 128, extend_keys, warps=8),
     )
+
+
+def few_bits_options(which: int, head_dim: int) -> dict[str, int]:
+    """More compilation options of the split kernel's class ``which`` where it also reads rows of 8 and 4 bits.
+
+    With a bound on its registers three programs of the small tile are resident, not two, and none are spilled
+    (compiled); wider rows need more.
+    """
+    return {"maxnreg": FEW_BITS_REGISTERS} if which == 0 and head_dim <= HEAD_DIMS[1] else {}
 
 
 def _latent_tiles(limits: DeviceLimits, head_dim: int) -> tuple[Tile, Tile, Tile]:

@@ -93,28 +93,10 @@ def test_the_slower_of_memory_and_tensor_cores_bounds_a_line() -> None:
     assert roofline.Work(200.0, 5000.0).bound(peaks) == "tensor cores"
 
 
-@pytest.mark.parametrize(
-    ("name", "bandwidth"),
-    [
-        ("NVIDIA H100 80GB HBM3", 3.35e12),
-        ("NVIDIA H100 PCIe", 2.0e12),
-        ("NVIDIA A100-SXM4-80GB", 2.039e12),
-        ("NVIDIA A100-SXM4-40GB", 1.555e12),
-        ("NVIDIA L4", 300e9),
-        ("NVIDIA L40S", 864e9),
-        ("NVIDIA GeForce RTX 4090", 1008e9),
-    ],
-)
-def test_a_device_is_found_by_its_name(name: str, bandwidth: float) -> None:
-    peaks = roofline.peaks_of(name)
-    assert peaks is not None and peaks.bytes_per_second == bandwidth
-
-
 def test_unknown_devices_and_host_times_get_no_share() -> None:
     assert roofline.peaks_of("NVIDIA L40") is None
     rows = [{"requests": 1, "us per layer": 10.0}]
     assert roofline.with_shares("bandwidth", rows, FULL, "CPU (smoke run)") == rows
-    assert roofline.with_shares("first", [{"what": "x", "ms": 1.0}], FULL, "NVIDIA H100") == [{"what": "x", "ms": 1.0}]
 
 
 def test_a_line_says_how_much_of_what_is_possible_it_reaches() -> None:

@@ -257,80 +257,9 @@ def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
     assert "| `squad` | q | 4,096 | 90 % | *75 ± 22 %* |  |  |" in lines
 
 
-def test_real_text_stands_in_a_table_of_its_own():
-    from kvevict_quality.by_model import fidelity_table, model_table
-
-    real = {"task": "speeches", "tokens": 8192, "questions": 254}
-    rows = [
-        stock(scores="1 1"),
-        stock(**real, scores="1", score=1.0, kl=0.0, nll=2.25),
-        row(**real, scores="0.9", score=0.9, kl=0.0312, nll=2.5),
-    ]
-    assert "speeches" not in model_table(rows) and "snapkv" not in model_table(rows)
-    assert fidelity_table(rows).splitlines()[2:] == [
-        "| m | `speeches` | full cache | 8,192 | 254 | 1.000 | 0.0000 | 2.250 |",
-        "| m | `speeches` | `snapkv` 0.2 | 8,192 | 254 | 0.900 | 0.0312 | 2.500 |",
-    ]
-
-
 def test_the_committed_tables_by_model_are_those_of_the_rows():
     from kvevict_quality.by_model import fidelity_table, model_table
     from kvevict_quality.rows import MODEL_RESULTS, read_rows
 
     rows, page = read_rows(MODEL_RESULTS), MODEL_RESULTS.with_name("tables.md").read_text(encoding="utf-8")
     assert model_table(rows) in page and fidelity_table(rows) in page
-
-
-def test_the_full_cache_can_be_measured_on_this_plugin():
-    from kvevict_quality.systems import FULL, Setup
-
-    own, stock_setup = Setup(FULL, 1.0, own_full=True), Setup(FULL, 1.0)
-    assert own.engine == "kvevict" and own.system().env["KVEVICT_CONFIG"] == '{"policy": "none"}'
-    assert stock_setup.engine == "stock" and "KVEVICT_CONFIG" not in stock_setup.system().env
-
-
-def test_a_context_that_lost_answers_is_a_point_with_its_divergence():
-    from kvevict_quality.prediction import Point, points
-
-    rows = [
-        stock(contexts=3, scores="1 1 0 0 1 0", divergences="0 0 0"),
-        row(contexts=3, scores="1 0 1 1 1 0", divergences="0.5 0.1 0.2"),
-        row(policy="echo", contexts=3, scores="1 0 1 1 1 0"),
-    ]
-    task = ("m", "needle-single", "snapkv", 0.2)
-    assert points(rows) == [Point(*task, 0.5, 0.5), Point(*task, 0.2, 0.0)]  # the second has no answers to lose
-
-
-def test_correlation_of_contexts_and_of_means(tmp_path):
-    from kvevict_quality.prediction import Point, draw, prediction_table
-
-    found = [
-        Point("m", task, "distilled", budget, divergence, loss)
-        for task, budget, divergence, loss in [
-            *(("squad", 0.2, 0.1, 0.0), ("squad", 0.1, 0.3, 0.5), ("squad", 0.1, 0.2, 0.25)),
-            *(("table", 0.2, 0.4, 0.75), ("table", 0.1, 0.5, 0.7)),
-        ]
-    ]
-    lines = prediction_table(found).splitlines()
-    assert "| m | all | 5 | 0.90 | 4 | 0.80 |" in lines
-    assert "| m | `squad` | 3 | 1.00 | 2 |  |" in lines
-    assert "| m | `distilled` 0.1 | 3 | 1.00 | 2 |  |" in lines
-    assert not any("`table`" in line for line in lines)  # two points tell nothing
-    draw(found, tmp_path / "divergence.png")
-    assert (tmp_path / "divergence.png").stat().st_size > 10_000
-
-
-def test_probes_are_parts_of_the_context_that_stay_uncompressed(prompts):
-    from kvevict_quality.fidelity import PROBE_TOKENS, make_probes
-    from kvevict_quality.sample import Sample
-
-    from sgl_kvevict.config import KVEvictConfig
-
-    sample = Sample(" ".join(f"word{i}" for i in range(1000)), ())
-    ids = prompts.context_ids(sample)
-    probes = make_probes(prompts, sample, ids)
-    places = [ids.index(probe.continuation_ids[probe.num_given]) for probe in probes]
-    assert places == sorted(places) and places[-1] > len(ids) - 2 * PROBE_TOKENS
-    for probe, place in zip(probes, places, strict=True):
-        assert probe.continuation_ids[probe.num_given :] == ids[place : place + PROBE_TOKENS]
-        assert len(probe.continuation_ids) <= KVEvictConfig().min_prefix_tokens / 2
