@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from helpers.tiny_model import save_tiny_llama
 from helpers.traffic import generate, idle_state
@@ -154,3 +155,21 @@ def test_weights_of_another_model_stop_the_server_by_name(start, tiny_llama):
     with pytest.raises(LaunchError) as error:
         start(tiny_llama, "--max-total-tokens", "600", "--skip-tokenizer-init", config={"score_weights": str(known)})
     assert "belong to 'SmolLM2-135M-Instruct', not to" in str(error.value)
+
+
+def test_another_policy_learns_statistics_alone_and_once(start, demo_model, tmp_path):
+    """Rows of few bits need them whatever policy chooses entries; the texts are prefilled, and no pass reads them."""
+    path = tmp_path / "learned.safetensors"
+    config = {"policy": "snapkv", "score_weights": str(path)}
+    with start(demo_model, "--max-total-tokens", "3000", config=config) as server:
+        log = server.log()
+        assert log.index("learning statistics: text 16 of 16") < log.index("learned statistics") < log.index("Uvicorn")
+        assert "learning scores" not in log and "learned_scores" not in plugin_state(server)
+        ask(server, document_of(HANDBOOK.read_text()[:4000]))
+        assert plugin_state(server)["span_tokens"] > 800
+        assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+    assert read_recall(path) is None
+    with safe_open(path, framework="pt") as file:
+        assert {*file.keys()} == {"rotary", "k_mean", "k_deviation", "v_mean", "v_deviation"}
+    with start(demo_model, "--max-total-tokens", "3000", config=config) as server:
+        assert "statistics of keys and values from" in server.log() and "learning" not in server.log()
