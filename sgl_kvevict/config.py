@@ -25,8 +25,8 @@ HOST_PER_POOL = 2
 LIGHT_SHARE = 0.5
 """Share of its bytes to which an uncompressed prefix shrinks first when slots are short; not below ``budget``. Every
 entry is kept in rows of 8 bits, or half of the entries where rows have 16."""
-WHOLE_SHARES = {"auto": (LIGHT_SHARE, 0.4), 16: (LIGHT_SHARE,), 8: (LIGHT_SHARE,), 4: (1 / 3,)}
-"""By ``bits``: shares above the budget. The last one is the smallest that keeps every entry: 2 of 5 with 8 bits, the
+WHOLE_SHARES = {"auto": (LIGHT_SHARE, 0.375), 16: (LIGHT_SHARE,), 8: (LIGHT_SHARE,), 4: (1 / 3,)}
+"""By ``bits``: shares above the budget. The last one is the smallest that keeps every entry: one of 5 with 8 bits, the
 others with 4; all with 8; all with 4."""
 LEAST_SHARE_OF_16_BITS = 0.1
 """Default of ``min_budget`` where rows have 16 bits."""

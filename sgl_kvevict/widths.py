@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from sgl_kvevict.config import Bits
     from sgl_kvevict.geometry import KVGeometry
 
-WIDE_SHARE = Fraction(2, 5)
+WIDE_SHARE = Fraction(1, 5)
 """Part of the entries with rows of 8 bits where the others have 4: those that come first in the order."""
 Part = tuple[int, int]
 """Bits of a row, and how many entries have such rows."""
@@ -56,8 +56,9 @@ def rows_that_fit(
             with_8 -= 1
         most_wide = others if num_wide is None else max(num_wide - with_16, 0)
         if most_wide < with_8:
-            with_8 = most_wide
-            kept = min(others, with_8 + narrow * (cells - -(-with_8 // wide)))
+            # a head slot that their last rows do not fill may hold more entries with 4 bits
+            plans = (most_wide, most_wide - most_wide % wide)
+            kept, with_8 = max((min(others, rows + narrow * (cells - -(-rows // wide))), rows) for rows in plans)
     else:
         kept = min(others, cells * geometry.rows_per_slot(bits))
         with_8 = kept if bits == 8 else 0

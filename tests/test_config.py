@@ -131,7 +131,7 @@ def test_every_field_of_bytes_takes_what_people_write() -> None:
 @pytest.mark.parametrize("budget", [0.05, 0.6, 1.0, 2])
 def test_default_shares_that_do_not_fit_the_budget_have_no_effect(budget: float) -> None:
     config = load(json.dumps({"budget": budget}))
-    assert config.shares == {0.05: (0.5, 0.4, 0.05), 0.6: (0.6, 0.325, 0.05)}.get(budget, ())
+    assert config.shares == {0.05: (0.5, 0.375, 0.05), 0.6: (0.6, 0.325, 0.05)}.get(budget, ())
     assert config.model_copy(update={"bits": 16}).shares == {0.05: (0.5, 0.05), 0.6: (0.6, 0.1)}.get(budget, ())
     assert load(config.model_dump_json(exclude_unset=True)) == config
 
@@ -139,7 +139,7 @@ def test_default_shares_that_do_not_fit_the_budget_have_no_effect(budget: float)
 @pytest.mark.parametrize(
     ("bits", "shares"),
     [
-        ("auto", (0.5, 0.4, 0.2, 0.125, 0.05)),
+        ("auto", (0.5, 0.375, 0.2, 0.125, 0.05)),
         (16, (0.5, 0.2, 0.1)),
         (8, (0.5, 0.2, 0.125, 0.05)),
         (4, (1 / 3, 0.2, 0.125, 0.05)),

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("sgl_kvevict", "kernels", "tests", "tools", "examples", "benchmarks")
-MAX_FILE_LINES = 550
+MAX_FILE_LINES = 650
 DESCRIBED = ("sgl_kvevict", "kernels", "examples", "benchmarks")
 """Folders whose public functions have docstrings."""
 
