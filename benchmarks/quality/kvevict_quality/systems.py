@@ -49,8 +49,8 @@ class Setup:
     Attributes:
         policy: a policy's name, ``FULL``, ``QUESTIONS``, ``KNOWN_QUESTIONS``, ``AWAITED``, ``TWO_STAGES`` or
             ``WHILE_PREFILLED``.
-        budget: share of the entries; 1.0 for ``FULL``.
-        options: of the policy; ``pool`` is of ``WHILE_PREFILLED``.
+        budget: share of the bytes; 1.0 for ``FULL``.
+        options: of the policy; ``bits`` is the configuration's, ``pool`` is of ``WHILE_PREFILLED``.
         aware: context and question come in one prompt, compressed before the answer.
         own_full: ``FULL`` is measured on this plugin with the policy ``none``, not on stock SGLang.
 
@@ -119,9 +119,10 @@ class Setup:
         served = OWN_POLICIES | dict.fromkeys((QUESTIONS, KNOWN_QUESTIONS), "reconstruction")
         served |= dict.fromkeys((AWAITED, TWO_STAGES, WHILE_PREFILLED), "distilled")
         policy = served.get(self.policy, self.policy)
-        ours = {"pool"} if self.policy == WHILE_PREFILLED else set()
+        ours = {"bits", "pool"} if self.policy == WHILE_PREFILLED else {"bits"}
         options = {name: value for name, value in self.options.items() if name not in ours}
         values = {"policy": policy, "budget": self.budget, "policy_options": options}
+        values |= {name: value for name, value in self.options.items() if name == "bits"}
         # False: what learned scores alone keep; other policies do not look at it
         return values | {"wait_for_passes": self.policy in (AWAITED, TWO_STAGES)}
 
