@@ -20,7 +20,7 @@ from helpers.harness_store import Server
 from helpers.learned import random_scores
 from helpers.stored import identity
 from sgl_kvevict.cache.nodes import length_of, path_to
-from sgl_kvevict.cache.pressure import WITH_FEW_BITS
+from sgl_kvevict.cache.pressure import ROUND_SHARE, WITH_FEW_BITS
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.segments import Segment
@@ -106,7 +106,7 @@ class Story:
         self._say(f"{shape.num_layers} layers, {shape.num_kv_heads} KV heads and a head dim of {shape.head_dim}")
         self._say(f"a token slot is {shape.num_runs} rows of the pool, {self._pool_bytes(1)} bytes of K and V")
         self._say(f"The pool has {POOL:,} token slots")
-        self._say(f"one round of shrinking releases at least {int((POOL + 1) / 64)} of them")
+        self._say(f"one round of shrinking releases at least {int(shape.num_token_slots * ROUND_SHARE)} of them")
         shares = ", ".join(map(str, config.shares))
         self._say(f"the shares are {shares}; the tail has {config.tail_tokens} tokens")
         self._say(f"{config.sink_tokens} sinks, and a range of {config.min_prefix_tokens} tokens is long enough")
@@ -162,6 +162,19 @@ class Story:
         self._read("A with `exact`", exact)
         self.harness.finish(exact)
         assert (tree.held_slots(), self.harness.allocator.available_size()) == (held, free)
+        self._read_exactly_before()
+
+    def _read_exactly_before(self) -> None:
+        """The same while nothing is compressed, in a cache of its own."""
+        harness = make_harness()
+        a = harness.run(A)
+        assert a is not None
+        harness.finish(a)
+        exact = harness.request(A)
+        harness.tree.prefixes.readers[exact].is_exact = True
+        assert harness.admit(exact)
+        self._say(f"it would have found {exact.prefix_len} tokens of A")
+        assert harness.tree.prefixes.pressure.reclaim(None) == 0
 
     def _leave(self, readers: list[Any]) -> None:
         for req in readers:
