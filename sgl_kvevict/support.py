@@ -167,6 +167,7 @@ class AfterLoad(Kernels, HasTraits):
         pooling: of rows by the policy on a GPU: its width, and the widest that shared memory allows.
         num_head_slots: of the full-attention pool.
         has_weights: the model's are not random (``--load-format dummy``).
+        has_texts: the model's tokenizer may have files.
         machine: checks of the machine that the scheduler runs on.
     """
 
@@ -190,6 +191,7 @@ class AfterLoad(Kernels, HasTraits):
     pooling: tuple[int, int] = (0, 0)
     num_head_slots: int = 0
     has_weights: bool = True
+    has_texts: bool = True
     machine: tuple[Check, ...] = ()
 
     @property
@@ -485,6 +487,8 @@ GROUP = 32
 MAX_ROWS = 2**31 - 1024
 """Row numbers are int32; see ``kvevict_kernels.alloc_head_slots``."""
 BITS: Table[AfterLoad] = {
+    "whole": (lambda f: f.config.budget == 1 and isinstance(f.config.budget, float),
+        "budget is 1.0, so nothing is compressed"),
     "budget": (lambda f: isinstance(f.config.budget, int),
         "budget is {f.config.budget}, a number of entries, which have 16 bits (a share is one of bytes)"),
     "budget_includes_tail": (lambda f: f.config.budget_includes_tail,
@@ -502,6 +506,8 @@ BITS: Table[AfterLoad] = {
         "the pool has {f.num_head_slots} head slots, and numbers of their rows would not fit 32 bits"),
     "weights": (lambda f: not f.has_weights,
         "the weights are random (--load-format dummy), so that keys and values have no statistics"),
+    "tokenizer": (lambda f: not f.has_texts and f.config.score_weights in ("auto", None),
+        "statistics of keys and values are learned from texts, and the model's folder has no tokenizer"),
 }
 """Why rows of compressed prefixes have 16 bits: ends of sentences."""
 

@@ -10,9 +10,10 @@ from statistics import fmean
 
 import pytest
 
+from sgl_kvevict import widths
 from sgl_kvevict.cache import pressure, recency
 from sgl_kvevict.config import LIGHT_SHARE, KVEvictConfig
-from sgl_kvevict.distill import learner, texts
+from sgl_kvevict.distill import learner, row_sums, texts
 from sgl_kvevict.policies import scorers
 from sgl_kvevict.policies.budgets import AllLayersBudget
 
@@ -110,6 +111,9 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
         "ANSWERS": pressure.ANSWERS,
         "LOSS_OF_LOADING": recency.LOSS_OF_LOADING,
         "LIGHT_SHARE": LIGHT_SHARE,
+        "POWER": row_sums.POWER,
+        "SPREAD_POSITIONS": row_sums.SPREAD_POSITIONS,
+        "WIDE_SHARE": float(widths.WIDE_SHARE),
         "floor_share": AllLayersBudget().floor_share,
         **{name: getattr(config, name) for name in KVEvictConfig.model_fields},
     }

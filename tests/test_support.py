@@ -129,6 +129,7 @@ AFTER = {
     "speculative_algorithm with latents": loaded(own=DRAFTS, is_latent=True),
 }
 SIXTEEN = {
+    "whole": loaded(KVEvictConfig(budget=1.0)),
     "budget": loaded(KVEvictConfig(budget=64)),
     "budget_includes_tail": loaded(KVEvictConfig(budget_includes_tail=True)),
     "merging": loaded(policy=build_policy("d2o", {})),
@@ -139,6 +140,7 @@ SIXTEEN = {
     "head_dim": loaded(head_dim=80),
     "rows": loaded(num_head_slots=2**30),
     "weights": loaded(has_weights=False),
+    "tokenizer": loaded(has_texts=False),
 }
 MACHINES = {
     "part": Check("GPU", "missing", "torch sees none", "see driver"),

@@ -68,6 +68,7 @@ def after_load(runner: ModelRunner, config: KVEvictConfig, policy: Policy | None
         pooling=pooling_of(policy, model_config.head_dim, device),
         num_head_slots=0 if arena is None else arena.k.shape[:3].numel(),
         has_weights=has_weights(runner, settings),
+        has_texts=settings.has_tokenizer_files,
         machine=machine_of(device, runner.dtype),
     )
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 ValueOf = Callable[[str], Any]
 """The value of a field of ``ServerArgs``, by its name."""
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
+"""One of these is in every folder from which a tokenizer can be loaded."""
 DUMMY = "dummy"
 """``--load-format``: random weights, so the model's files do not identify it."""
 
@@ -103,6 +106,12 @@ class ServerSettings:
     has_tokenizer: bool
     model_path: str
     tokenizer_path: str
+
+    @property
+    def has_tokenizer_files(self) -> bool:
+        """Whether the tokenizer's folder has its files; True if it is no folder of this machine."""
+        folder = Path(self.tokenizer_path)
+        return not folder.is_dir() or any(path for kind in TOKENIZER_FILES for path in folder.glob(kind))
 
     @classmethod
     def read(cls) -> Self:

@@ -99,7 +99,7 @@ def test_command(capsys, model):
     assert code == 0
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "852" in out
     assert "host: 34.4 GB for what the pool drops" in out
-    assert "The longest prompt that is answered has 1,117,920 tokens." in out
+    assert "The longest prompt that is answered has 2,139,391 tokens." in out
     arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "512", "--json")
     figures = json.loads(run(capsys, *arguments)[1])
     assert figures["model"]["slot_bytes"] == 131072 and figures["pool_slots"] == 131072

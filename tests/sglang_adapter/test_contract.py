@@ -253,6 +253,7 @@ OURS = {
     *Totals.__struct_fields__,
     *(
         "checked",
+        "identity",
         "is_exact",
         "is_long",
         "is_parked",

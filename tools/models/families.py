@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.images import SIGHTS
 
-from sgl_kvevict.support import AFTER_LOAD, ATTENTION, LAYERS, MODELS, WHAT_WORKS
+from sgl_kvevict.support import AFTER_LOAD, ATTENTION, BITS, LAYERS, MODELS, WHAT_WORKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WINDOW = 64
@@ -252,7 +252,10 @@ def page() -> str:
     recurrent = [row_of(f, f.note) for f in FAMILIES if f.recurrent]
     refused = [row_of(f, f.reason) for f in FAMILIES if f.reason is not None]
     rows = {name: AFTER_LOAD[name][1] for name in AFTER_LOAD if name in LAYERS or name not in ATTENTION}
+    of_bits = rows.pop("bits")  # says what the table of bits says
+    assert of_bits == "{f.bits_refused}"
     listed = {f.reason for f in FAMILIES} | {WHAT_WORKS}
+    sixteen = [f"| {name} | {in_general(sentence)} |" for name, (_, sentence) in BITS.items()]
     others = [f"| {name} | {in_general(sentence)} |" for name, sentence in rows.items() if sentence not in listed]
     return f"""# Models
 
@@ -305,6 +308,15 @@ which this table is written; settings that are refused whatever the model is are
 | what | sentence |
 |---|---|
 {chr(10).join(others)}
+
+## Rows of 16 bits only
+
+Compressed prefixes have rows of 8 and 4 bits ([design.md](design.md#packing)), but for these reasons, with which
+`bits: auto` means 16, and `bits: 8` or `4` is refused:
+
+| what | reason |
+|---|---|
+{chr(10).join(sixteen)}
 """
 
 
