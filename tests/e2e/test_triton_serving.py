@@ -61,7 +61,9 @@ class Interpreted(TritonAttention):
         super().follow(batch, num_requests)
         print("FOLLOW", sharers(batch), "of", num_requests, flush=True)
 
-backend.TorchAttention = lambda geometry, k, v: Interpreted(geometry, k, v, torch.float32)
+backend.TorchAttention = lambda geometry, k, v, statistics=None: Interpreted(
+    geometry, k, v, torch.float32, statistics=statistics
+)
 del support.AFTER_LOAD["dtype on a CPU"]  # float8 is refused there, where nobody would serve with this
 """
 
