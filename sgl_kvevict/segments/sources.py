@@ -63,7 +63,7 @@ Range = TokenRange | View
 
 @dataclass(frozen=True, eq=False)
 class KeptRows:
-    """KeptRows entries that get rows of one width.
+    """Kept entries that get rows of one width.
 
     Attributes:
         bits: of a number of these rows.
@@ -270,7 +270,7 @@ class Sources:
         return rows_that_fit(self.geometry, num_slots, num_entries, bits, **of_entries)
 
     def _kept(self, bits: int, places: Tensor, lens: Tensor) -> KeptRows:
-        """KeptRows entries, given their places by run."""
+        """Kept entries, given their places by run."""
         numbers = places if self._by_run is None else self._by_run[places]
         lens = lens.int()
         if self._interleaves:

@@ -429,13 +429,17 @@ class Harness:
             for (arena, sign), is_value in zip(self.arenas, (False, True), strict=False):
                 wanted = sign * contents[layer, positions, head]
                 if runs.bits == 16:
-                    assert torch.equal(arena.view(-1, self.geometry.head_dim)[runs.rows[entries].long()], wanted)
+                    self._check_rows(arena.view(-1, self.geometry.head_dim)[runs.rows[entries].long()], wanted)
                     continue
                 assert self.tree.packer.statistics is not None
                 known = self.tree.packer.statistics.of_run(layer, head)[is_value]
                 found = load_rows(arena, runs.rows[entries], runs.bits, known)
                 same = [found.eq(recoded(wanted, known, [*before, runs.bits])).all(1) for before in ([], [8])]
                 assert torch.stack(same).any(0).all()
+
+    def _check_rows(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Check rows of 16 bits, [num_entries, head_dim], against what was written of their tokens."""
+        assert torch.equal(found, wanted)
 
     # ---- conservation ---------------------------------------------------------------------------------------
 

@@ -7,11 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvevict_kernels import radix_select
+from sgl_kvevict.config import Bits
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.order import PINNED, measured_order, order_of, scores_of
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.segments import Order, Packed, Segment, Sources, TokenRange, View
+from sgl_kvevict.segments import Order, Packed, Rows, Segment, Sources, TokenRange, View
 
 
 def keys(values, kept, *, comparable=True, num_first=0, num_last=0):
@@ -106,10 +107,24 @@ def test_a_measured_order_keeps_as_many_at_the_budget_and_what_is_pinned():
     assert sorted(range(6), key=found.__getitem__) == [5, 1, 3, 2, 4, 0]
 
 
-@pytest.mark.parametrize("windows", [(), (0, 8, 0, 8)])
+@pytest.mark.parametrize(
+    ("windows", "bits", "sizes", "smaller"),
+    [
+        ((), 16, [(16, 160)], [(16, 80)]),
+        ((0, 8, 0, 8), 16, [(16, 160)], [(16, 80)]),
+        ((), "auto", [(16, 16), (8, 80), (4, 312)], [(16, 16), (8, 48), (4, 120)]),
+        ((), 8, [(16, 16), (8, 288)], [(16, 16), (8, 128)]),
+        ((), 4, [(16, 16), (4, 432)], [(16, 16), (4, 192)]),
+    ],
+)
 @pytest.mark.parametrize("name", ["reconstruction", "h2o", "streaming-llm"])
 def test_order_and_choice_read_nothing_from_a_device(
-    monkeypatch: pytest.MonkeyPatch, name: str, windows: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    windows: tuple[int, ...],
+    bits: Bits,
+    sizes: list[tuple[int, int]],
+    smaller: list[tuple[int, int]],
 ) -> None:
     """With tensors that have no content: any number that the host wanted to know would be an error."""
     monkeypatch.setattr(radix_select, "top_mask", lambda keys, counts: torch.empty_like(keys, dtype=torch.bool))
@@ -122,12 +137,16 @@ def test_order_and_choice_read_nothing_from_a_device(
         rows, attention = torch.empty(101, 2, 16, device="meta"), torch.empty(2, 100, device="meta")
         signals = {Signal.READER_ATTENTION: attention, Signal.ACCUMULATED_ATTENTION: attention}
         order = policy.order(lambda layer: LayerView(layer, 0, rows, rows, slots, 0.3, signals), geometry, 160, 2)
-        kept = Sources(geometry, [TokenRange(slots, 0, order)]).best(20).entries()
-        assert order.shape == (4, 2, 100) and kept.positions.shape == (160,)
-        keys = kept.keys
-        assert keys is not None
+        assert order.shape == (4, 2, 100)
+        chosen = Sources(geometry, [TokenRange(slots, 0, order)]).best(20, bits, 2)
+        assert [(part.bits, part.num_entries) for part in chosen.kept] == sizes
+        kept, keys = chosen.entries, chosen.entries.keys
+        assert kept.positions.shape == (chosen.num_entries,) and keys is not None
         measured_order(keys, scores_of(keys))
         indptr = torch.empty(9, dtype=torch.int32, device="meta")
-        packed = Packed(slots[:20], kept.head_slots, kept.positions, indptr)
+        parts = [Rows(width, kept.rows[:count], kept.positions[:count], indptr) for width, count in sizes]
+        packed = Packed(slots[:20], tuple(parts))
         light = Segment(geometry, 0, 100, packed, Order(lambda: keys, is_measured=False, start=0, end=100))
-        assert Sources(geometry, [View(light, 0, 100)]).best(10).entries().positions.shape == (80,)
+        chosen = Sources(geometry, [View(light, 0, 100)]).best(10, bits, 2)
+        assert [(part.bits, part.num_entries) for part in chosen.kept] == smaller
+        assert chosen.entries.positions.shape == (chosen.num_entries,)

@@ -95,19 +95,23 @@ def week_of_traffic(harness: Harness, scheduler: MiniScheduler, rng: random.Rand
 
 @pytest.mark.parametrize("needs_passes", [True, False])
 def test_memory_is_flat(needs_passes):
-    """A short one; ``make campaign`` runs a million requests."""
+    """A short one, once the pool is full; ``make campaign`` runs a million requests.
+
+    Segments that shrink make room for more nodes, of which memory is used: without passes there are 116 after 100
+    requests, 179 after 200, and between 201 and 223 from 300 to 1600.
+    """
     harness, scheduler = cache(needs_passes=needs_passes, observation_bytes=20 * BYTES)
     harness.check = lambda: None
     rng = random.Random(1)
     sizes = []
     tracemalloc.start()
-    for _ in range(4):
-        week_of_traffic(harness, scheduler, rng, 100)
+    for num_requests in (300, 100, 100, 100):
+        week_of_traffic(harness, scheduler, rng, num_requests)
         scheduler.passes.clear()
         gc.collect()
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert sizes[-1] - sizes[1] < 200_000
+    assert sizes[-1] - sizes[0] < 200_000
     state = cache_state(harness.tree)
     assert state["observation_bytes"] <= 2 * 20 * BYTES
     if needs_passes:
