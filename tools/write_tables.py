@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
 
-from kvevict_quality.by_model import goal_table
-from kvevict_quality.rows import MODEL_RESULTS, read_rows
+from kvevict_quality.by_model import goal_table, model_table
+from kvevict_quality.rows import BITS_RESULTS, MODEL_RESULTS, read_rows
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -114,6 +114,7 @@ def main() -> None:
         ("docs/operations.md", "metrics", metrics_table()),
         ("docs/design.md", "flows", flow_table()),
         ("docs/design.md", "hooks", hook_table()),
+        ("docs/quality.md", "bits", model_table([row for row in read_rows(BITS_RESULTS) if row.policy != "random"])),
         ("docs/quality.md", "goals", goal_table(read_rows(MODEL_RESULTS)).rstrip()),
     ):
         path = ROOT / document

@@ -14,6 +14,8 @@ AWARE_RESULTS = RESULTS.with_name("aware.csv")
 """The same rows for prompts that end with their question."""
 MODEL_RESULTS = RESULTS.with_name("models.csv")
 """Rows of several models, each with the scores of its questions."""
+BITS_RESULTS = RESULTS.with_name("few-bits.csv")
+"""The same of rows of 8 and 4 bits, and of 16 beside them."""
 
 
 @dataclass(frozen=True)
