@@ -284,7 +284,7 @@ class Story:
             f"{budget} ({shares[2]}, the `budget`",
             f"{per_row} * {config.budget} = {per_row * shares[2]:.0%}".replace("%", " %"),
             f"{between} ({shares[3]}) and {least} ({shares[4]}, the `min_budget`)",
-            f"It loses {losses.between} * {covered:,} / {budget} = {losses.between * covered / budget:.3f} tokens of prefill",
+            f"loses {losses.between} * {covered:,} / {budget} = {losses.between * covered / budget:.3f} tokens of",
             f"an uncompressed leaf loses {1}; dropping a compressed one loses {LOSS_OF_LOADING * saved}",
             f"and {saved} otherwise",
             f"{losses.least} * {covered:,} / {between} = {losses.least * covered / between:.0f}",
