@@ -198,8 +198,8 @@ class KVEvictConfig(BaseModel):
     )
     store: _Path | None = Field(
         default=None,
-        description="where prefixes are written when they reach `budget`, so that they outlive the server and are shared by "
-        "servers; null: a restart loses all (docs/store.md)",
+        description="where prefixes are written when they reach `budget`, so that they outlive the server, and other "
+        "servers find them; null: a restart loses all (docs/store.md)",
         json_schema_extra={
             "allowed": "null (off), the path of a folder, a URL that fsspec knows (s3://BUCKET/NAME), or "
             "mooncake://HOST:PORT/NAME"
