@@ -80,7 +80,8 @@ class KVEvictConfig(BaseModel):
     )
     budget: float | int = Field(
         default=0.2,
-        description="what a compressed range keeps of its bytes, uncompressed",
+        description="part of its uncompressed bytes that a compressed prefix keeps, without its tail "
+        "(docs/configuration.md#how-much-of-a-prefix-is-kept)",
         json_schema_extra={
             "allowed": "a float in (0, 1] (share of the bytes; 1.0 keeps all) "
             "or an integer >= 2 (entries per KV head, with 16 bits)"
@@ -88,17 +89,18 @@ class KVEvictConfig(BaseModel):
     )
     bits: Bits = Field(
         default="auto",
-        description="bits of a number in the rows of compressed prefixes. auto: before entries are evicted all get 8, "
-        "then 4 but for the best; 16 where others cannot be read (the log at start says why). 16: as the pool "
-        "stores them (docs/design.md#packing)",
+        description="bits of a number in compressed prefixes. auto: before an entry is evicted, all get 8, then most "
+        "get 4; where 8 and 4 cannot be read all keep 16 (the log at start says why). 16, 8 or 4: all have that "
+        "many, but the first tokens (`sink_tokens`) always 16 (docs/design.md#packing)",
         json_schema_extra={"allowed": "'auto', 16, 8 or 4"},
     )
     min_budget: float | None = Field(
         default=0.05,
         gt=0,
         lt=1,
-        description="share of the bytes to which compressed prefixes shrink when slots are short, before one is "
-        "dropped (default with rows of 16 bits: 0.1); null: none does. No effect with an integer `budget`, or 1.0",
+        description="part of its uncompressed bytes below which no prefix shrinks. From `budget` down to it a prefix "
+        "shrinks only when slots are short and that loses less than dropping a leaf; null: not below `budget`. Default "
+        "with `bits: 16`: 0.1. No effect with `budget_includes_tail`, or a `budget` that is an integer or 1.0",
     )
     prefill_budget: float | None = Field(
         default=None,
@@ -184,15 +186,16 @@ class KVEvictConfig(BaseModel):
     host_bytes: ByteSize | None = Field(
         default=None,
         ge=0,
-        description="host memory of each rank for compressed prefixes that the pool drops; null: at most a quarter of "
-        "what is free on all ranks together (docs/design.md#host-memory)",
+        description="host memory of each rank, allocated at start, for prefixes that the pool drops: they come back by "
+        "a copy. null: all ranks together take at most a quarter of the free memory (docs/design.md#host-memory)",
         json_schema_extra={
             "allowed": "null (twice the pool), 0 (off), or an amount like 64MiB, 40GB or a number of bytes"
         },
     )
     store: _Path | None = Field(
         default=None,
-        description="where compressed prefixes outlive the server and are shared by servers (docs/store.md)",
+        description="where prefixes are written when they reach `budget`, so that they outlive the server, and other "
+        "servers find them; null: a restart loses all (docs/store.md)",
         json_schema_extra={
             "allowed": "null (off), the path of a folder, a URL that fsspec knows (s3://BUCKET/NAME), or "
             "mooncake://HOST:PORT/NAME"

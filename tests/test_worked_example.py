@@ -19,16 +19,23 @@ from helpers.harness import Harness, publish_server_args
 from helpers.harness_store import Server
 from helpers.learned import random_scores
 from helpers.stored import identity
+from sgl_kvevict.cache.host import MIN_TOKENS
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.cache.pressure import ROUND_SHARE, WITH_FEW_BITS
+from sgl_kvevict.cache.recency import LOSS_OF_LOADING
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.segments import Segment
+from sgl_kvevict.sglang_adapter.host_memory import BLOCK_SLOTS
 from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
+from sgl_kvevict.widths import WIDE_SHARE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("\n## A worked example\n")[1].split("\n## ")[0]
+"""The example."""
+IN_SHORT = PAGE.split("\n## A prefix of 3,000 tokens, in short\n")[1].split("\n## ")[0]
+"""The same for a longer prompt."""
 
 POOL = 1400
 """Token slots."""
@@ -60,12 +67,14 @@ class Story:
     Attributes:
         tables: by the title of their first column.
         sentences: parts of the text that have numbers.
+        in_short: the same of the text on a longer prompt.
     """
 
     def __init__(self, folder: Path) -> None:
         self.config = KVEvictConfig()
         self.tables: dict[str, Table] = {title: {} for title in (STEP, SEGMENT, REQUEST, COPY)}
         self.sentences: list[str] = []
+        self.in_short: list[str] = []
         self.server = self._start(folder)
         self.harness: Harness = self.server.harness
         self._describe_pool()
@@ -104,16 +113,25 @@ class Story:
     def _describe_pool(self) -> None:
         shape, config = self.harness.geometry, self.config
         self._say(f"{shape.num_layers} layers, {shape.num_kv_heads} KV heads and a head dim of {shape.head_dim}")
-        self._say(f"a token slot is {shape.num_runs} rows of the pool, {self._pool_bytes(1)} bytes of K and V")
-        self._say(f"The pool has {POOL:,} token slots")
-        self._say(f"one round of shrinking releases at least {int(shape.num_token_slots * ROUND_SHARE)} of them")
+        runs = f"{shape.num_runs} rows of the pool ({shape.num_layers} layers * {shape.num_kv_heads} KV heads)"
+        number = f"K and V of {shape.head_dim} numbers of {self.harness.k.element_size()} bytes"
+        self._say(f"a token slot is {runs}, and a row has {self._row_bytes} bytes ({number})")
+        self._say(f"{self._pool_bytes(1)} bytes of K and V. The pool has {POOL:,} token slots")
+        least = int(shape.num_token_slots * ROUND_SHARE)
+        self._say(
+            f"one round of shrinking releases at least {least} of them (1 / {round(1 / ROUND_SHARE)} of the pool)"
+        )
+        self._say(f"at least {least} slots are released")
         shares = ", ".join(map(str, config.shares))
         self._say(f"the shares are {shares}; the tail has {config.tail_tokens} tokens")
         self._say(f"{config.sink_tokens} sinks, and a range of {config.min_prefix_tokens} tokens is long enough")
 
+    @property
+    def _row_bytes(self) -> int:
+        return 2 * self.harness.geometry.head_dim * int(self.harness.k.element_size())
+
     def _pool_bytes(self, num_slots: int) -> int:
-        shape = self.harness.geometry
-        return num_slots * shape.num_runs * 2 * shape.head_dim * self.harness.k.element_size()
+        return num_slots * self.harness.geometry.num_runs * self._row_bytes
 
     def _compute(self) -> tuple[Any, Any]:
         a = self._run(A)
@@ -125,10 +143,10 @@ class Story:
         self._note("2 A was released")
         b = self._run(B)
         self._note("3 B branches off")
-        self._say(f"A prompt of {len(B)} tokens, B, has the first 600 of A: SGLang finds {b.prefix_len_found}")
+        self._say(f"B, a prompt of {len(B)} tokens, begins with the first 600 of A: SGLang finds {b.prefix_len_found}")
         c = self._run(C)
         self._note("4 C branches off")
-        self._say(f"A prompt of {len(C)} tokens, C, has them too: it finds {c.prefix_len_found}")
+        self._say(f"C, a prompt of {len(C)} tokens, begins with the same 600: SGLang finds {c.prefix_len_found}")
         for name, req in (("B", b), ("C", c)):
             self._read(f"{name}, after step 4", req)
         return b, c
@@ -148,6 +166,7 @@ class Story:
         runs = self.harness.geometry.num_runs
         per_head = segment.num_entries // runs
         self._say(f"{per_head} of {segment.num_tokens} entries of each (layer, KV head) on average")
+        self._say(f"entries of all {runs} (layer, KV head) pairs")
 
     def _read_exactly(self) -> None:
         tree, exact = self.harness.tree, self.harness.request(A)
@@ -183,7 +202,10 @@ class Story:
         tree, host = self.harness.tree, self.harness.host
         before = dict(self._named())["end of A"]
         saved = WITH_FEW_BITS.between * before.tokens_per_slot
-        self._say(f"{WITH_FEW_BITS.between} of what dropping it would lose, {saved:.3f} tokens a slot")
+        product = f"{WITH_FEW_BITS.between} * {before.num_tokens} / {before.num_slots} = {saved:.3f}"
+        self._say(f"{WITH_FEW_BITS.between} of what dropping it would lose without a host: {product} tokens per slot")
+        self._say(f"counts as {LOSS_OF_LOADING} of its tokens per slot")
+        self._say(f"they are fewer than {MIN_TOKENS} tokens")
         step = 15
         while list(tree.nodes()):
             sizes, there = {name: segment.num_slots for name, segment in self._named()}, self._nodes()
@@ -200,7 +222,13 @@ class Story:
             row = [record.end - record.start, in_pool, len(each.blocks) * host.block_bytes]
             self.tables[COPY][NAMES[record.start, record.end]] = row
         self._say(f"{host.used_bytes:,} bytes of host memory")
-        self._say(f"blocks of {host.block_bytes:,} bytes here")
+        num_rows, beside = 2 * self.harness.geometry.num_runs, 6
+        assert host.block_bytes == num_rows * (self._row_bytes + beside)
+        self._say(
+            f"blocks of {host.block_bytes:,} bytes here: {num_rows} rows of {self._row_bytes} bytes, "
+            f"each with {beside} bytes for position and order, {num_rows} * ({self._row_bytes} + {beside})"
+        )
+        self._say(f"the entries of 2 token slots; a server's has those of {BLOCK_SLOTS}")
 
     def _return(self) -> None:
         a = self._run(A)
@@ -227,7 +255,10 @@ class Story:
         assert server.harness.admit(req)
         found = req.prefix_len
         assert server.harness.prefill(req)
-        self._say(f"finds {found} tokens, holds {tree.held_slots()} slots")
+        self._say(f"finds {found} tokens, holds {tree.held_slots()} slots, and computes {len(A) - found} token")
+        packed = sorted(tree.prefixes.table.packed, key=lambda segment: segment.start)
+        begin, end = (segment.num_slots for segment in packed)
+        self._say(f"at steps 12 and 13 ({begin} and {end} slots) and, unlike the host's memory, the tail (32)")
         server.harness.finish(req)
         alone = make_harness()
         req = alone.run(A)
@@ -236,10 +267,38 @@ class Story:
 
     def _longer_prompt(self) -> None:
         """The same for 3,000 tokens, by the arithmetic alone."""
-        config, num_tokens = self.config, 3000
-        covered = num_tokens - config.tail_tokens
-        slots = ", ".join(f"{config.slots_at(share, covered, 0):,}" for share in config.shares)
-        self._say(f"Of {num_tokens:,} tokens {covered:,} are a segment; it takes {slots} token slots in turn")
+        config, num_tokens, tail = self.config, 3000, self.config.tail_tokens
+        covered, losses = num_tokens - tail, WITH_FEW_BITS
+        light, whole, budget, between, least = (config.slots_at(share, covered, 0) for share in config.shares)
+        shares = config.shares
+        per_row = round(float(1 / (WIDE_SHARE / 2 + (1 - WIDE_SHARE) / 3)), 2)
+        saved = round(covered / budget)
+        self.in_short += [
+            f"A prompt of {num_tokens:,} tokens was prefilled",
+            f"Its last {tail} tokens, the *tail*",
+            f"The other {covered:,} tokens are one *segment*",
+            f"to ceil(share * {covered:,}) slots",
+            f"It takes {light:,} slots (share {shares[0]}: no token is lost, nearly all numbers have 8 bits",
+            "8 bits instead of 16",
+            f"{whole:,} ({shares[1]}: no token is lost, most numbers have 4 bits)",
+            f"{budget} ({shares[2]}, the `budget`",
+            f"{per_row} * {config.budget} = {per_row * shares[2]:.0%}".replace("%", " %"),
+            f"{between} ({shares[3]}) and {least} ({shares[4]}, the `min_budget`)",
+            f"loses {losses.between} * {covered:,} / {budget} = {losses.between * covered / budget:.3f} tokens of",
+            f"an uncompressed leaf loses {1}; dropping a compressed one loses {LOSS_OF_LOADING * saved}",
+            f"and {saved} otherwise",
+            f"{losses.least} * {covered:,} / {between} = {losses.least * covered / between:.0f}",
+            f"the first 2,000 of the {num_tokens:,} tokens",
+            f"at least {config.min_prefix_tokens} (`min_prefix_tokens`)",
+            f"at least {config.min_prefix_tokens - tail} tokens before its own tail "
+            f"({tail} + {config.min_prefix_tokens - tail} = {config.min_prefix_tokens})",
+            f"finds {0} tokens, computes all {num_tokens:,} in slots of its own",
+            f"the request finds {num_tokens - 1:,} tokens",
+            f"it has fewer than {MIN_TOKENS} tokens",
+            f"SGLang finds {covered:,} tokens and computes {tail}",
+            f"comes back with {budget} slots",
+            f"finds {num_tokens - 1:,} tokens, holds {budget + tail} slots and computes {1} token",
+        ]
 
     def _run(self, prompt: list[int]) -> Any:
         req: Any = self.harness.request(prompt)
@@ -343,6 +402,12 @@ def test_sentences_are_what_happens(story: Story) -> None:
 def test_every_number_of_the_text_comes_from_what_happens(story: Story) -> None:
     steps = {step.split()[0] for step in story.tables[STEP]}
     assert set(numbers_in(prose_of(SECTION))) - story.numbers - steps == set()
+
+
+def test_the_longer_prompt_is_that_of_the_arithmetic(story: Story) -> None:
+    text = " ".join(IN_SHORT.split())
+    assert [sentence for sentence in story.in_short if sentence not in text] == []
+    assert set(numbers_in(prose_of(IN_SHORT))) - set(numbers_in(" ".join(story.in_short))) == set()
 
 
 def test_functions_that_the_text_names_exist() -> None:

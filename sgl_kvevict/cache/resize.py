@@ -34,8 +34,9 @@ from sgl_kvevict.segments import (
 from sgl_kvevict.segments.generated import GeneratedBlock
 
 TURNS_OF_RANKING = 2
-"""Turns of the scheduler's loop from launching an order beside its stream to its use: a step at least is launched
-between. Counted, because tensor-parallel ranks would not agree on whether a stream is done."""
+"""Turns of the scheduler's loop from launching a ranking beside the scheduler's stream to the use of its order; at
+least one step is launched in between. Turns are counted because tensor-parallel ranks would not agree on whether a
+stream is done."""
 
 
 class Occasion(Enum):
@@ -52,12 +53,13 @@ class Occasion(Enum):
 class Resizer:
     """Makes segments of paths, has their entries ranked, and changes their size.
 
-    :meth:`resize` is the one function in which a segment's token slots, their charges, rows and spans change hands (by
-    :meth:`exchange`, which segments from outside the pool share); the others decide which segments, and when.
+    :meth:`resize` is the only function that changes a segment's token slots, rows, spans and their charges in the
+    tree. (Its last part, :meth:`exchange`, also serves segments that come from outside the pool.) The other methods
+    decide which segments are resized, and when.
 
-    A range that is to shrink to the budget is *wanted* until it does: it may wait for an exact reader, or for its
-    order, which on a GPU is computed beside the next step and used :data:`TURNS_OF_RANKING` later, or when slots are
-    short.
+    A range that is to shrink to the budget is *wanted* until it has shrunk. It may have to wait until a request with
+    ``exact`` has ended, or until its order is computed. On a GPU an order is computed beside the next step, and used
+    :data:`TURNS_OF_RANKING` turns later, or when slots are short.
 
     Attributes:
         on_budget: called with the last node of each segment that has reached the budget.
@@ -189,9 +191,10 @@ class Resizer:
         return not attempt.failed
 
     def _regroup(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Make of consecutive segments in place those that will be packed, one after the other.
+        """Turn consecutive segments in place into those that will be packed, root side first.
 
-        One if segments can be split. An order of other tokens is forgotten, if there can be another one.
+        If segments can be split, that is one segment. A predicted order of a range with other bounds is forgotten, if
+        the new segment can be ranked.
         """
         if self._compressor.splittable:
             pieces = [self._table.join(segments)]
@@ -229,7 +232,7 @@ class Resizer:
     def shrink(self, path: Sequence[Node], end: int, prompt: Observation) -> bool:
         """Let the uncompressed tokens of a path up to ``end`` shrink to the budget, now or as soon as possible.
 
-        Returns whether they wait for an exact reader.
+        Returns whether they wait until a request with ``exact`` has ended.
         """
         if not self.is_long_enough(end - self._spans.compressed_len(path)):
             return False
@@ -243,9 +246,9 @@ class Resizer:
         return is_in_use
 
     def passes_over(self, path: Sequence[Node], readers: ReaderObservation) -> bool:
-        """Rank what passes have read to the end, and let it shrink to the budget.
+        """Rank a path by its scoring passes, which are done, and let it shrink to the budget.
 
-        Returns whether uncompressed tokens wait for an exact reader.
+        Returns whether uncompressed tokens wait until a request with ``exact`` has ended.
         """
         readers.is_complete = True
         for owner in self._spans.owners(path):
@@ -288,17 +291,20 @@ class Resizer:
             self.try_wanted(Occasion.RELEASED)  # those that begin at the same tokens
 
     def is_ranking(self, path: Sequence[Node]) -> bool:
-        """Whether entries of a path's uncompressed tokens are being ranked, to shrink."""
+        """Whether a ranking of a path's uncompressed tokens is under way, so that they will be resized soon."""
         spans = (self._spans.of(node) for node in path)
         return any(self._is_early(span.segment) for span in spans if span is not None and not span.is_packed)
 
     def _is_early(self, segment: Segment) -> bool:
-        """Whether no step need have been launched since an order was."""
+        """Whether a segment's ranking was launched so recently that maybe no step was launched after it."""
         order = segment.order
         return order is not None and order.turn is not None and self._turn < order.turn + TURNS_OF_RANKING
 
     def _try(self, segment: Segment, occasion: Occasion) -> int | None:
-        """Let a wanted range shrink to the budget if it can; return the token slots released, None: it is in use."""
+        """Let a wanted range shrink to the budget if it can.
+
+        Returns the token slots released. None: a reader that must not move holds it.
+        """
         path = path_to(self._table.in_place[segment])
         chain = self._table.chain(path)
         if not self.is_long_enough(segment.end - chain[0].start):
@@ -322,7 +328,7 @@ class Resizer:
         return self._pack(pieces, None)
 
     def _discard(self, segments: Sequence[Segment]) -> None:
-        """Segments in place that cannot be ranked do not shrink: admission must not count on them."""
+        """Remove segments in place that cannot be ranked from those that shrink: admission must not count on them."""
         for segment in segments:
             self._table.shrinking.discard(self._table.in_place[segment])
 
@@ -349,8 +355,8 @@ class Resizer:
     def join(self, path: Sequence[Node]) -> None:
         """Write the last packed segments of a path as one, so that their entries compete for its slots.
 
-        Not those that passes read or have measured, those with a part elsewhere, and nothing before them;
-        nor while a reader is not movable.
+        From the end of the path on, up to the first segment that passes read or have measured, or that has a span
+        outside the path. Nothing happens while a reader is not movable.
         """
         segments: list[Segment] = []
         start = self._spans.compressed_len(path)
@@ -374,16 +380,16 @@ class Resizer:
     def resize(self, segments: Sequence[Segment], num_slots: int, block: GeneratedBlock | None = None) -> int:
         """Give consecutive segments of one path another size; several become one, the first of them.
 
-        The best entries of their order are written into the first of their slots, in rows of as many bits as then fit
-        (:func:`~sgl_kvevict.widths.rows_that_fit`); the other slots are released; readers go on from there at their
-        next step. 0 slots are released, and nothing is changed, while a reader must not move
-        (:meth:`ReaderTable.movable`), or if the policy fails.
+        The best entries of their order are written into the first of their slots, in rows of 16, 8 or 4 bits: how many
+        of each fit into ``num_slots`` is :func:`~sgl_kvevict.widths.rows_that_fit` (docs/design.md, "Packing"). The
+        other slots are released. Readers read the new rows from their next step on. While a reader must not move
+        (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed and 0 slots are released.
 
         Args:
-            segments: root side first, in place or packed; of several in place :meth:`PrefixTable.join` made one before.
-                With fewer slots than they have they need an order, or a ``block``, whose rows have 16 bits.
+            segments: root side first, in place or packed; several in place were made one by :meth:`PrefixTable.join`
+                before. If ``num_slots`` is less than they hold, they need an order, or a ``block`` (of 16 bits).
             num_slots: token slots afterwards, at most.
-            block: what is kept of generated tokens; None: what comes first in the order.
+            block: which generated tokens are kept; None: the best entries of the order are.
 
         Returns:
             Token slots released.
@@ -440,7 +446,7 @@ class Resizer:
         written: Rewritten | None = None,
         end: int = 0,
     ) -> None:
-        """Make consecutive nodes the views of one packed segment, charge them, and move their readers.
+        """Let consecutive nodes hold the spans of one packed segment, charge them, and move their readers.
 
         Args:
             nodes: root side first; those with spans hold all spans of the segments that this one replaces.
@@ -464,7 +470,7 @@ class Resizer:
             self._tree.clear_slots(reader, self._spans.compressed_len(path_to(last)))
 
     def repack(self, owner: Node, end: int) -> Tensor:
-        """Move what is left before ``end`` of a packed segment, whose last span was dropped, into fewer slots.
+        """Write the entries before ``end`` of a packed segment, whose last span was dropped, into fewer slots.
 
         Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
         at the same time, and all take the largest number. Returns [num_freed], int64, token slots to release.
@@ -513,7 +519,7 @@ def _is_launched(segment: Segment) -> bool:
 
 
 def _is_exact(segment: Segment) -> bool:
-    """Whether all its tokens were ranked together, and no others with them."""
+    """Whether its order is that of exactly its tokens: all were ranked together, and no others with them."""
     order = segment.order
     return order is not None and (order.start, order.end) == (segment.start, segment.end)
 

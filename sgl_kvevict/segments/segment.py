@@ -1,10 +1,10 @@
-"""Segments (ranges of one path whose entries have an order, or may get one) and spans (the parts that nodes hold).
+"""Segments (ranges of one path that are compressed as a unit) and spans (the parts of segments that nodes hold).
 
 A segment begins *in place*: every token of every run is an entry, in its ordinary token slot, and nothing but the
-segment's existence is new. A resize *packs* it: the best entries of its order move into the first of its slots, and the
-others are released. Its entries may have rows of several widths (16, 8, 4 bits), each a *part* of its own. Entries are
-numbered part after part, in a part run after run, ascending by position; everything that is known of each entry (order,
-attention) travels by this number.
+segment's existence is new. A resize *packs* it: the best entries of its order move into the first of its slots, and its
+other slots are released. Its entries may have rows of several widths (16, 8, 4 bits), each a *part* of its own. Entries
+are numbered part after part, in a part run after run, ascending by position; everything that is known of each entry
+(order, attention) travels by this number.
 
 A span is a view of a segment's tokens ``[start, end)``, held by one tree node. All spans of a segment lie on
 consecutive nodes of one path. The one nearest the root, the *owner*, outlives the others and carries all the token
@@ -77,7 +77,7 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The order in which a segment gives up entries, the smallest key first (:mod:`sgl_kvevict.policies.order`).
+    """The order in which a segment evicts entries, the smallest key first (:mod:`sgl_kvevict.policies.order`).
 
     Attributes:
         launched: returns the keys, int16: in place [num_layers, num_kv_heads, num_tokens], packed [num_entries]. Where
@@ -174,7 +174,7 @@ class Packed:
 
 @dataclass(eq=False)
 class Segment:
-    """The tokens ``[start, end)`` of a path (logical positions), whose entries have an order, or may get one.
+    """The tokens ``[start, end)`` of a path (logical positions), which are compressed as a unit.
 
     It is the same object for life: a resize replaces ``packed``. Only a join makes one segment of several, and a cut
     two of one in place.
