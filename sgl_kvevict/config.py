@@ -110,11 +110,6 @@ class KVEvictConfig(BaseModel):
         "shrinks to this share before the next one is computed; not below `budget`. null: only prompts longer than the "
         "pool shrink while they are prefilled, and no sooner than room is needed",
     )
-    wait_for_passes: bool = Field(
-        default=True,
-        description="`distilled`: a prefix stays uncompressed until passes have scored it or slots are short; "
-        "false: learned scores compress it when its prompt is complete",
-    )
     budget_includes_tail: bool = Field(
         default=False,
         description="the uncompressed tail is part of `budget`, as in papers (set by `@paper`); `min_budget` "
@@ -132,10 +127,11 @@ class KVEvictConfig(BaseModel):
         "policies `h2o`, `d2o`, `streaming-llm`, `snapkv` (docs/design.md#what-requests-generate)",
     )
     score_after_matches: int | None = Field(
-        default=1,
+        default=None,
         ge=1,
-        description="requests that find a prefix in the cache before it is scored; null: only "
-        "`warm` requests have it scored",
+        description="scoring passes read a prefix after so many requests have found it in the cache; it stays "
+        "uncompressed until then, or until slots are short. null: learned scores compress it when its prompt is "
+        "complete, without passes; where there are none (`reconstruction`, latents) after 1",
     )
     scoring_pass_tokens: int = Field(
         default=512,

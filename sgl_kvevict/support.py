@@ -577,8 +577,6 @@ AFTER_LOAD: Table[AfterLoad] = {
         lambda f: f.settings.attn_dp_size != 1 and f.device == "cuda" and f.decode_graphs != "disabled",
         "--attn-dp-size: a rank without requests replays the captured step of the others, and our layout of a step "
         "has at least one request: start with --cuda-graph-backend-decode disabled"),
-    "wait_for_passes with latents": (lambda f: f.is_latent and not f.config.wait_for_passes,
-        f"wait_for_passes is false; allowed is true: {_UNMEASURED}"),
     "prefill_budget with latents": (lambda f: f.is_latent and f.config.prefill_budget is not None,
         f"prefill_budget: {_UNMEASURED}"),
     "policy with latents": (lambda f: f.is_latent and f.needs("output_gram"),

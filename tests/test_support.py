@@ -123,7 +123,6 @@ AFTER = {
     "prefill_budget without chunks": loaded(EARLY, own=settings(chunked_prefill_size=None)),
     "attn_dp_size with states": loaded(own=settings(attn_dp_size=2), has_states=True),
     "attn_dp_size with captured steps": loaded(own=settings(attn_dp_size=2), decode_graphs="full"),
-    "wait_for_passes with latents": loaded(KVEvictConfig(wait_for_passes=False), is_latent=True),
     "prefill_budget with latents": loaded(EARLY, is_latent=True),
     "policy with latents": loaded(policy=build_policy(OWN_POLICIES["defensive"], {}), is_latent=True),
     "speculative_algorithm with latents": loaded(own=DRAFTS, is_latent=True),

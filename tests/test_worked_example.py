@@ -71,7 +71,7 @@ class Story:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.config = KVEvictConfig()
+        self.config = KVEvictConfig(score_after_matches=1)
         self.tables: dict[str, Table] = {title: {} for title in (STEP, SEGMENT, REQUEST, COPY)}
         self.sentences: list[str] = []
         self.in_short: list[str] = []
@@ -358,9 +358,9 @@ def by_bits(parts: Any) -> list[int]:
 
 
 def make_harness(**options: Any) -> Harness:
-    """The example's pool, with the default configuration and scores that are known."""
+    """The example's pool, with its configuration and scores that are known."""
     policy = build_policy("distilled", {})
-    harness = Harness(POOL, max_tokens=POOL, config=KVEvictConfig(), policy=policy, bits="auto", **options)
+    harness = Harness(POOL, max_tokens=POOL, config=KVEvictConfig(score_after_matches=1), policy=policy, bits="auto", **options)
     compressor: Any = harness.tree.compressor
     compressor.learned = random_scores(harness.geometry, compressor.rotary)
     return harness

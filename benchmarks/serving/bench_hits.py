@@ -65,8 +65,8 @@ PAGE = Page(
         f"Seconds from a request to its whole answer of {ANSWER_TOKENS} tokens, of requests that find a prefix of "
         f"{PREFIX_TOKENS} tokens in the cache (a chat: {FIRST_TOKENS} tokens, then {TURN_TOKENS} more a turn, and "
         "pauses of 0.3 s), a pool of "
-        f"{POOL_SLOTS:,} token slots. `{PASSES}` is the default configuration, `{NO_PASSES}` the same with "
-        "`score_after_matches: null`, measured in turn with other prompts in each repetition; `all` is the median and "
+        f"{POOL_SLOTS:,} token slots. `{NO_PASSES}` is the default configuration, `{PASSES}` the same with "
+        "`score_after_matches: 1`, measured in turn with other prompts in each repetition; `all` is the median and "
         "the 95 % of all repetitions' requests together."
     ),
     tables=(
@@ -98,10 +98,9 @@ def all_of(name: str) -> str:
 
 
 def systems() -> list[System]:
-    """The default, and the same without passes."""
+    """The default, and the same with passes."""
     flags = ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS)
-    off = {"score_after_matches": None}
-    return [kvevict_system(NO_PASSES, off, flags), kvevict_system(PASSES, {}, flags)]
+    return [kvevict_system(NO_PASSES, {}, flags), kvevict_system(PASSES, {"score_after_matches": 1}, flags)]
 
 
 def measure(fleet: Fleet, point: Point, recorder: Recorder, first: int) -> None:

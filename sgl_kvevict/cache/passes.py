@@ -158,7 +158,7 @@ class ScoringPasses:
 
         Where an image follows, learned scores compress what is due, once no pass is to read the text before.
         """
-        needed = self._config.score_after_matches
+        needed = self._config.score_after_matches or 1
         due: dict[bool, Node] = {}  # by whether the path to the node has an image
         end, is_seen = 0, False
         for node in path:
@@ -167,7 +167,7 @@ class ScoringPasses:
                 break
             is_seen = is_seen or has_images(node)
             count = self._table.count_match(node)
-            if needed is not None and count >= needed:
+            if count >= needed:
                 due[is_seen] = node
         if False in due:
             self._queue(ScoringJob(due[False], prompt=self._kept(prompt)), prompt)

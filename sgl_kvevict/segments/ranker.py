@@ -62,7 +62,11 @@ class Compressor:
     @property
     def compresses_at_once(self) -> bool:
         """Whether a prompt is compressed when it is complete, without waiting for scoring passes."""
-        return not self.policy.needs_passes or (self.scores_any_range and not self.config.wait_for_passes)
+        if not self.policy.needs_passes:
+            return True
+        # What learned scores alone lose is not measured with latents.
+        is_learned = self.scores_any_range and not self.packer.geometry.is_latent
+        return is_learned and self.config.score_after_matches is None
 
     @property
     def stored_tail(self) -> int:

@@ -58,7 +58,7 @@ def test_a_prefix_shrinks_when_slots_are_short_and_answers(start, demo_model):
 
 @pytest.fixture(scope="module")
 def not_waiting(start, demo_model):
-    return start(demo_model, "--max-total-tokens", "6000", config={"wait_for_passes": False})
+    return start(demo_model, "--max-total-tokens", "6000", config={})
 
 
 def test_without_waiting_the_first_request_leaves_a_compressed_prefix(not_waiting):
@@ -104,7 +104,7 @@ def novice(tmp_path_factory) -> Path:
 
 def test_scores_are_learned_before_the_port_opens_and_once(start, novice, tmp_path):
     path = tmp_path / "new" / "scores.safetensors"
-    config = {"score_weights": str(path), "wait_for_passes": False}
+    config = {"score_weights": str(path)}
     with start(novice, *TINY, config=config) as server:
         log = server.log()
         assert log.index("learning scores: text 16 of 16") < log.index("learned scores find") < log.index("Uvicorn")

@@ -70,8 +70,9 @@ def test_passes_read_the_text_before_an_image_and_nothing_else():
 
 
 def test_learned_scores_compress_what_passes_cannot_read():
-    """With `wait_for_passes`, the default: once it was found, and the text before it was read."""
-    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
+    """With `score_after_matches`: once it was found, and the text before it was read."""
+    fields = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
+    config = KVEvictConfig(**fields, score_after_matches=1)
     policy = PseudoRandomPolicy(needs_passes=True)
     harness = Harness(num_slots=600, config=config, policy=policy, scores_any_range=True)
     scheduler, prompt = MiniScheduler(harness), TEXT + IMAGE + TEXT[::-1]

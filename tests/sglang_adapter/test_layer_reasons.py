@@ -159,16 +159,15 @@ def test_what_data_parallel_attention_rules_out_is_named() -> None:
 
 def test_what_latents_rule_out_is_named() -> None:
     assert refused(policy=build_policy("distilled", {}), is_latent=True) == []
-    config = KVEvictConfig(wait_for_passes=False, prefill_budget=0.5)
+    config = KVEvictConfig(prefill_budget=0.5)
     drafts, weighs = settings(speculative_algorithm="NGRAM"), build_policy(OWN_POLICIES["defensive"], {})
     reasons = refused(config, weighs, drafts, is_latent=True)
     begins = (
-        "wait_for_passes is false",
         "prefill_budget: ",
         "policy 'defensive' weighs values",
         "--speculative-algorithm: ",
     )
-    assert [reason.startswith(begin) for reason, begin in zip(reasons, begins, strict=True)] == [True] * 4
+    assert [reason.startswith(begin) for reason, begin in zip(reasons, begins, strict=True)] == [True] * 3
     assert refused(config, weighs, drafts) == []
 
 

@@ -80,9 +80,10 @@ class LearnedCache:
 
     def __init__(self, num_slots=600, scorer=None, is_known=True, **fields):
         values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
+        values |= {"score_after_matches": 1}
         policy = build_policy("distilled", {})
         policy = policy if scorer is None else replace(policy, scorer=scorer)
-        self.harness = Harness(num_slots=num_slots, config=KVEvictConfig(**values, **fields), policy=policy)
+        self.harness = Harness(num_slots=num_slots, config=KVEvictConfig(**(values | fields)), policy=policy)
         self.prefixes = self.harness.tree.prefixes
         compressor = self.prefixes.compressor
         self.learned = compressor.learned = LearnedScores(ROTARY)
@@ -318,8 +319,8 @@ def test_passes_that_come_late_score_what_is_left():
     assert cache_state(cache.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
 
 
-def test_without_waiting_the_first_prompt_is_compressed_at_once():
-    cache = LearnedCache(wait_for_passes=False)
+def test_by_default_the_first_prompt_is_compressed_at_once():
+    cache = LearnedCache(score_after_matches=None)
     cache.ask(document(2), 7, 8, 9)
     assert cache.spans == [(0, 59)] and cache.work() == 0
     cache.ask(document(2), 1, 1, 1)  # diverges inside what is compressed
@@ -328,7 +329,7 @@ def test_without_waiting_the_first_prompt_is_compressed_at_once():
 
 
 def test_warm_requests_are_answered_at_once_but_for_those_with_questions():
-    cache = LearnedCache(wait_for_passes=False)
+    cache = LearnedCache(score_after_matches=None)
     cache.ask(document(2), warm=True, ticket=TICKET)
     assert cache.work() == 0 and (0, 56) in cache.spans
     assert cache_state(cache.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"

@@ -123,8 +123,7 @@ class Setup:
         options = {name: value for name, value in self.options.items() if name not in ours}
         values = {"policy": policy, "budget": self.budget, "policy_options": options}
         values |= {name: value for name, value in self.options.items() if name == "bits"}
-        # False: what learned scores alone keep; other policies do not look at it
-        return values | {"wait_for_passes": self.policy in (AWAITED, TWO_STAGES)}
+        return values | ({"score_after_matches": 1} if self.policy in (AWAITED, TWO_STAGES) else {})
 
     def _waits_for_readers(self) -> bool:
         policy = self._policy()

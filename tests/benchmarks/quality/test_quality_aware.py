@@ -77,7 +77,7 @@ def test_servers_of_the_aware_mode():
     assert "--disable-overlap-schedule" not in Setup("snapkv", 0.2).system().flags
     assert Setup("chunkkv@paper", 0.2, aware=True).tail_tokens == 1
     assert Setup("full", 1.0, aware=True).system().flags == Setup("full", 1.0).system().flags
-    assert '"wait_for_passes": false' in Setup("distilled", 0.2, aware=True).system().env["KVEVICT_CONFIG"]
+    assert "score_after_matches" not in Setup("distilled", 0.2, aware=True).system().env["KVEVICT_CONFIG"]
     for policy in ("reconstruction", "questions", "known-questions", "two-stages"):
         with pytest.raises(ValueError, match=f"policy '{policy}' compresses a prompt only after it was read"):
             Setup(policy, 0.2, aware=True)

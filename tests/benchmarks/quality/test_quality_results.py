@@ -163,7 +163,7 @@ def test_awaited_passes_are_those_of_the_policy_distilled():
     from kvevict_quality.systems import AWAITED, Setup
 
     setup = Setup(AWAITED, 0.2)
-    assert (setup.config.policy, setup.config.wait_for_passes) == ("distilled", True)
+    assert (setup.config.policy, setup.config.score_after_matches) == ("distilled", 1)
     with pytest.raises(ValueError, match="only after it was read"):
         Setup(AWAITED, 0.2, aware=True)
 
@@ -172,8 +172,8 @@ def test_two_stages_are_the_policy_distilled_on_a_pool_that_is_too_small():
     from kvevict_quality.systems import TWO_STAGES, Setup
 
     setup, one = Setup(TWO_STAGES, 0.2), Setup("distilled", 0.2)
-    assert (setup.config.policy, setup.config.wait_for_passes) == ("distilled", True)
-    assert (one.config.policy, one.config.wait_for_passes) == ("distilled", False)
+    assert (setup.config.policy, setup.config.score_after_matches) == ("distilled", 1)
+    assert (one.config.policy, one.config.score_after_matches) == ("distilled", None)
     assert setup.pool_slots < one.pool_slots and str(setup.pool_slots) in setup.system().flags
 
 
