@@ -50,6 +50,7 @@ POINTS = (
     Point("4x the pool", 32),
     Point("8x the pool", 64),
     Point("16x the pool", 128),
+    Point("32x the pool", 256),
     Point("0.5x, one prefix of 3072, 32 new tokens", 1, 3072, 4, 32),
 )
 QUICK = (Point("4x the pool", 32, requests=8),)
