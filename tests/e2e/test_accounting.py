@@ -9,8 +9,6 @@ import pytest
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, random_jobs, run_jobs
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 READ_FIRST = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64, "pass_share": 1.0}
 SMALL_POOL = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")

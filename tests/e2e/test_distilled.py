@@ -19,8 +19,6 @@ from sgl_kvevict.client import warm
 from sgl_kvevict.distill import weights_folders
 from sgl_kvevict.distill.files import read_recall
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 HANDBOOK = Path(__file__).resolve().parents[2] / "examples" / "data" / "station_handbook.txt"
 NEEDLE = "\n\nThe secret word of the station is marigold.\n\n"
 QUESTION = (

@@ -15,8 +15,6 @@ from rich.console import Console
 
 from helpers.traffic import assert_all_slots_are_back
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 POOL = 6000
 FLAGS = ("--max-total-tokens", str(POOL), "--enable-cache-report", "--enable-metrics")

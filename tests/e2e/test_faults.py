@@ -16,8 +16,6 @@ from kvevict_tools.launcher import free_port
 from kvevict_tools.measure import plugin_state
 from sgl_kvevict.guard import Place
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "4000", "--context-length", "1024")
 
 

@@ -15,8 +15,6 @@ from transformers import AutoTokenizer
 
 from helpers.traffic import generate, idle_state
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "4500", "--chunked-prefill-size", "250")
 CONFIG = {"policy": "ada-snapkv", "budget": 1.0, "min_prefix_tokens": 128}

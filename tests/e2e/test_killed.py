@@ -12,10 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-pytestmark = [pytest.mark.slow, pytest.mark.sglang]
-
 
 def stat(pid: int) -> list[str]:
     """State, parent, process group, ... of a process; empty if it is gone."""

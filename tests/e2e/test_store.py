@@ -16,8 +16,6 @@ from helpers.traffic import generate, idle_state
 from kvevict_tools.launcher import LaunchError
 from sgl_kvevict import client
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
 CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 NUM_DOCUMENTS = 3

@@ -6,17 +6,12 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def spans(harness):
