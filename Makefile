@@ -94,7 +94,7 @@ campaign: model ## random operations, input, requests, faults and a soak; many h
 	@PYTHONPATH=tools:tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 ##@ Benchmarks: each writes its page and its raw figures below docs/
-bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, hits, multi_turn, rag, store, prefill, profile, generation, speculation, insertion)
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, hits, multi_turn, store, prefill, profile, generation, speculation, insertion)
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
 
 bench-cache-pressure: model ## PyPI's cache-pressure against stock and ours, in an environment of its own; writes docs/results/serving/cache-pressure.md

@@ -16,7 +16,7 @@ from rich.console import Console
 from helpers.traffic import assert_all_slots_are_back
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-POOL = 6000
+POOL = 4000
 FLAGS = ("--max-total-tokens", str(POOL), "--enable-cache-report", "--enable-metrics")
 HANDBOOK_TOKENS = 2800
 
