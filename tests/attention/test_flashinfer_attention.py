@@ -13,7 +13,6 @@ import flashinfer
 import pytest
 import torch
 
-from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from helpers.torch_flashinfer import Plan
 from sgl_kvevict.attention import CapturableAttention, build_attention
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
@@ -118,13 +117,7 @@ def test_layers_with_windows_are_our_kernels(
     world.sink_logits = torch.randn(8) if has_sinks else None
     attention = build_attention("flashinfer", world.geometry, world.k, world.v)
     assert not isinstance(attention, CapturableAttention)
-    attention.plan(world.batch(extend_lens))
-    for layer in range(4):
-        q = world.queries(extend_lens)
-        out, lse = attention.run(layer, q, world.sm_scale, world.sink_logits)
-        want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
-        assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=ROUNDINGS)
-        assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=8 * FLOAT32_NOISE)
+    world.check(attention, extend_lens, noise=ROUNDINGS)
     windows_alone = replace(world.geometry, windows=(7,) * 4)
     assert isinstance(build_attention("flashinfer", windows_alone, world.k, world.v), TritonAttention)
     with pytest.raises(ValueError, match="windows: spans are read whole here"):

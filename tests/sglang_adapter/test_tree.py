@@ -197,39 +197,6 @@ def test_short_ranges_stay_uncompressed():
     assert harness.tree.prefixes.listener.totals.compressions == compressions
 
 
-def test_namespaces_never_share():
-    harness = Harness(num_slots=240)
-    a = harness.run(DOCUMENT, extra_key="tenant-a")
-    b = harness.run(DOCUMENT, extra_key="tenant-b")
-    assert b is not None and cache_state(harness.tree)["segments"] == 2
-    for req in (a, b):
-        harness.decode(req)
-
-
-def test_retraction_before_and_after_compression():
-    harness = Harness()
-    req = harness.request(DOCUMENT)
-    harness.admit(req)
-    harness.prefill(req, 20)
-    harness.retract(req)
-    harness.admit(req)
-    harness.prefill(req)
-    harness.decode(req)
-    harness.retract(req)
-    harness.admit(req)
-    assert req.prefix_len == 60
-    harness.prefill(req)
-    harness.decode(req)
-    harness.finish(req)
-
-
-def test_flush_leaves_nothing():
-    harness = Harness()
-    harness.finish(harness.run(DOCUMENT))
-    harness.flush()
-    assert cache_state(harness.tree)["spans"] == 0 and harness.allocator.available_size() == harness.num_slots
-
-
 def test_policy_none_is_stock():
     harness = Harness(policy=None)
     harness.finish(harness.run(DOCUMENT))
