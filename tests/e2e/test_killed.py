@@ -1,6 +1,6 @@
 """``sgl-kvevict learn`` is killed while its server runs: all processes of the server end, too.
 
-``tests/test_launcher.py`` has other signals and ends, with a stand-in for the server.
+``tests/tools/test_launcher.py`` has other signals and ends, with a stand-in for the server.
 """
 
 from __future__ import annotations
