@@ -93,8 +93,10 @@ def test_a_lock_that_no_reader_explains_is_waited_for():
 
 def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
     harness, recorder = cache(splittable=False, min_prefix_tokens=16, min_budget=None)
-    harness.finish(harness.run([*DOCUMENT[:8], 50]))
-    harness.evict(1)  # the node of one token
+    for suffix in (50, 51):
+        harness.finish(harness.run([*DOCUMENT[:8], suffix]))
+    for _ in range(2):
+        harness.evict(1)  # a branch of one token: what is left is no branching point
     harness.finish(harness.run(DOCUMENT))
     assert ranges(harness) == [(0, 8), (8, 18)]
     assert len({span.segment for span in harness.tree.spans.values()}) == 1

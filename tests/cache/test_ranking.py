@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.documents import document, make_harness, ranges, reading, reclaim
+from helpers.documents import admitted, document, make_harness, ranges, reading, reclaim
 from helpers.late_stream import LateStream
 from helpers.passes import MiniScheduler
 from sgl_kvevict.cache.nodes import path_to
@@ -115,7 +115,7 @@ def test_nothing_is_exchanged_after_a_flush_or_with_other_weights(forget):
 def test_a_split_range_is_exchanged_whole():
     cache = Cache()
     cache.harness.run(DOCUMENT)
-    cache.harness.run([*DOCUMENT[:7], 50])
+    admitted(cache.harness, [*DOCUMENT[:7], 50])
     cache.turns()
     assert ranges(cache.harness) == [(0, 7), (7, 18)]
     assert len({span.segment for span in cache.harness.tree.spans.values()}) == 1
@@ -124,7 +124,7 @@ def test_a_split_range_is_exchanged_whole():
 def test_an_exact_reader_that_comes_meanwhile_is_waited_for():
     cache = Cache()
     cache.harness.run(DOCUMENT)
-    exact = reading(cache.harness, [*DOCUMENT, 50])
+    exact = reading(cache.harness, DOCUMENT)
     for count in (TURNS_OF_RANKING, 3):
         cache.turns(count)
         assert not ranges(cache.harness) and len(cache.stages) == 1
