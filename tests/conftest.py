@@ -27,6 +27,8 @@ LONGEST = (
     "e2e/test_examples.py",
     "sglang_adapter/test_tree_model.py",
     "e2e/test_identity.py",
+    "attention/test_rows_of_few_bits.py",
+    "attention/test_sliding_windows.py",
 )
 """Files that take more than a minute of CPU time, the longest first."""
 

@@ -40,8 +40,9 @@ def random_world(world: World) -> None:
     world.add((), 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    ("dtype", "has_sinks"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)], ids=str
+)
 def test_decode_sees_its_window(build: Build, make_world: MakeWorld, dtype: torch.dtype, has_sinks: bool) -> None:
     """Also after the windows have moved on: what was laid out for the batch still holds."""
     world = make_world(2, 4, 16, dtype=dtype, windows=WINDOWS, num_token_slots=1000)
@@ -128,11 +129,10 @@ def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.usefixtures("interpreted", "small_chunks")
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
-def test_a_captured_step_follows_the_windows(make_world: MakeWorld, has_sinks: bool) -> None:
+def test_a_captured_step_follows_the_windows(make_world: MakeWorld) -> None:
     """Recorded launches take the queries' positions from each replay's lengths, the entries' from its tables."""
     world = make_world(2, 4, 16, dtype=torch.float32, windows=WINDOWS, num_token_slots=1000)
-    world.sink_logits = torch.randn(8) if has_sinks else None
+    world.sink_logits = torch.randn(8)
     attention = TritonAttention(world.geometry, world.k, world.v)
     random_world(world)
     num_requests = len(world.paths)

@@ -17,7 +17,7 @@ from helpers.traffic import generate, idle_state
 
 HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "2400", "--chunked-prefill-size", "125")
-CONFIG = {"policy": "ada-snapkv", "budget": 1.0, "min_prefix_tokens": 64}
+CONFIG = {"policy": "ada-snapkv", "budget": 1.0, "min_prefix_tokens": 48}
 FEW = slice(3, 14)
 """Prompts of up to 170 tokens, some of which share a beginning."""
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
