@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers flows \
-	test-compile campaign bench-serving bench-cache-pressure bench-quality bench-peers bench-policies bench-papers
+	test-compile campaign bench-serving bench-cache-pressure bench-quality bench-peers bench-policies
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
 
@@ -94,7 +94,7 @@ campaign: model ## random operations, input, requests, faults and a soak; many h
 	@PYTHONPATH=tools:tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 ##@ Benchmarks: each writes its page and its raw figures below docs/
-bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, hits, multi_turn, rag, store, prefill, profile, generation, speculation, insertion)
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, hits, multi_turn, store, prefill, profile, generation, speculation, insertion)
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
 
 bench-cache-pressure: model ## PyPI's cache-pressure against stock and ours, in an environment of its own; writes docs/results/serving/cache-pressure.md
@@ -115,7 +115,3 @@ bench-policies: model ## what each policy costs and what it keeps; writes docs/r
 	@$(BIN)/python benchmarks/policies/run.py $(ARGS)
 	@$(BIN)/python benchmarks/policies/draw_kept.py
 	@$(BIN)/python benchmarks/policies/write_tables.py
-
-bench-papers: model ## what the papers claim, tested at small scale; writes docs/results/papers
-	@$(BIN)/python benchmarks/papers/run.py $(ARGS)
-	@$(BIN)/python benchmarks/papers/write_page.py

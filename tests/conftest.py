@@ -27,12 +27,28 @@ LONGEST = (
     "e2e/test_examples.py",
     "sglang_adapter/test_tree_model.py",
     "e2e/test_identity.py",
+    "attention/test_rows_of_few_bits.py",
+    "attention/test_sliding_windows.py",
 )
 """Files that take more than a minute of CPU time, the longest first."""
 
 
+@pytest.fixture(scope="module")
+def server_args(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The arguments of a server of a tiny model, published as its processes do."""
+    from helpers.harness import publish_server_args
+
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, then others with slow tests: workers that take files in this order end together."""
+    """The longest files come first, then others with slow tests: workers that take files in this order end together.
+
+    Tests with real servers are slow.
+    """
+    for item in items:
+        if item.path.parent == TESTS / "e2e":
+            item.add_marker(pytest.mark.slow)
     longest = {TESTS / name: place for place, name in enumerate(LONGEST)}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (longest.get(item.path, len(longest)), item.path not in slow))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
@@ -123,24 +121,6 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
         shown |= dict(zip(names, row["value"].split(", "), strict=True)) if names else {}
     assert len(shown) >= 14
     assert shown == {name: f"{current[name]:,}" for name in shown}
-
-
-def test_divergences_by_who_chooses_are_means_of_the_committed_rows() -> None:
-    with (RESULTS / "quality" / "joint.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    page = " ".join((ROOT / "docs" / "quality.md").read_text(encoding="utf-8").split())
-    joint = ("passes", "learned", "half", "half, norms")
-    weights = ("third, norms", "half, norms", "two thirds, norms")
-    for model, tasks, choices in (
-        ("SmolLM2-135M-Instruct", "SmolLM2, five tasks {}, {}, {}, {};", joint),
-        ("Qwen2.5-Coder-0.5B-Instruct", "Qwen 0.5B, five {}, {}, {}, {};", joint),
-        ("Qwen2.5-Coder-1.5B-Instruct", "1.5B, three {}, {}, {}, {}.", joint),
-        ("SmolLM2-135M-Instruct", "1/3 {}, 1/2 {}, 2/3 {}", weights),
-        ("Qwen2.5-Coder-0.5B-Instruct", "Qwens, seed 12: {}, {}, {};", weights),
-        ("Qwen2.5-Coder-1.5B-Instruct", "; {}, {}, {} |", weights),
-    ):
-        found = [[float(row["kl"]) for row in rows if (row["model"], row["keeps"]) == (model, one)] for one in choices]
-        assert tasks.format(*(f"{fmean(kl):.3f}" for kl in found)) in page
 
 
 def test_the_price_of_compression_is_that_of_the_prefill_benchmark() -> None:

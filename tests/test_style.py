@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("sgl_kvevict", "kernels", "tests", "tools", "examples", "benchmarks")
 MAX_FILE_LINES = 650
@@ -42,18 +40,3 @@ def test_no_file_is_too_long() -> None:
 def test_public_functions_have_docstrings_unless_they_are_one_statement() -> None:
     missing = [f"{name}:{each}" for name, source in sources(DESCRIBED) for each in undescribed(ast.parse(source))]
     assert not missing, "\n".join(missing)
-
-
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("def f():\n    x = 1\n    return x", ["f"]),
-        ("class A:\n    def f(self):\n        x = 1\n        return x", ["f"]),
-        ("def f():\n    'What it does.'\n    x = 1\n    return x", []),
-        ("def f():\n    return 1", []),
-        ("def _f():\n    x = 1\n    return x", []),
-        ("class _A:\n    def f(self):\n        x = 1\n        return x", []),
-    ],
-)
-def test_the_rule_of_docstrings_itself(source: str, names: list[str]) -> None:
-    assert [each.split()[1] for each in undescribed(ast.parse(source))] == names

@@ -186,6 +186,25 @@ def test_nothing_is_refused_of_a_plain_model() -> None:
     assert reasons(AFTER_LOAD, loaded(**ON_CPU, dtype="float32")) == reasons(FIRST_FORWARD, LayerCall("")) == []
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        loaded(policy=build_policy("d2o", {})),
+        loaded(policy=build_policy("snapkv", {}), windows=(8, 0)),
+        loaded(policy=build_policy("distilled", {}), is_latent=True),
+        loaded(KVEvictConfig(wait_for_passes=False, prefill_budget=0.5), own=DRAFTS),
+        loaded(own=settings(attn_dp_size=2)),
+        loaded(has_states=True, decode_graphs="full"),
+        loaded(own=settings(attn_dp_size=2), decode_graphs="full", **ON_CPU),
+        loaded(own=settings(chunked_prefill_size=None)),
+        loaded(EARLY),
+        loaded(windows=(8, 0), has_states=True),
+    ],
+)
+def test_nothing_is_refused_of_half_of_what_a_row_is_about(facts: AfterLoad) -> None:
+    assert reasons(AFTER_LOAD, facts) == []
+
+
 @pytest.mark.parametrize("facts", SIXTEEN.values(), ids=SIXTEEN)
 def test_where_rows_must_have_16_bits_others_are_refused_and_auto_means_16(facts: AfterLoad) -> None:
     policy = facts.policy or build_policy("snapkv", {})

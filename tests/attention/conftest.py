@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.implementations import Kind, Runner
-from helpers.tolerance import FLOAT32_NOISE, assert_accurate
+from helpers.poison import poisoned_allocations
+from helpers.tolerance import FLOAT32_NOISE, assert_accurate, rounding_noise
 from helpers.torch_flashinfer import Plan, use_torch_kernels
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
@@ -152,6 +153,25 @@ class World:
         assert_accurate("the oracle's out", out, dense_out, dense_out, noise=8 * FLOAT32_NOISE)
         assert_accurate("the oracle's lse", lse, dense_lse, dense_lse, noise=8 * FLOAT32_NOISE)
         return out, lse, self.dense(layer, q, extend_lens)[0]
+
+    def check(
+        self,
+        attention: Attention,
+        extend_lens: list[int] | None = None,
+        noise: float = 8 * FLOAT32_NOISE,
+        lse_noise: float = 8 * FLOAT32_NOISE,
+    ) -> None:
+        """Compare all layers with the plain implementation, by default of a few hundred keys; what is fresh is NaN."""
+        noise = max(noise, rounding_noise(self.dtype, interpreted=isinstance(attention, TritonAttention)))
+        with poisoned_allocations():
+            attention.plan(self.batch(extend_lens))
+        for layer in range(self.geometry.num_layers):
+            q = self.queries(extend_lens)
+            with poisoned_allocations():
+                out, lse = attention.run(layer, q, self.sm_scale, self.sink_logits)
+            want_out, want_lse, baseline = self.expected(layer, q, extend_lens)
+            assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=noise)
+            assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=lse_noise)
 
     def dense(self, layer: int, q: Tensor, extend_lens: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """PyTorch's attention in the dtype of ``q``, request by request and head by head, and lse in float32."""

@@ -13,8 +13,6 @@ import flashinfer
 import pytest
 import torch
 
-from helpers.poison import poisoned_allocations
-from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from helpers.torch_flashinfer import Plan
 from sgl_kvevict.attention import CapturableAttention, build_attention
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
@@ -36,22 +34,6 @@ def make(world: World) -> FlashInferAttention:
     return FlashInferAttention(world.geometry, world.k, world.v)
 
 
-def check(world: World, attention: FlashInferAttention, extend_lens: list[int] | None = None) -> None:
-    """Compare every layer with dense attention in float32; fresh allocations are NaN."""
-    with poisoned_allocations():
-        attention.plan(world.batch(extend_lens))
-    world.attention.plan(world.batch(extend_lens))
-    for layer in range(world.geometry.num_layers):
-        q = world.queries(extend_lens)
-        with poisoned_allocations():
-            out, lse = attention.run(layer, q, world.sm_scale)
-        want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
-        assert_accurate("out", out, want_out, baseline, noise=ROUNDINGS)
-        assert_accurate("lse", lse, want_lse, want_lse, noise=8 * FLOAT32_NOISE)
-        on_cpu = world.attention.run(layer, q, world.sm_scale)[0]
-        assert_accurate("out beside the CPU's", out, on_cpu.float(), baseline, noise=2 * ROUNDINGS)
-
-
 def many_kinds(world: World) -> None:
     shared, deep = world.uneven_span(60), world.uneven_span(31)
     empty = world.span(torch.zeros_like(shared.lens), num_tokens=1)
@@ -68,7 +50,7 @@ def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest
     world = make_world(2, 4, 64)
     many_kinds(world)
     attention = make(world)
-    check(world, attention)
+    world.check(attention, noise=ROUNDINGS)
     assert attention._spans is not None
     lists = attention._spans.lists
     assert lists.pages.num_rows > 2 * len(world.paths) * world.geometry.num_kv_heads
@@ -99,13 +81,13 @@ def test_spans_are_planned_once_per_batch(make_world: MakeWorld, flashinfer_plan
     world.add((shared, world.uneven_span(20)), 3)
     attention = make(world)
     for _ in range(4):
-        check(world, attention)
+        world.check(attention, noise=ROUNDINGS)
         world.grow(0, 1)
         world.grow(1, 1)
     assert sum(plan.disable_split_kv for plan in flashinfer_plans) == 1
     for _ in range(3):
         world.add((shared,), 5)
-        check(world, attention)
+        world.check(attention, noise=ROUNDINGS)
     assert sum(plan.disable_split_kv for plan in flashinfer_plans) == 4
     assert sum(plan.causal for plan in flashinfer_plans) == 7
 
@@ -115,7 +97,7 @@ def test_nothing_compressed(make_world: MakeWorld) -> None:
     world.add((), 40)
     world.add((), 1)
     attention = make(world)
-    check(world, attention)
+    world.check(attention, noise=ROUNDINGS)
     assert attention._spans is None
 
 
@@ -135,13 +117,7 @@ def test_layers_with_windows_are_our_kernels(
     world.sink_logits = torch.randn(8) if has_sinks else None
     attention = build_attention("flashinfer", world.geometry, world.k, world.v)
     assert not isinstance(attention, CapturableAttention)
-    attention.plan(world.batch(extend_lens))
-    for layer in range(4):
-        q = world.queries(extend_lens)
-        out, lse = attention.run(layer, q, world.sm_scale, world.sink_logits)
-        want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
-        assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=ROUNDINGS)
-        assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=8 * FLOAT32_NOISE)
+    world.check(attention, extend_lens, noise=ROUNDINGS)
     windows_alone = replace(world.geometry, windows=(7,) * 4)
     assert isinstance(build_attention("flashinfer", windows_alone, world.k, world.v), TritonAttention)
     with pytest.raises(ValueError, match="windows: spans are read whole here"):
@@ -213,4 +189,4 @@ def test_a_warm_up_plans_spans_and_suffixes(make_world: MakeWorld, flashinfer_pl
     attention.warm_up()
     assert [plan.causal for plan in flashinfer_plans] == [False, True]
     many_kinds(world)
-    check(world, attention)
+    world.check(attention, noise=ROUNDINGS)

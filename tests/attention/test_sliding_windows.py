@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from helpers.poison import poisoned_allocations
-from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
+from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from sgl_kvevict.attention import Attention
 from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
@@ -24,19 +22,6 @@ NOISE = 8 * FLOAT32_NOISE
 """Two float32 softmaxes over a few hundred keys."""
 WINDOWS = (0, 1, 7, 40, 1000)
 """No window; itself alone; less than a suffix; into the spans; more than there is."""
-
-
-def check(world: World, attention: Attention, extend_lens: list[int] | None = None) -> None:
-    """Compare all layers with the plain implementation; fresh allocations are NaN."""
-    attention.plan(world.batch(extend_lens))
-    noise = max(NOISE, rounding_noise(world.dtype, interpreted=isinstance(attention, TritonAttention)))
-    for layer in range(world.geometry.num_layers):
-        q = world.queries(extend_lens)
-        with poisoned_allocations():
-            out, lse = attention.run(layer, q, world.sm_scale, world.sink_logits)
-        want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
-        assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=noise)
-        assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=NOISE)
 
 
 def random_world(world: World) -> None:
@@ -55,18 +40,19 @@ def random_world(world: World) -> None:
     world.add((), 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    ("dtype", "has_sinks"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)], ids=str
+)
 def test_decode_sees_its_window(build: Build, make_world: MakeWorld, dtype: torch.dtype, has_sinks: bool) -> None:
     """Also after the windows have moved on: what was laid out for the batch still holds."""
     world = make_world(2, 4, 16, dtype=dtype, windows=WINDOWS, num_token_slots=1000)
     random_world(world)
     world.sink_logits = 2 * torch.randn(8) + 2 if has_sinks else None
     attention = build(world)
-    check(world, attention)
+    world.check(attention)
     for i in range(len(world.paths)):
         world.grow(i, 2 + 5 * (i == 2))
-    check(world, attention)
+    world.check(attention)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
@@ -76,7 +62,7 @@ def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld, 
     world.add((first, world.uneven_span(17, start=first.num_tokens)), 9)
     world.add((world.uneven_span(50),), 9)
     world.sink_logits = torch.randn(9).bfloat16() if has_sinks else None
-    check(world, build(world))
+    world.check(build(world))
 
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
@@ -96,7 +82,7 @@ def test_prefills_see_their_windows(
     world.add((shared,), 3)
     world.add((), 90)
     world.sink_logits = torch.randn(2) if has_sinks else None
-    check(world, attention, news)
+    world.check(attention, news)
 
 
 def test_a_long_prompt_alone(build: Build, make_world: MakeWorld) -> None:
@@ -104,7 +90,7 @@ def test_a_long_prompt_alone(build: Build, make_world: MakeWorld) -> None:
     world = make_world(1, 2, 16, dtype=torch.float32, windows=(50, 0), num_token_slots=1500)
     world.add((world.uneven_span(100),), 400)
     world.sink_logits = torch.randn(2)
-    check(world, build(world), [380])
+    world.check(build(world), [380])
 
 
 @pytest.mark.parametrize("extend_lens", [None, [1, 8, 1, 2, 25, 6, 1]], ids=["decode", "extend"])
@@ -143,11 +129,10 @@ def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.usefixtures("interpreted", "small_chunks")
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
-def test_a_captured_step_follows_the_windows(make_world: MakeWorld, has_sinks: bool) -> None:
+def test_a_captured_step_follows_the_windows(make_world: MakeWorld) -> None:
     """Recorded launches take the queries' positions from each replay's lengths, the entries' from its tables."""
     world = make_world(2, 4, 16, dtype=torch.float32, windows=WINDOWS, num_token_slots=1000)
-    world.sink_logits = torch.randn(8) if has_sinks else None
+    world.sink_logits = torch.randn(8)
     attention = TritonAttention(world.geometry, world.k, world.v)
     random_world(world)
     num_requests = len(world.paths)

@@ -19,7 +19,6 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
 
 pytestmark = [
-    pytest.mark.sglang,
     pytest.mark.usefixtures("small_chunks"),
     pytest.mark.filterwarnings("ignore:All-NaN"),  # requests that only fill up read slot 0
 ]

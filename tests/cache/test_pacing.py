@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from helpers.fake_tree import FakePasses, FakeTree
-from helpers.pseudo_random_policy import PseudoRandomPolicy
+from helpers.documents import make_harness, ranges
+from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.cache.pacing import BUSY_TOKENS, MAX_QUIET_S, QUIET_S, REQUESTS_PER_DELAY, Pacing
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.cache.probes import REPEAT
 
 SHARE = 0.005
 """The default of ``pass_share``."""
@@ -184,18 +184,13 @@ def test_a_withdrawn_pass_says_nothing_of_the_next():
 
 def test_a_prefix_is_scored_while_users_never_leave():
     """Its passes come some seconds apart, and their number of tokens is right."""
-    config = KVEvictConfig(budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, pass_share=0.25)
-    tree = FakeTree(PseudoRandomPolicy(needs_passes=True), config)
-    passes = FakePasses(tree)
-    node = tree.add(302)
-    tree.release(tree.prompt(node, warm=True))
-    passes.has_users = True
-    ran = []
-    for _ in range(20):
-        passes.now += 0.0625
-        ran.append(passes.run())
+    harness = make_harness(700, needs_passes=True, scoring_pass_tokens=512, pass_share=0.25)
+    harness.finish(harness.run([number % 251 for number in range(302)], options={"warm": True}))
+    scheduler = MiniScheduler(harness)
+    scheduler.running_batch.reqs = [harness.request([1, 2, 3])]
+    ran = [scheduler.run_pass() for _ in range(20)]
     # The first after 0.3 s, for the second it is assumed to have taken a turn, which is 3 turns of users.
     assert [step for step, did in enumerate(ran) if did] == [5, 9, 13]
-    assert [len(probe) for _, probe in passes.started] == [128, 128, 46]
-    assert sum(len(probe) for _, probe in passes.started) == 302
-    assert len(tree.prefixes.spans) == 1
+    lead = len(Letters().encode(REPEAT + "\n\n", False))
+    assert [len(req.origin_input_ids) - 302 - lead for req in scheduler.passes] == [128, 128, 46]
+    assert ranges(harness) == [(0, 300)]

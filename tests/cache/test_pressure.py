@@ -1,91 +1,86 @@
-"""What shrinks when token slots are short, in which order, and what of it admission may count on."""
+"""What shrinks when token slots are short, and in which order; that it may be counted on: the random machines."""
 
 from __future__ import annotations
 
-from helpers.fake_tree import CONFIG, FakeNode, FakeTree
+import pytest
+
+from helpers.documents import admitted, document, make_harness, nodes_of, ranges, reading, reclaim
+from helpers.harness import Harness
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.cache.pressure import WITH_16_BITS, WITH_FEW_BITS
 
-SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
+BELOW = {"budget": 0.25, "min_budget": 0.1}
+"""Shares 0.5, 0.25 and 0.1 in rows of 16 bits."""
 
 
-def cache(num_slots: int = 320, *, has_few_bits: bool = False, **fields) -> FakeTree:
-    """A tree whose prefixes wait for passes, and can be scored without them; 5 slots are won at once."""
-    policy, config = PseudoRandomPolicy(needs_passes=True), SHRINKING.model_copy(update=fields)
-    return FakeTree(policy, config, num_slots, scores_any_range=True, has_few_bits=has_few_bits)
+def cache(num_slots: int = 320, *, bits: int | str = 16, **fields) -> Harness:
+    """Prefixes wait for passes, and can be ranked without them; of 320 slots 5 are released at once, of 64 one."""
+    options = {"scores_any_range": True, "bits": bits}
+    return make_harness(num_slots, needs_passes=True, options=options, **({"min_budget": 0.25} | fields))
 
 
-def cached(tree: FakeTree, num_tokens: int, parent: FakeNode | None = None, *, at: float = 0.0) -> FakeNode:
-    """The node of a prompt without readers, last used at a time; without its tail."""
-    node = tree.add(num_tokens, parent)
-    tree.release(tree.prompt(node))
-    for each in (node, node.parent):
-        each.last_access_time = at
-    return node.parent
+def cached(harness: Harness, number: int = 0, tokens: list[int] | None = None, *, at: float | None = None):
+    """A prompt without readers, last used at a time; 20 of its 22 tokens are not its tail."""
+    harness.finish(harness.run(tokens or document(number)))
+    for node in nodes_of(harness, number):
+        node.last_access_time = node.last_access_time if at is None else at
+    return nodes_of(harness, number)[0]
 
 
-def reclaim(tree: FakeTree, leaf=None) -> int:
-    before = len(tree.free_slots)
-    won = tree.prefixes.pressure.reclaim(leaf)
-    assert won == len(tree.free_slots) - before
-    return won
+def slots(harness: Harness) -> dict[int, int]:
+    """Token slots of packed segments by their document, each of one span."""
+    return {node.key.token_ids[0] // 100: span.segment.num_slots for node, span in harness.tree.spans.items()}
 
 
-def spans(tree: FakeTree) -> dict[FakeNode, int]:
-    return {node: span.segment.num_slots for node, span in tree.prefixes.spans.items()}
+def entries(harness: Harness) -> dict[int, int]:
+    """Entries of the only segment per run, on average, by the bits of their rows."""
+    (segment,) = {span.segment for span in harness.tree.spans.values()}
+    return {part.bits: part.num_entries // harness.geometry.num_runs for part in segment.storage.parts}
 
 
 def test_nothing_is_compressed_while_there_is_room():
-    tree = cache()
-    cached(tree, 22)
-    assert spans(tree) == {} and len(tree.prefixes.table.shrinking) == 1
+    harness = cache()
+    cached(harness)
+    assert slots(harness) == {} and len(harness.tree.prefixes.table.shrinking) == 1
 
 
-def test_it_shrinks_in_steps_before_it_would_be_dropped():
-    tree = cache()
-    node = cached(tree, 22)
-    assert reclaim(tree) == 10 and spans(tree) == {node: 10} and node.charged == 10
-    assert reclaim(tree) == 5 and spans(tree) == {node: 5} and node.charged == 5
-    assert reclaim(tree) == 0
+@pytest.mark.parametrize(
+    ("num_slots", "fields", "released"),
+    [
+        (320, {}, [10, 5, 0]),
+        (64, BELOW, [10, 5, 3, 0]),  # the first step is a light one
+        (320, {"min_budget": None}, [10, 0]),
+        (320, {"min_budget": 0.5}, [10, 0]),
+    ],
+)
+def test_it_shrinks_in_steps_under_its_readers_which_admission_counts_on(num_slots, fields, released):
+    harness = cache(num_slots, **fields)
+    cached(harness)
+    reader = admitted(harness, [*document(0), 7])
+    for i, won in enumerate(released):
+        assert harness.tree.prefixes.pressure.reclaimable() == sum(released[i:])
+        assert reclaim(harness) == won
+    assert slots(harness) == {0: 20 - sum(released)}
+    assert harness.prefill(reader) and harness.decode(reader)  # which reads what is left
 
 
-def test_the_first_step_is_a_light_one():
-    tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
-    node = cached(tree, 22)
-    reader = tree.reader(node)
-    assert tree.prefixes.pressure.reclaimable() == 18
-    assert [reclaim(tree) for _ in range(4)] == [10, 5, 3, 0] and spans(tree) == {node: 2}
-    tree.release(reader)
-
-
-def rows_of(tree: FakeTree, node: FakeNode) -> dict[int, int]:
-    """Entries of a node's segment per run, on average, by the bits of their rows."""
-    parts = tree.prefixes.spans[node].segment.storage.parts
-    return {part.bits: part.num_entries // tree.geometry.num_runs for part in parts}
-
-
-def test_entries_lose_bits_before_any_is_evicted():
+@pytest.mark.parametrize(
+    ("num_sinks", "rows"),
+    [
+        (0, [{8: 20}, {8: 8, 4: 12}, {8: 4, 4: 9}, {8: 4, 4: 6}, {8: 2, 4: 3}]),
+        (2, [{16: 2, 8: 12, 4: 6}, {16: 2, 8: 4, 4: 12}, {16: 2, 8: 2, 4: 6}, {16: 2, 8: 2, 4: 3}, {16: 2}]),
+    ],
+)
+def test_entries_lose_bits_before_any_is_evicted_and_sinks_keep_theirs(num_sinks, rows):
     """Of 20 tokens: 0.5, 0.375, 0.25, 0.175 and 0.1 of their slots."""
-    tree = cache(num_slots=64, has_few_bits=True, budget=0.25, min_budget=0.1)
-    node = cached(tree, 22)
-    reader = tree.reader(node)
-    assert tree.prefixes.pressure.reclaimable() == 18
-    rows = []
-    for won in (10, 2, 3, 1, 2):
-        assert reclaim(tree) == won
-        rows.append(rows_of(tree, node))
-    assert rows == [{8: 20}, {8: 8, 4: 12}, {8: 4, 4: 9}, {8: 4, 4: 6}, {8: 2, 4: 3}]
-    assert reclaim(tree) == 0 and tree.prefixes.pressure.reclaimable() == 0
-    tree.release(reader)
-
-
-def test_sinks_keep_all_their_bits():
-    tree = cache(num_slots=64, has_few_bits=True, budget=0.25, min_budget=0.1, sink_tokens=2)
-    node = cached(tree, 22)
-    rows = []
-    while reclaim(tree):
-        rows.append(rows_of(tree, node))
-    assert rows == [{16: 2, 8: 12, 4: 6}, {16: 2, 8: 4, 4: 12}, {16: 2, 8: 2, 4: 6}, {16: 2, 8: 2, 4: 3}, {16: 2}]
+    harness = cache(64, bits="auto", sink_tokens=num_sinks, **BELOW)
+    cached(harness)
+    admitted(harness, [*document(0), 7])
+    assert harness.tree.prefixes.pressure.reclaimable() == 18
+    found = []
+    while won := reclaim(harness):
+        found.append((won, entries(harness)))
+    assert [each for _, each in found] == rows and sum(won for won, _ in found) == 18
 
 
 def test_answers_are_dearest_last():
@@ -95,226 +90,119 @@ def test_answers_are_dearest_last():
         assert absolute == sorted(absolute)
 
 
-def test_a_light_prefix_is_compressed_before_one_is_squeezed_below_the_budget():
-    tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
-    first, second = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
-    slots = []
+def test_what_was_used_last_shrinks_last_and_all_are_at_the_budget_before_one_is_below():
+    harness = cache(64, **BELOW)
+    cached(harness, 1, at=1.0)
+    cached(harness, 2, at=2.0)
+    found = []
     for _ in range(6):
-        reclaim(tree)
-        slots.append((spans(tree)[first], spans(tree).get(second)))
-    assert slots == [(10, None), (10, 10), (5, 10), (5, 5), (2, 5), (2, 2)]
+        reclaim(harness)
+        found.append(slots(harness))
+    assert found == [{1: 10}, {1: 10, 2: 10}, {1: 5, 2: 10}, {1: 5, 2: 5}, {1: 2, 2: 5}, {1: 2, 2: 2}]
 
 
 def test_an_old_span_gives_up_nothing_more_while_a_new_prefix_is_uncompressed():
-    tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
-    old = cached(tree, 22, at=1.0)
-    assert [reclaim(tree) for _ in range(2)] == [10, 5]
-    tree.now = 3.0
-    new = cached(tree, 22, at=2.0)
-    tree.prefixes.recency.raise_level((20.0, 0.0))  # the level of what is used from now on
-    new.last_access_time = tree.now
-    assert [reclaim(tree, ((0.0, 0.0), old)) for _ in range(3)] == [10, 5, 0]
-    assert spans(tree) == {old: 5, new: 5}
+    harness = cache(64, **BELOW)
+    old = cached(harness, 1, at=1.0)
+    assert [reclaim(harness) for _ in range(2)] == [10, 5]
+    harness.tree.prefixes.recency.raise_level((20.0, 0.0))  # the level of what is used from now on
+    cached(harness, 2)
+    assert [reclaim(harness, ((0.0, 0.0), old)) for _ in range(3)] == [10, 5, 0]
+    assert slots(harness) == {1: 5, 2: 5}
 
 
 def test_a_squeeze_keeps_the_first_in_order():
-    tree = cache()
-    node = cached(tree, 22)
-    reclaim(tree)
-    segment = tree.prefixes.spans[node].segment
-    (before,), kept = (
-        segment.storage.parts,
-        segment.order.keys.sort(descending=True).values[: 5 * tree.geometry.num_runs],
-    )
-    reclaim(tree)
-    assert segment is tree.prefixes.spans[node].segment
+    harness = cache()
+    node = cached(harness)
+    reclaim(harness)
+    runs, segment = harness.geometry.num_runs, harness.tree.spans[node].segment
+    (before,), kept = segment.storage.parts, segment.order.keys.sort(descending=True).values[: 5 * runs]
+    reclaim(harness)
+    assert segment is harness.tree.spans[node].segment
     (after,) = segment.storage.parts
     assert segment.order.keys.sort(descending=True).values.equal(kept)
-    assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.num_runs
-    for run in range(tree.geometry.num_runs):
-        old = before.positions[before.indptr[run] : before.indptr[run + 1]].tolist()
-        new = after.positions[after.indptr[run] : after.indptr[run + 1]].tolist()
+    assert after.indptr[-1] == after.num_entries == 5 * runs
+    for run in range(runs):
+        old, new = (x.positions[x.indptr[run] : x.indptr[run + 1]].tolist() for x in (before, after))
         assert new == sorted(new) and set(new) <= set(old)
 
 
 def test_views_of_a_segment_are_squeezed_together():
-    tree = cache()
-    node = cached(tree, 22)
-    reclaim(tree)
-    upper = tree.cut([node], 8)
-    assert reclaim(tree) == 5
-    assert tree.prefixes.spans[upper].segment is tree.prefixes.spans[node].segment
-    assert (upper.charged, node.charged) == (5, 0)
-
-
-def test_what_was_used_last_shrinks_last():
-    tree = cache()
-    old, new = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
-    reclaim(tree)
-    assert spans(tree) == {old: 10}
-    reclaim(tree)
-    assert spans(tree) == {old: 10, new: 10}
-    reclaim(tree)
-    assert spans(tree) == {old: 5, new: 10}
+    harness = cache()
+    cached(harness)
+    reclaim(harness)
+    harness.finish(harness.run([*document(0)[:8], 50]))  # branches off
+    assert reclaim(harness) == 5
+    upper, lower = (node for node in nodes_of(harness, 0) if node in harness.tree.spans)
+    assert harness.tree.spans[upper].segment is harness.tree.spans[lower].segment
+    assert [harness.tree.node_slots(node) for node in (upper, lower)] == [5, 0]
 
 
 def test_a_leaf_that_costs_less_is_dropped_instead():
-    tree = cache()
-    cached(tree, 22)
-    leaf = tree.add(3)
+    harness = cache()
+    cached(harness)
+    leaf = cached(harness, 1, document(1, 3))
     compressing = WITH_16_BITS.packing
-    assert reclaim(tree, ((compressing / 2, 0.0), leaf)) == 0
-    assert reclaim(tree, ((compressing, 1.0), leaf)) == 10
+    assert reclaim(harness, ((compressing / 2, 0.0), leaf)) == 0
+    assert reclaim(harness, ((compressing, float("inf")), leaf)) == 10
     squeezing = 2 * WITH_16_BITS.least  # two tokens a slot
-    assert reclaim(tree, ((squeezing, -1.0), leaf)) == 0 and reclaim(tree, ((squeezing + 1, -1.0), leaf)) == 5
+    assert reclaim(harness, ((squeezing, -1.0), leaf)) == 0 and reclaim(harness, ((squeezing + 1, -1.0), leaf)) == 5
 
 
 def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
-    tree = cache(num_slots=64, budget=0.25, min_budget=0.1)
-    old, new = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
-    assert [reclaim(tree) for _ in range(2)] == [10, 10]
-    cheap = ((-1.0, 0.0), old)
-    assert reclaim(tree, ((-1.0, 0.0), tree.add(3))) == 0
-    assert [reclaim(tree, cheap) for _ in range(3)] == [5, 5, 0] and spans(tree) == {old: 5, new: 5}
+    harness = cache(64, **BELOW)
+    old, _ = cached(harness, 1, at=1.0), cached(harness, 2, at=2.0)
+    assert [reclaim(harness) for _ in range(2)] == [10, 10]
+    leaf = cached(harness, 3, document(3, 3))
+    assert reclaim(harness, ((-1.0, 0.0), leaf)) == 0
+    assert [reclaim(harness, ((-1.0, 0.0), old)) for _ in range(3)] == [5, 5, 0] and slots(harness) == {1: 5, 2: 5}
 
 
-def test_readers_move_along_when_their_prefix_shrinks():
-    tree = cache()
-    node = tree.add(22)
-    tree.release(tree.prompt(node))
-    reader = tree.reader(node)
-    assert tree.prefixes.pressure.reclaimable() == 15
-    assert reclaim(tree) == 10 and reader.row[:20].eq(0).all() and reader.row[20:22].ne(0).all()
-    assert tree.prefixes.pressure.reclaimable() == 5
-    assert reclaim(tree) == 5 and tree.prefixes.pressure.reclaimable() == 0
+def test_what_somebody_reads_exactly_does_not_shrink_nor_count_nor_what_is_below_it():
+    harness = cache()
+    cached(harness)
+    exact = reading(harness, document(0))
+    lower = harness.run([*document(0), *document(1)])
+    assert harness.tree.prefixes.pressure.reclaimable() == 0 and reclaim(harness) == 0
+    harness.finish(exact)
+    assert reclaim(harness) > 0 and ranges(harness)
+    harness.decode(lower)
 
 
-def test_what_somebody_reads_exactly_does_not_shrink_nor_count():
-    tree = cache()
-    node = tree.add(22)
-    tree.release(tree.prompt(node))
-    exact = tree.reader(node)
-    tree.prefixes.readers[exact].is_exact = True
-    other = tree.reader(node)
-    assert tree.prefixes.pressure.reclaimable() == 0 and reclaim(tree) == 0
-    tree.release(exact)
-    assert tree.prefixes.pressure.reclaimable() == 15 and reclaim(tree) == 10 and other.row[:20].eq(0).all()
-
-
-def test_below_what_does_not_shrink_nothing_does():
-    tree = cache()
-    upper = tree.add(22)
-    tree.release(tree.prompt(upper))
-    exact = tree.reader(upper)
-    tree.prefixes.readers[exact].is_exact = True
-    lower = tree.add(22, upper)
-    tree.release(tree.prompt(lower, upper))
-    tree.reader(lower)
-    assert tree.prefixes.pressure.reclaimable() == 0 and reclaim(tree) == 0
-
-
-def test_ends_do_not_overlap():
-    """Each end stands for what is uncompressed above it; the one nearest the root goes first, whatever their ages."""
-    tree = cache()
-    upper = tree.add(12)
-    lower = tree.add(12, upper)
-    tree.release(tree.prompt(lower))
-    lower.parent.last_access_time, upper.last_access_time = 1.0, 2.0
-    assert len(tree.prefixes.table.shrinking) == 2
-    assert reclaim(tree) == 6 and set(spans(tree)) == {upper}
-    assert reclaim(tree) == 5 and len(spans(tree)) == 2
-
-
-def test_an_end_that_is_cut_stays_two_ends():
-    tree = cache()
-    node = cached(tree, 22)
-    upper = tree.cut([node], 10)
-    assert reclaim(tree) == 5 and spans(tree) == {upper: 5}
-    assert reclaim(tree) == 5 and set(spans(tree)) == {upper, node}
+def test_the_range_nearest_the_root_goes_first_whatever_their_ages():
+    harness = cache()
+    upper = cached(harness, 0, document(0, 12))
+    harness.finish(harness.run([*document(0, 12), *document(1, 12)]))
+    for node, at in ((upper, 2.0), (nodes_of(harness, 1)[0], 1.0)):
+        node.last_access_time = at
+    before = len(harness.tree.prefixes.table.shrinking)
+    assert reclaim(harness) >= 5 and ranges(harness)[0][0] == 0 and before >= 2
+    reclaim(harness)
+    assert len(ranges(harness)) >= 2
 
 
 def test_short_parts_are_compressed_with_what_follows():
-    tree = cache(min_prefix_tokens=6)
-    header = tree.add(3)
-    node = tree.add(20, header)
-    tree.release(tree.prompt(node))
-    assert reclaim(tree) == 10 and set(spans(tree)) == {header, node.parent}
-    assert header.charged == 11
+    harness = cache(min_prefix_tokens=6)
+    header = document(0)[:3]
+    harness.finish(harness.run([*header, 50]))
+    harness.finish(harness.run([*header, *document(1, 20)]))
+    assert reclaim(harness) == 10 and ranges(harness) == [(0, 3), (3, 21)]
 
 
-def test_a_round_wins_slots_for_several_requests():
-    tree = cache(num_slots=1280)  # 20 at once
-    for _ in range(3):
-        cached(tree, 22)
-    assert reclaim(tree) == 20
-
-
-def test_nothing_is_squeezed_without_a_lower_budget():
-    for fields in ({"min_budget": None}, {"min_budget": 0.5}, {"min_budget": 0.9}):
-        tree = cache(**fields)
-        cached(tree, 22)
-        assert reclaim(tree) == 10 and reclaim(tree) == 0
-
-
-def test_what_is_dropped_or_flushed_does_not_shrink():
-    tree = cache()
-    node = tree.add(22)
-    tree.release(tree.prompt(node))
-    end = node.parent
-    tree.drop(node)
-    tree.drop(end)
-    assert reclaim(tree) == 0
-    cached(tree, 22)
-    tree.prefixes.cleared()
-    assert reclaim(tree) == 0
+def test_a_round_releases_slots_for_several_requests():
+    harness = cache(1280)  # 20 at once
+    for number in range(3):
+        cached(harness, number)
+    assert reclaim(harness) == 20
 
 
 def test_a_failing_policy_shrinks_nothing(monkeypatch):
-    tree = cache()
-    cached(tree, 22)
+    harness = cache()
+    cached(harness)
     monkeypatch.setattr(PseudoRandomPolicy, "order", lambda *args, **kwargs: 1 / 0)
-    reader = tree.reader(cached(tree, 22))
-    assert tree.prefixes.pressure.reclaimable() > 0
-    assert reclaim(tree) == 0 and spans(tree) == {}
-    assert sum(tree.guard.errors.values()) == 2
-    assert tree.prefixes.pressure.reclaimable() == 0  # admission counts on neither any more
-    tree.release(reader)
-
-
-def test_what_is_too_short_by_itself_does_not_keep_what_is_below_it_from_shrinking():
-    """A prompt branches off after the first token: that node is no end any more."""
-    tree = cache()
-    node = tree.add(22)
-    reader = tree.prompt(node)
-    tree.cut([node.parent], 1).last_access_time = 1.0
-    assert tree.prefixes.pressure.reclaimable() == 14
-    assert reclaim(tree) == 10
-    tree.release(reader)
-
-
-def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
-    """It would become a segment of the tokens that are left, and requests would find it."""
-    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
-    tree = FakeTree(policy, SHRINKING, scores_any_range=True)
-    upper = tree.add(3)  # too short for a segment of its own
-    node = tree.add(22, upper)
-    tree.release(tree.prompt(node))
-    assert reclaim(tree) > 0
-    lower = node.parent
-    assert set(spans(tree)) == {upper, lower} and tree.prefixes.spans.blocks(upper)
-    tree.drop(node)
-    tree.drop(lower)
-    assert reclaim(tree) == 0 and tree.prefixes.spans.blocks(upper)
-
-
-def test_segments_that_cannot_be_split_are_promised_one_by_one():
-    """A range becomes two where a request's path ends, and each is rounded up to whole slots."""
-    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
-    tree = FakeTree(policy, SHRINKING, scores_any_range=True)
-    upper = tree.add(3)  # too short for a segment of its own
-    node = tree.add(23, upper)
-    readers = [tree.prompt(node), tree.reader(upper)]
-    promised = tree.prefixes.pressure.reclaimable()
-    assert promised == 24 - 6 - 1
-    assert sum(iter(lambda: reclaim(tree), 0)) == promised
-    assert set(spans(tree).values()) == {6, 1} and len(readers) == 2
+    reader = admitted(harness, [*document(0), 7])
+    assert harness.tree.prefixes.pressure.reclaimable() > 0
+    assert reclaim(harness) == 0 and slots(harness) == {}
+    assert sum(harness.tree.guard.errors.values()) == 1
+    assert harness.tree.prefixes.pressure.reclaimable() == 0  # admission counts on it no more
+    assert harness.prefill(reader)

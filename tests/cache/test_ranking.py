@@ -5,196 +5,183 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.fake_tree import CONFIG, FakeNode, FakePasses, FakeReader, FakeTree
+from helpers.documents import admitted, document, make_harness, ranges, reading, reclaim
 from helpers.late_stream import LateStream
-from helpers.pseudo_random_policy import PseudoRandomPolicy
-from sgl_kvevict.cache.readers import Released
+from helpers.passes import MiniScheduler
+from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.cache.resize import TURNS_OF_RANKING
 from sgl_kvevict.guard import Place
 
+DOCUMENT = document(0, 20)
+
 
 class Cache:
-    """A tree whose entries are chosen on a stream that runs as late as it may."""
+    """A tree whose entries are ranked on a stream that runs as late as it may."""
 
-    def __init__(self, *, splittable: bool = True, **fields) -> None:
+    def __init__(self, **fields) -> None:
         self.stream = LateStream()
-        policy = PseudoRandomPolicy(splittable=splittable)
-        self.tree = FakeTree(policy, CONFIG.model_copy(update=fields), stream=self.stream)
-        self.resizer = self.tree.prefixes.resizer
-        self._live: list[FakeReader] = []
-
-    def prompt(self, node: FakeNode) -> FakeReader:
-        """A request that lives on."""
-        self._live.append(self.tree.prompt(node))
-        return self._live[-1]
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        return sorted((span.start, span.end) for span in self.tree.prefixes.spans.values())
+        self.harness = make_harness(options={"make_stream": lambda: self.stream}, **fields)
+        self.table, self.resizer = self.harness.tree.prefixes.table, self.harness.tree.prefixes.resizer
 
     @property
     def stages(self) -> list[str]:
         """Of the ranges that are to shrink, oldest first."""
-        orders = [segment.order for segment in self.tree.prefixes.table.wanted]
+        orders = [segment.order for segment in self.table.wanted]
         return ["waits" if order is None or order.turn is None else "is ranked" for order in orders]
 
     def turns(self, count: int = TURNS_OF_RANKING) -> None:
         for _ in range(count):
-            self.resizer.between_steps()
+            self.harness.turn()
+
+    def compress_beginning(self, num_tokens: int) -> None:
+        """The first tokens of the range that waits are compressed for another reason."""
+        (segment,) = self.table.wanted
+        path = path_to(self.table.in_place[segment])
+        self.resizer.shrink_now(self.resizer.range_to(path, num_tokens), 1.0)
+        self.harness.check()
 
 
 def test_a_prompt_is_exchanged_two_turns_after_its_choice_was_launched():
     cache = Cache()
-    node = cache.tree.add(20)
-    reader, other = cache.prompt(node), cache.tree.reader(node)
+    reader, free = cache.harness.run(DOCUMENT), cache.harness.allocator.available_size()
     for _ in range(TURNS_OF_RANKING):
-        assert cache.spans == [] and cache.stages == ["is ranked"] and len(cache.stream.waiting) == 1
-        assert reader.row[:20].ne(0).all() and not cache.tree.free_slots
+        assert ranges(cache.harness) == [] and cache.stages == ["is ranked"] and len(cache.stream.waiting) == 1
+        assert cache.harness.allocator.available_size() == free
         cache.turns(1)
-    assert cache.spans == [(0, 18)] and not cache.stages and not cache.stream.waiting
-    assert all(each.row[:18].eq(0).all() and each.row[18:20].ne(0).all() for each in (reader, other))
-    assert node.parent.charged == 9 and len(cache.tree.free_slots) == 9
+    assert ranges(cache.harness) == [(0, 18)] and not cache.stages and not cache.stream.waiting
+    assert cache.harness.allocator.available_size() == free + 9
+    cache.harness.decode(reader)
 
 
 def test_the_same_entries_are_kept_as_where_nothing_runs_beside():
-    cache, other = Cache(), FakeTree(PseudoRandomPolicy())
-    cache.prompt(node := cache.tree.add(20))
+    cache, other = Cache(), make_harness()
+    cache.harness.run(DOCUMENT)
     cache.turns()
-    reader = other.prompt(same := other.add(20))
-    one, two = (
-        tree.prefixes.spans[end.parent].segment.storage.parts[0] for tree, end in ((cache.tree, node), (other, same))
-    )
+    other.run(DOCUMENT)
+    one, two = (next(iter(each.tree.spans.values())).segment.storage.parts[0] for each in (cache.harness, other))
     assert torch.equal(one.positions, two.positions) and torch.equal(one.rows, two.rows)
-    assert cache.tree.free_slots == other.free_slots and reader.row[:18].eq(0).all()
 
 
 def test_segments_that_cannot_be_split_are_chosen_one_by_one():
-    cache = Cache(splittable=False)
-    second = cache.tree.add(6, cache.tree.add(5))
-    cache.tree.add(3, second)
-    cache.prompt(cache.tree.add(10, second))
+    cache = Cache(splittable=False, min_prefix_tokens=16)
+    cache.harness.finish(cache.harness.run([*DOCUMENT[:11], 50]))
+    cache.harness.run(DOCUMENT)
     assert cache.stream.num_launched == 2
     cache.turns()
-    assert cache.spans == [(0, 5), (5, 11), (11, 19)]
-    assert len({span.segment for span in cache.tree.prefixes.spans.values()}) == 2
+    assert ranges(cache.harness) == [(0, 11), (11, 18)]
+    assert len({span.segment for span in cache.harness.tree.spans.values()}) == 2
 
 
 def test_where_slots_are_short_the_exchange_does_not_wait_for_its_turn():
     cache = Cache()
-    cache.prompt(cache.tree.add(20))
-    assert cache.tree.prefixes.pressure.reclaim(None) == 9
-    assert cache.spans == [(0, 18)] and not cache.stages
+    cache.harness.run(DOCUMENT)
+    assert reclaim(cache.harness) >= 9
+    assert ranges(cache.harness) == [(0, 18)] and not cache.stages
 
 
-@pytest.mark.parametrize("why", Released)
-def test_a_reader_that_ends_changes_nothing(why):
+@pytest.mark.parametrize("end", ["finish", "retract", "abort"])
+def test_a_reader_that_ends_changes_nothing(end):
     cache = Cache()
-    cache.tree.release(cache.prompt(cache.tree.add(20)), why)
+    getattr(cache.harness, end)(cache.harness.run(DOCUMENT))
     cache.turns()
-    assert cache.spans == [(0, 18)]
+    assert ranges(cache.harness) == [(0, 18)]
 
 
-def test_a_dropped_range_is_forgotten():
+def test_a_dropped_range_is_forgotten(monkeypatch):
     cache = Cache()
-    node = cache.tree.add(20)
-    cache.tree.release(cache.prompt(node))
-    end = node.parent
-    cache.tree.drop(node)
-    cache.tree.drop(end)
+    monkeypatch.setattr(cache.harness.tree.prefixes.pressure, "reclaim", lambda *_: 0)  # it would shrink instead
+    cache.harness.finish(cache.harness.run(DOCUMENT))
+    for _ in range(2):
+        cache.harness.evict(1)
     cache.turns(3)
-    assert not cache.stages and not cache.spans and sorted(cache.tree.free_slots) == list(range(1, 21))
+    assert not cache.stages and not ranges(cache.harness)
+    assert cache.harness.allocator.available_size() == cache.harness.num_slots
     assert len(cache.stream.waiting) == 1
     cache.stream.catch_up()
 
 
-@pytest.mark.parametrize("forget", ["keep_only_spans", "cleared"])
+@pytest.mark.parametrize("forget", ["forget_compressed", "reset"])
 def test_nothing_is_exchanged_after_a_flush_or_with_other_weights(forget):
     cache = Cache()
-    cache.prompt(cache.tree.add(20))
-    getattr(cache.tree.prefixes, forget)()
+    cache.harness.finish(cache.harness.run(DOCUMENT))
+    if forget == "reset":
+        cache.harness.flush()
+    else:
+        cache.harness.tree.forget_compressed()
     cache.turns(3)
-    assert not cache.stages and not cache.spans
+    assert not cache.stages and not ranges(cache.harness)
 
 
 def test_a_split_range_is_exchanged_whole():
     cache = Cache()
-    cache.prompt(node := cache.tree.add(20))
-    cache.tree.cut([node.parent], 7)
+    cache.harness.run(DOCUMENT)
+    admitted(cache.harness, [*DOCUMENT[:7], 50])
     cache.turns()
-    assert cache.spans == [(0, 7), (7, 18)]
-    assert len({span.segment for span in cache.tree.prefixes.spans.values()}) == 1
+    assert ranges(cache.harness) == [(0, 7), (7, 18)]
+    assert len({span.segment for span in cache.harness.tree.spans.values()}) == 1
 
 
 def test_an_exact_reader_that_comes_meanwhile_is_waited_for():
     cache = Cache()
-    node = cache.tree.add(20)
-    cache.prompt(node)
-    exact = cache.tree.reader(node)
-    cache.tree.prefixes.readers[exact].is_exact = True
-    cache.turns()
-    assert not cache.spans and len(cache.stages) == 1 and exact.row[:20].ne(0).all()
-    cache.turns(3)
-    assert not cache.spans and len(cache.stages) == 1
-    cache.tree.release(exact)
-    assert cache.spans == [(0, 18)] and not cache.stages and cache.stream.num_launched == 1
+    cache.harness.run(DOCUMENT)
+    exact = reading(cache.harness, DOCUMENT)
+    for count in (TURNS_OF_RANKING, 3):
+        cache.turns(count)
+        assert not ranges(cache.harness) and len(cache.stages) == 1
+    cache.harness.decode(exact)
+    cache.harness.finish(exact)
+    assert ranges(cache.harness) == [(0, 18)] and not cache.stages and cache.stream.num_launched == 1
 
 
 def test_the_same_prompt_is_not_chosen_twice():
     """Else a prompt that is sent in every step would never be compressed."""
     cache = Cache()
-    node = cache.tree.add(20)
-    cache.prompt(node)
+    cache.harness.run(DOCUMENT)
     cache.turns(1)
-    again = cache.tree.reader(node)
-    cache.tree.observe(again, cache.tree.root, 0, 20)
-    cache.tree.complete(again, node)
+    cache.harness.run(DOCUMENT)
     assert cache.stream.num_launched == 1
     cache.turns(1)
-    assert cache.spans == [(0, 18)]
+    assert ranges(cache.harness) == [(0, 18)]
 
 
 def test_prompts_that_begin_alike_are_compressed_one_after_the_other():
     cache = Cache()
-    shared = cache.tree.add(10)
-    for _ in range(2):
-        cache.prompt(cache.tree.add(10, shared))
+    for number in (1, 2):
+        cache.harness.run([*DOCUMENT[:10], *document(number, 10)])
     assert cache.stages == ["is ranked", "waits"]
     cache.turns()
-    assert cache.spans == [(0, 10), (10, 18)] and cache.stages == ["is ranked"]
+    assert ranges(cache.harness) == [(0, 10), (10, 18)] and cache.stages == ["is ranked"]
     cache.turns()
-    assert cache.spans == [(0, 10), (10, 18), (10, 18)] and not cache.stages
+    assert ranges(cache.harness) == [(0, 10), (10, 18), (10, 18)] and not cache.stages
 
 
 def test_a_range_whose_beginning_was_compressed_elsewhere_is_chosen_anew():
     cache = Cache()
-    upper = cache.tree.add(8)
-    cache.prompt(cache.tree.add(12, upper))
-    cache.resizer.shrink_now(cache.resizer.range_to([upper], 8), 1.0)
+    cache.harness.run(DOCUMENT)
+    cache.compress_beginning(8)
     cache.turns()
-    assert cache.spans == [(0, 8)] and cache.stages == ["is ranked"] and cache.stream.num_launched == 2
+    assert ranges(cache.harness) == [(0, 8)] and cache.stages == ["is ranked"] and cache.stream.num_launched == 2
     cache.turns()
-    assert cache.spans == [(0, 8), (8, 18)]
+    assert ranges(cache.harness) == [(0, 8), (8, 18)]
 
 
 def test_too_little_left_is_forgotten():
     cache = Cache()
-    upper = cache.tree.add(16)
-    cache.prompt(cache.tree.add(4, upper))
-    cache.resizer.shrink_now(cache.resizer.range_to([upper], 16), 1.0)
+    cache.harness.run(DOCUMENT)
+    cache.compress_beginning(16)
     cache.turns()
-    assert cache.spans == [(0, 16)] and not cache.stages
+    assert ranges(cache.harness) == [(0, 16)] and not cache.stages
 
 
 def test_a_new_branch_inside_what_cannot_be_split_is_chosen_anew():
     cache = Cache(splittable=False)
-    upper = cache.tree.add(8)
-    cache.prompt(cache.tree.add(12, upper))
-    cache.tree.add(3, upper)
-    cache.turns()
-    assert not cache.spans and cache.stream.num_launched == 3
-    cache.turns()
-    assert cache.spans == [(0, 8), (8, 18)]
-    assert len({span.segment for span in cache.tree.prefixes.spans.values()}) == 2
+    cache.harness.finish(cache.harness.run(DOCUMENT[:5]))
+    cache.harness.run(DOCUMENT)
+    launched = cache.stream.num_launched
+    cache.harness.finish(cache.harness.run([*DOCUMENT[:5], 50]))
+    cache.turns(3 * TURNS_OF_RANKING)
+    assert cache.stream.num_launched >= launched and not cache.stages
+    assert {end for _, end in ranges(cache.harness)} >= {5, 18}
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -202,21 +189,19 @@ def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch, is_late):
     """At its launch, or when its result is asked for."""
     cache = Cache()
     broken = "_order" if is_late else "rank"
-    monkeypatch.setattr(type(cache.tree.prefixes.compressor), broken, lambda *_: 1 / 0)
-    cache.prompt(cache.tree.add(20))
-    assert cache.tree.guard.errors[Place.COMPRESSION] == (0 if is_late else 1)
+    monkeypatch.setattr(type(cache.harness.tree.compressor), broken, lambda *_: 1 / 0)
+    reader, errors = cache.harness.run(DOCUMENT), cache.harness.tree.guard.errors
+    assert errors[Place.COMPRESSION] == (0 if is_late else 1)
     cache.turns()
-    assert cache.tree.guard.errors[Place.COMPRESSION] == 1 and not cache.spans and not cache.stages
+    assert errors[Place.COMPRESSION] == 1 and not ranges(cache.harness) and not cache.stages
+    cache.harness.decode(reader)
 
 
 def test_what_passes_have_read_is_exchanged_in_turn():
-    stream = LateStream()
-    tree = FakeTree(PseudoRandomPolicy(needs_passes=True), stream=stream)
-    passes, node = FakePasses(tree), tree.add(24)
-    tree.release(tree.prompt(node))
-    tree.release(tree.prompt(tree.add(4, node), found=node))
-    while passes.run():
-        pass
-    for _ in range(TURNS_OF_RANKING):
-        tree.prefixes.resizer.between_steps()
-    assert [(span.start, span.end) for span in tree.prefixes.spans.values()] == [(0, 22)]
+    cache = Cache(needs_passes=True)
+    scheduler = MiniScheduler(cache.harness)
+    for suffix in (50, 51):
+        cache.harness.finish(cache.harness.run([*DOCUMENT, suffix]))
+    assert scheduler.run_all() > 0
+    cache.turns()
+    assert ranges(cache.harness) == [(0, 18)]

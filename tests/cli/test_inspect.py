@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from helpers.event_sockets import description_of, ipc_config
-from helpers.harness import publish_server_args
 from helpers.watched import DOCUMENT, WatchedHarness
 from kvevict_tools.models import model_path
 from sgl_kvevict.cli import inspect as inspection
@@ -34,9 +33,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (De
 EVIL = "</script><script>document.title='taken over'</script><b>&amp;\u2028"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+pytestmark = pytest.mark.usefixtures("server_args")
 
 
 @pytest.fixture

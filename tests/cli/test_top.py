@@ -21,7 +21,6 @@ import pytest
 from rich.console import Console
 
 from helpers.event_sockets import description_of, ipc_config, wait_until
-from helpers.harness import publish_server_args
 from helpers.watched import WatchedHarness
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.top import TopOptions, run_top
@@ -38,10 +37,7 @@ from sgl_kvevict.events.types import (
     Split,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+pytestmark = pytest.mark.usefixtures("server_args")
 
 
 def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0, next_event: int = 0) -> StatusReport:

@@ -13,7 +13,6 @@ import threading
 import pytest
 
 from helpers.event_sockets import ipc_config
-from helpers.harness import publish_server_args
 from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
@@ -24,9 +23,7 @@ CHROMIUM = next(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+pytestmark = pytest.mark.usefixtures("server_args")
 
 
 @pytest.fixture

@@ -21,8 +21,6 @@ from helpers.traffic import assert_all_slots_are_back, generate, idle_state
 from kvevict_tools.measure import plugin_state
 from sgl_kvevict.request import ticket_digest
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 # Passes of 16 tokens over documents of 400: a job takes so long that anything else falls into its middle.
 CONFIG = {
     "policy": "reconstruction",

@@ -14,8 +14,6 @@ from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import idle_states
 from kvevict_tools.measure import wait_until_scored
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 FLAGS = (
     *("--tp-size", "2", "--attn-dp-size", "2", "--dtype", "float32", "--skip-tokenizer-init"),
     *("--max-total-tokens", "2000", "--context-length", "1024", "--chunked-prefill-size", "256"),

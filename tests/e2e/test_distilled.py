@@ -19,8 +19,6 @@ from sgl_kvevict.client import warm
 from sgl_kvevict.distill import weights_folders
 from sgl_kvevict.distill.files import read_recall
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 HANDBOOK = Path(__file__).resolve().parents[2] / "examples" / "data" / "station_handbook.txt"
 NEEDLE = "\n\nThe secret word of the station is marigold.\n\n"
 QUESTION = (
@@ -157,19 +155,20 @@ def test_weights_of_another_model_stop_the_server_by_name(start, tiny_llama):
     assert "belong to 'SmolLM2-135M-Instruct', not to" in str(error.value)
 
 
-def test_another_policy_learns_statistics_alone_and_once(start, demo_model, tmp_path):
+def test_another_policy_learns_statistics_alone_and_once(start, tmp_path):
     """Rows of few bits need them whatever policy chooses entries; the texts are prefilled, and no pass reads them."""
+    model = save_tiny_llama(tmp_path / "model", head_dim=32)  # of 16 dimensions, rows have 16 bits
     path = tmp_path / "learned.safetensors"
     config = {"policy": "snapkv", "score_weights": str(path)}
-    with start(demo_model, "--max-total-tokens", "3000", config=config) as server:
+    with start(model, *TINY, config=config) as server:
         log = server.log()
         assert log.index("learning statistics: text 16 of 16") < log.index("learned statistics") < log.index("Uvicorn")
         assert "learning scores" not in log and "learned_scores" not in plugin_state(server)
-        ask(server, document_of(HANDBOOK.read_text()[:4000]))
-        assert plugin_state(server)["span_tokens"] > 800
+        generate(server, random.Random(0).choices(range(3, 500), k=600), 4)
+        assert idle_state(server)["span_tokens"] > 500
         assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
     assert read_recall(path) is None
     with safe_open(path, framework="pt") as file:
         assert {*file.keys()} == {"rotary", "k_mean", "k_deviation", "v_mean", "v_deviation"}
-    with start(demo_model, "--max-total-tokens", "3000", config=config) as server:
+    with start(model, *TINY, config=config) as server:
         assert "statistics of keys and values from" in server.log() and "learning" not in server.log()

@@ -15,10 +15,8 @@ from rich.console import Console
 
 from helpers.traffic import assert_all_slots_are_back
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-POOL = 6000
+POOL = 4000
 FLAGS = ("--max-total-tokens", str(POOL), "--enable-cache-report", "--enable-metrics")
 HANDBOOK_TOKENS = 2800
 

@@ -26,8 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu
 from gpu_bench.systems import TINY, write_random_model
 
 pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one here"),
 ]
 

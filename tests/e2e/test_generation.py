@@ -12,8 +12,6 @@ import pytest
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, generate, random_jobs, run_jobs
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 POOL, BLOCK, TAIL = 700, 32, 16
 FLAGS = (
     *("--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", str(POOL), "--context-length", "2048"),

@@ -12,8 +12,6 @@ from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state
 from kvevict_tools.launcher import LaunchError
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "1000", "--context-length", "1024", "--dtype", "float32")
 CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 TOKENS = 400

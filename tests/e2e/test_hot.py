@@ -9,14 +9,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import pytest
-
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
 from kvevict_tools.measure import plugin_state, wait_until_scored
-
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
 CONFIG = {"policy": "reconstruction", "min_prefix_tokens": 48, "tail_tokens": 16, "pass_share": 0.2}

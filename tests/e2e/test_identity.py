@@ -15,13 +15,11 @@ from transformers import AutoTokenizer
 
 from helpers.traffic import generate, idle_state
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "4500", "--chunked-prefill-size", "250")
-CONFIG = {"policy": "ada-snapkv", "budget": 1.0, "min_prefix_tokens": 128}
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "2400", "--chunked-prefill-size", "125")
+CONFIG = {"policy": "ada-snapkv", "budget": 1.0, "min_prefix_tokens": 48}
 FEW = slice(3, 14)
-"""Prompts of up to 300 tokens, some of which share a beginning."""
+"""Prompts of up to 170 tokens, some of which share a beginning."""
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 STANDALONE = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 SPECULATION = {  # trees and chains
@@ -33,7 +31,7 @@ QUESTIONS = ("How far away is the nearest town?", "Where does the boat land?", "
 
 @pytest.fixture(scope="module")
 def prompts(demo_model):
-    """20 prompts of 8 to 1,100 tokens, up to five chunks; many share a prefix, some only the first tokens."""
+    """20 prompts of 8 to 550 tokens, up to five chunks; many share a prefix, some only the first tokens."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     text = HANDBOOK.read_text(encoding="utf-8")
     words = text.split()
@@ -45,13 +43,13 @@ def prompts(demo_model):
     def plain(content, limit):
         return list(tokenizer(content).input_ids[:limit])
 
-    chats = [chat(" ".join(words[:400]) + "\n\n" + question) for question in QUESTIONS]  # about 500 shared tokens
-    chats += [chat(" ".join(words[:150]) + "\n\n" + question) for question in QUESTIONS]
+    chats = [chat(" ".join(words[:200]) + "\n\n" + question) for question in QUESTIONS]  # about 250 shared tokens
+    chats += [chat(" ".join(words[:75]) + "\n\n" + question) for question in QUESTIONS]
     chats += [chat(question) for question in QUESTIONS]
-    texts = [plain(text, limit) for limit in (8, 50, 166, 167, 300, 450)]
-    texts += [plain(" ".join(words[start:]) + text, limit) for start, limit in ((200, 250), (500, 350), (900, 1100))]
+    texts = [plain(text, limit) for limit in (8, 25, 83, 84, 150, 225)]
+    texts += [plain(" ".join(words[start:]) + text, limit) for start, limit in ((200, 125), (500, 175), (900, 550))]
     texts += [[*texts[3], *plain(question, 12)] for question in QUESTIONS[:2]]
-    assert len(chats + texts) == 20 and max(map(len, texts)) == 1100
+    assert len(chats + texts) == 20 and max(map(len, texts)) == 550
     return chats + texts
 
 
@@ -121,18 +119,18 @@ def compressing(start, demo_model):
 def test_one_compressed_copy_serves_eight_requests(compressing, prompts):
     """At budget 0.2: the slots of a prefix are exactly ceil(0.2 * range), however many requests read it."""
     server = compressing
-    document = prompts[0][:450]
+    document = prompts[0][:225]
     generate(server, document, 0)  # how the frontend language caches a shared prefix
     state = idle_state(server)
-    assert state["span_tokens"] == 450 - 32
-    assert state["span_slots"] == 84  # ceil(0.2 * 418)
+    assert state["span_tokens"] == 225 - 32
+    assert state["span_slots"] == 39  # ceil(0.2 * 193)
     suffixes = [prompts[6][-20 - i :] for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda suffix: generate(server, document + suffix, 24), suffixes))
-    assert [result["meta_info"]["cached_tokens"] for result in results] == [450] * 8
+    assert [result["meta_info"]["cached_tokens"] for result in results] == [225] * 8
     state = idle_state(server)
     assert state["max_sharers"] == 8
-    assert (state["span_slots"], state["segments"]) == (84, 1)
+    assert (state["span_slots"], state["segments"]) == (39, 1)
     assert state["leaked_slots"] == 0 and server.leak_messages() == []
     server.post("/flush_cache?timeout=60")
 

@@ -1,6 +1,6 @@
 """``sgl-kvevict learn`` is killed while its server runs: all processes of the server end, too.
 
-``tests/test_launcher.py`` has other signals and ends, with a stand-in for the server.
+``tests/tools/test_launcher.py`` has other signals and ends, with a stand-in for the server.
 """
 
 from __future__ import annotations
@@ -11,10 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import pytest
-
-pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 
 def stat(pid: int) -> list[str]:

@@ -16,8 +16,6 @@ from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import idle_state
 from kvevict_tools.measure import flush, wait_until_scored
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 POOL = 400
 SHORT = ("--skip-tokenizer-init", "--max-total-tokens", str(POOL))
 FLAGS = (*SHORT, "--context-length", "4096")

@@ -27,8 +27,6 @@ from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
 from sgl_kvevict.events.types import Compressed, Dropped, EventBatch, Repacked, Split, Squeezed
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
 ENDPOINT = f"tcp://127.0.0.1:{free_port()}"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)

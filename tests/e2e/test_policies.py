@@ -25,8 +25,6 @@ from helpers.traffic import generate
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy, list_policies
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 READER_POLICIES = {
     info.name

@@ -8,8 +8,6 @@ import urllib.request
 
 import pytest
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 TINY = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
 PROMPT = list(range(5, 25))
 DEADLY = {

@@ -24,7 +24,7 @@ from helpers.tiny_model import VOCAB_SIZE
 from kvevict_tools.launcher import free_port
 
 SMG = shutil.which("smg", path=str(Path(sys.executable).parent))
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.skipif(SMG is None, reason="needs the package smg")]
+pytestmark = pytest.mark.skipif(SMG is None, reason="needs the package smg")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "replicas" / "run.py"
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "4000", "--context-length", "2048")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from helpers.modes import CONFIG, FLAGS, MODES, assert_nothing_leaked, serve_readers
-
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
 def test_passes_run_beside_users_of_other_priority(start, tiny_llama):

@@ -11,8 +11,6 @@ import pytest
 from kvevict_tools.measure import plugin_state, wait_until_scored
 from sgl_kvevict.client import WarmError, warm
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 HANDBOOK = Path(__file__).resolve().parents[2] / "examples" / "data" / "station_handbook.txt"
 NEEDLE = "\n\nThe secret word of the station is marigold.\n\n"
 QUESTION = (

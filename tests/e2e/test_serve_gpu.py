@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from helpers.preloaded import Preloaded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"))
-
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
 def test_answers_and_mixed_traffic_of_tiny_servers(tmp_path: Path, preloaded: Preloaded) -> None:

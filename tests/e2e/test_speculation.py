@@ -12,8 +12,6 @@ from helpers import overlapped_drafts
 from helpers.tiny_model import VOCAB_SIZE, save_tokenizer
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "2000", "--context-length", "1024")
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")

@@ -6,12 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 from helpers.e2e_env import ENV
 from kvevict_tools.launcher import config_env, end_group, free_port, spawn_process
-
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 BACKENDS = ("--radix-cache-backend", "kvevict", "--attention-backend", "kvevict")
 TINY = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")

@@ -16,8 +16,6 @@ from helpers.traffic import generate, idle_state
 from kvevict_tools.launcher import LaunchError
 from sgl_kvevict import client
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
 CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 NUM_DOCUMENTS = 3
@@ -200,9 +198,9 @@ def test_the_default_configuration_finds_its_prefixes_after_a_restart(start, dem
     In float32: the first server has split the documents behind their common beginning, the second one has loaded only
     the one that it is asked about, so attention is summed in other parts, which bfloat16 would round otherwise.
     """
-    config, flags = {"store": str(tmp_path / "store")}, ("--max-total-tokens", "5000", "--dtype", "float32")
+    config, flags = {"store": str(tmp_path / "store")}, ("--max-total-tokens", "4000", "--dtype", "float32")
     handbook = HANDBOOK.read_text()
-    documents = [f"<|im_start|>user\n{part}" for part in (handbook[:2500], handbook[4500:7000])]
+    documents = [f"<|im_start|>user\n{part}" for part in (handbook[:1500], handbook[4500:6000])]
     texts = [f"{document}\n\n{question}" for document in documents for question in QUESTIONS]
     first = start(demo_model, *flags, config=config)
     for document in documents:
@@ -212,7 +210,7 @@ def test_the_default_configuration_finds_its_prefixes_after_a_restart(start, dem
     assert "the store has all that was to be written" in first.log()
     second = start(demo_model, *flags, config=config)
     after = [answer(second, text) for text in texts]
-    assert after == before and min(found for _, found in after) > 400
+    assert after == before and min(found for _, found in after) > 250
     state = store_state(second)
     assert (
         state["loaded_segments"] == len(documents)

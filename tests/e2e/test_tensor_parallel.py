@@ -8,7 +8,6 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from transformers import LlamaForCausalLM
 
@@ -18,8 +17,6 @@ from helpers.traffic import assert_all_slots_are_back, generate, idle_state, ran
 from kvevict_tools.measure import wait_until_scored
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
-
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 FLAGS = (
     *("--tp-size", "2", "--dtype", "float32", "--skip-tokenizer-init"),

@@ -22,8 +22,6 @@ from helpers.e2e_env import ENV
 from helpers.preloaded import Preloaded
 from kvevict_tools.launcher import config_env, end_group
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 # Python imports this at the start of a process.
 SITE = """
 from dataclasses import replace

@@ -42,10 +42,6 @@ def test_documentation_shows_exactly_the_file() -> None:
     assert shown[2] == EXAMPLE.read_text()
 
 
-def test_it_is_as_short_as_promised() -> None:
-    assert len([line for line in EXAMPLE.read_text().splitlines() if line.strip()]) <= 30
-
-
 def test_it_keeps_what_attention_times_value_says(view: LayerView) -> None:
     policy = build_policy(PATH, {"window_size": 8})
     assert policy is not None and policy.name == "value-aware" and policy.window_size == 8

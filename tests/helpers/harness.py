@@ -540,5 +540,6 @@ class Harness:
             self._check_known(segment)
         nodes = {*table.in_place.values(), *table.packed.values()}
         assert table.shrinking <= nodes
+        assert table._records.keys() <= {*self.tree.nodes()}, "a record goes with its node"
         assert set(table.prompts._sizes) == {each.prompt for each in found if each.prompt is not None}
         assert sum(table.prompts._sizes.values()) == table.prompts.num_bytes

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCAB_SIZE = 512
 
 
-def save_tiny_llama(folder: Path, seed: int = 0) -> Path:
+def save_tiny_llama(folder: Path, seed: int = 0, head_dim: int = 16) -> Path:
     """Write a float32 llama with 3 layers, 8 query and 4 KV heads; weights are large, so that attention matters.
 
     It has a tokenizer, so that a server can learn its scores.
@@ -28,7 +28,7 @@ def save_tiny_llama(folder: Path, seed: int = 0) -> Path:
         num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=4096,
         initializer_range=0.25,
         bos_token_id=1,

@@ -11,12 +11,9 @@ import torch
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import (
-    LayerView,
     Policy,
     RangeScores,
-    Signal,
     build_policy,
     configured_policy,
     list_policies,
@@ -181,30 +178,6 @@ def test_chunkkv_as_printed_needs_the_window_in_the_range() -> None:
     assert resolve("chunkkv")[1].max_tail_tokens is None
     with pytest.raises(ConfigError, match="mode: got 'paper' for policy 'chunkkv' with keep_window=False"):
         build_policy("chunkkv", {"mode": "paper", "keep_window": False})
-
-
-def test_d2o_golden_trace() -> None:
-    """specs/d2o.md 10.18, prefill: T = 1, N = 2, M = 1, the last token of which is the tail."""
-    keys = torch.tensor([[1.0, 0], [0.8, 0.6], [0, 1.0], [-0.28, 0.96], [-1.0, 0]])[:, None]
-    values = torch.arange(5.0)[:, None, None].expand(5, 1, 2).contiguous()
-    sums = torch.tensor([[3.0, 0.4, 1.2, 0.3, 0.8]])
-    seen = LayerView(0, 0, keys, values, torch.arange(5), 1.0, {Signal.ACCUMULATED_ATTENTION: sums})
-    config, policy = resolve("d2o@paper", 4, policy_options={"num_sink_tokens": 1})
-    decision = policy.select(lambda _: seen, KVGeometry(1, 1, 1, 2, 6), config.num_slots(5), 0)
-    assert not policy.splittable and decision.merge is not None and decision.state is not None
-    assert decision.selection.indices.tolist() == [0, 2, 4]  # and 5 behind the range
-    assert float(decision.state.threshold) == pytest.approx(0.88)
-    assert decision.merge.indices.tolist() == [0, 2, 3, 4]
-    assert decision.merge.weights.tolist() == pytest.approx([1.0, 0.509999, 0.490001, 1.0], abs=1e-6)
-
-
-def test_d2o_layer_sizes() -> None:
-    """specs/d2o.md 10.4: F = (.1, .5, 1, 2), S = 1000, rho = 0.2 -> about (359.3, 240.9, 146.1, 53.7)."""
-    variance = torch.tensor([0.1, 0.5, 1.0, 2.0])
-    signs = torch.tensor([1.0, -1.0]).repeat(500)
-    scores = RangeScores(3 + variance.sqrt()[:, None, None] * signs, None, None, 0, 0)
-    sizes = resolve("d2o@paper")[1].allocator.allocate(scores, 800)
-    assert sizes.flatten().tolist() == [359, 241, 146, 54]
 
 
 FIXTURE = torch.tensor(

@@ -2,4 +2,11 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("SGLANG_PLATFORM", "kvevict_cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _published(server_args):
+    """Trees of SGLang read the arguments of their process."""

@@ -11,14 +11,8 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 
-from helpers.harness import publish_server_args
 from sgl_kvevict.config import ENV_VAR
 from sgl_kvevict.sglang_adapter.arena import Arena, ArenaKVPool, ArenaLatentPool, arena_of, around_create_latent_buffers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def arena(monkeypatch: pytest.MonkeyPatch, **config: object) -> Arena:

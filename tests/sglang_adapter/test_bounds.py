@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.passes import MiniScheduler
 from sgl_kvevict.cache.passes import MAX_BEGUN_JOBS, MAX_REMEMBERED
 from sgl_kvevict.config import KVEvictConfig
@@ -19,11 +19,6 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 BYTES = 4 * 4 * 56  # float32, 2 layers and 2 KV heads, 60 tokens without a tail of 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def cache(*, needs_passes: bool, **fields) -> tuple[Harness, MiniScheduler]:

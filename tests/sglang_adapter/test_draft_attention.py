@@ -8,7 +8,6 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from helpers.harness import publish_server_args
 from helpers.verify_machines import VerifyingHarness
 from sgl_kvevict.attention import TorchAttention
 from sgl_kvevict.geometry import KVGeometry
@@ -21,15 +20,8 @@ from sgl_kvevict.sglang_adapter.draft_attention import (
 from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders
 from sgl_kvevict.support import BACKEND_NAME
 
-pytestmark = pytest.mark.sglang
-
 DOCUMENT = [i * 7 % 11 for i in range(40)]
 LAYER = SimpleNamespace(layer_id=0, tp_q_head_num=3, qk_head_dim=2, v_head_dim=2, scaling=0.4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 class World:

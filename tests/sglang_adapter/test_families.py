@@ -14,8 +14,6 @@ from sgl_kvevict.sglang_adapter.start_facts import file_traits
 from sgl_kvevict.support import MODEL, WHAT_WORKS, HasTraits
 from sgl_kvevict.support import reasons as reasons_of
 
-pytestmark = pytest.mark.sglang
-
 
 def reasons(family: Family, folder: Path) -> list[str]:
     config_of(family).save_pretrained(folder)

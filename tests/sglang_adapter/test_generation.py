@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness
 from helpers.own_policies import OWN_POLICIES
 from helpers.settings import refused, settings
 from sgl_kvevict.cache.generation import NoGenerations
@@ -17,11 +17,6 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 PROMPT = [i * 7 % 11 for i in range(40)]
 POLICIES = ("h2o", "streaming-llm", "snapkv")
 BLOCK, TAIL = 8, 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("model"))
 
 
 def make(policy="h2o", budget=0.25, num_slots=400, block=BLOCK, cache_grid=1, **fields):

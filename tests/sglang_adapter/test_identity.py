@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
@@ -14,11 +14,6 @@ from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders, after_init_
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 BASES = ([i * 7 % 11 for i in range(60)], [i * 5 % 7 for i in range(60)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def twins(harness: Harness) -> None:

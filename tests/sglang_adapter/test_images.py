@@ -14,7 +14,7 @@ from sglang.srt.models.gemma4_mm import Gemma4ForConditionalGeneration
 from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from torch import nn
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
 from helpers.settings import refused
@@ -32,11 +32,6 @@ TEXT = [i * 7 % 11 for i in range(40)]
 IMAGE = [FIRST_IMAGE_TOKEN + (1 << 62) - 1 - i % 4 for i in range(12)]
 OTHER = [token - 100 for token in IMAGE]
 TICKET = "a-text-of-the-asker"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def cache() -> tuple[Harness, MiniScheduler]:

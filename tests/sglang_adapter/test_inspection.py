@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.event_sockets import ipc_config
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.client import InspectClient, RequestFailedError
@@ -27,11 +27,6 @@ from sgl_kvevict.events.questions import (
 from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, Split, Squeezed
 from sgl_kvevict.segments.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitoring.start import events_of_rank
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture

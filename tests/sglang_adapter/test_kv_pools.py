@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from helpers.harness import publish_server_args
 from helpers.settings import refused, settings
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
@@ -15,11 +13,6 @@ from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, arena_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 
 HEADS = {"page_size": 1, "dtype": torch.float32, "head_num": 2, "head_dim": 4, "device": "cpu"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def test_full_layers_beside_windows_have_an_arena_of_their_own():

@@ -7,10 +7,8 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
-from helpers.own_policies import OWN_POLICIES
 from helpers.settings import refused, settings
 from kvevict_kernels.device_limits import DeviceLimits
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVScales
 from sgl_kvevict.policies.by_name import build_policy
@@ -139,54 +137,6 @@ def test_nothing_is_turned_where_only_windows_have_positions(says: dict[str, obj
     assert find_rotary(nn.Sequential(attention(1, rotary, **turned)), PLACES).cos_sin.shape == (10, 8)
     with pytest.raises(UnsupportedSetupError, match="the model has 1, and layers without any"):
         find_rotary(nn.Sequential(attention(0, rotary, **says), attention(1, rotary, **turned)), PLACES)
-
-
-def test_what_windows_rule_out_is_named() -> None:
-    (reason,) = refused(policy=build_policy("d2o", {}), windows=(8, 8, 0))
-    assert reason.startswith("policy 'd2o' merges evicted entries into others, which a layer with a sliding window may")
-    assert refused(policy=build_policy("d2o", {})) == []
-    assert refused(policy=build_policy("snapkv", {}), windows=(8, 8, 0)) == []
-
-
-def test_what_data_parallel_attention_rules_out_is_named() -> None:
-    two = settings(attn_dp_size=2)
-    parts = ("the model has recurrent layers", "replays the captured step")
-    reasons = refused(own=two, has_states=True, decode_graphs="full")
-    assert [part in reason for reason, part in zip(reasons, parts, strict=True)] == [True] * 2
-    assert refused(own=two) == refused(has_states=True, decode_graphs="full") == []
-    assert refused(own=two, decode_graphs="full", device="cpu", chosen="numba") == []
-
-
-def test_what_latents_rule_out_is_named() -> None:
-    assert refused(policy=build_policy("distilled", {}), is_latent=True) == []
-    config = KVEvictConfig(prefill_budget=0.5)
-    drafts, weighs = settings(speculative_algorithm="NGRAM"), build_policy(OWN_POLICIES["defensive"], {})
-    reasons = refused(config, weighs, drafts, is_latent=True)
-    begins = (
-        "prefill_budget: ",
-        "policy 'defensive' weighs values",
-        "--speculative-algorithm: ",
-    )
-    assert [reason.startswith(begin) for reason, begin in zip(reasons, begins, strict=True)] == [True] * 3
-    assert refused(config, weighs, drafts) == []
-
-
-@pytest.mark.parametrize(
-    ("windows", "states", "chunk", "reason"),
-    [
-        ((), False, 512, None),
-        ((8, 0, 0), False, 512, "prefill_budget ends segments between chunks"),
-        ((), True, 512, "prefill_budget ends segments between chunks"),
-        ((), False, None, "--chunked-prefill-size is off, so a prompt is prefilled in one piece"),
-    ],
-)
-def test_what_rules_out_prefill_budget_is_named(
-    windows: tuple[int, ...], states: bool, chunk: int | None, reason: str | None
-) -> None:
-    own = settings(chunked_prefill_size=chunk)
-    assert refused(own=own, windows=windows, has_states=states) == []
-    found = refused(KVEvictConfig(prefill_budget=0.5), own=own, windows=windows, has_states=states)
-    assert found == [] if reason is None else reason in found[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness
 from helpers.passes import Letters, MiniScheduler
 from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.config import KVEvictConfig
@@ -29,11 +29,6 @@ NUM_LAYERS = 2
 TICKET = "a-random-text-of-the-asker"
 SUBJECT = "scores", "another policy"
 ROTARY = Rotary(torch.empty(600, 0), is_neox=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 class Words(Letters):

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from helpers.admission import LongPromptScheduler
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.long_machine import CONFIG
 from sgl_kvevict.sglang_adapter.long_prompts import (
     admission_of,
@@ -20,11 +20,6 @@ from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED
 
 POOL, CHUNK = 160, 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def serve(*, chunk: int = CHUNK, pool: int = POOL, **fields) -> LongPromptScheduler:

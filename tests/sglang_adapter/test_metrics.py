@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness
 from helpers.watched import DOCUMENT
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
@@ -19,8 +19,7 @@ LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+def harness():
     harness = Harness(num_slots=200)
     listener = harness.tree.prefixes.listener
     harness.metrics = Metrics(harness.tree, listener.totals, LABELS)

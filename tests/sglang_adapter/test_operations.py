@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy, SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.passes import MiniScheduler
 from sgl_kvevict.cache import passes
 from sgl_kvevict.config import KVEvictConfig
@@ -19,11 +19,6 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 POLICIES = [*CacheAwarePolicy, *CacheAgnosticPolicy]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def cache(needs_passes=True, **policy) -> tuple[Harness, MiniScheduler]:

@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.sglang
-
 SERVE = """
 import ctypes, json
 from sgl_kvevict.sglang_adapter.plugin import KERNEL_CACHE_ENTRIES, cpu_platform

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.passes import TURN_S, MiniScheduler
 from helpers.threads_as_ranks import on_two_ranks
 from kvevict_kernels.rotary import Rotary
@@ -31,11 +31,6 @@ DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])
 CONFIG = KVEvictConfig(
     budget=0.4, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1, scoring_pass_tokens=20
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 class Recorded(TensorRanks):

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
 
 DOCUMENTS = [[*(i * 7 % 11 for i in range(10)), *((i * step) % 11 for i in range(1, 51))] for step in range(2, 9)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.mark.parametrize("host_blocks", [20, 45, 400])

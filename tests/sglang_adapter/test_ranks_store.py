@@ -5,20 +5,13 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-import pytest
-
-from helpers.harness import PseudoRandomPolicy, publish_server_args
+from helpers.harness import PseudoRandomPolicy
 from helpers.harness_store import IDENTITY, Server
 from helpers.stored import keys_in
 from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state, rank_states
 
 DOCUMENTS = [[*(i * 7 % 11 for i in range(10)), *((i * step) % 11 for i in range(1, 61))] for step in (3, 5, 7)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def server_of(rank, group, folder, **kind) -> Server:

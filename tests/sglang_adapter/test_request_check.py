@@ -7,18 +7,13 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter import adapters
 from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing, refusal
 
 WARM = {"warm": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def refusals(custom_params, needs_passes=True, tokenizer=None, **fields) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.order import scores_of
@@ -16,11 +14,6 @@ from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TICKET = "a-random-text-of-the-asker"
 WARM = {"warm": True, "ticket": TICKET}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def cache(**fields) -> tuple[Harness, MiniScheduler]:

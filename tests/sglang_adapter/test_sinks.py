@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness
 from sgl_kvevict.config import KVEvictConfig
 
 CONFIG = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=4, min_prefix_tokens=6)
 DOCUMENT = [(3 * i + 3) % 11 for i in range(60)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def test_the_rest_of_a_document_keeps_the_sinks_that_another_prompt_reads():

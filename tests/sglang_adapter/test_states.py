@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.harness import publish_server_args
 from helpers.states import StatesHarness
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
@@ -12,11 +11,6 @@ from sgl_kvevict.sglang_adapter.kv_pools import MAMBA
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def found(harness, tokens):

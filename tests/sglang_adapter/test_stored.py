@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.harness_store import adoption, exported
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TURN = [*DOCUMENT, *(i * 5 % 11 for i in range(40))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def spans(harness):

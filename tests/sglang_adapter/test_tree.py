@@ -6,17 +6,12 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def spans(harness):
@@ -200,39 +195,6 @@ def test_short_ranges_stay_uncompressed():
     harness.finish(harness.run([*DOCUMENT, 1]))
     harness.finish(harness.run(DOCUMENT[:5]))
     assert harness.tree.prefixes.listener.totals.compressions == compressions
-
-
-def test_namespaces_never_share():
-    harness = Harness(num_slots=240)
-    a = harness.run(DOCUMENT, extra_key="tenant-a")
-    b = harness.run(DOCUMENT, extra_key="tenant-b")
-    assert b is not None and cache_state(harness.tree)["segments"] == 2
-    for req in (a, b):
-        harness.decode(req)
-
-
-def test_retraction_before_and_after_compression():
-    harness = Harness()
-    req = harness.request(DOCUMENT)
-    harness.admit(req)
-    harness.prefill(req, 20)
-    harness.retract(req)
-    harness.admit(req)
-    harness.prefill(req)
-    harness.decode(req)
-    harness.retract(req)
-    harness.admit(req)
-    assert req.prefix_len == 60
-    harness.prefill(req)
-    harness.decode(req)
-    harness.finish(req)
-
-
-def test_flush_leaves_nothing():
-    harness = Harness()
-    harness.finish(harness.run(DOCUMENT))
-    harness.flush()
-    assert cache_state(harness.tree)["spans"] == 0 and harness.allocator.available_size() == harness.num_slots
 
 
 def test_policy_none_is_stock():

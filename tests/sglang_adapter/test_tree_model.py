@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 
-from helpers.harness import publish_server_args
 from helpers.image_machines import IMAGE_MACHINES
 from helpers.latent_machines import LATENT_MACHINES
 from helpers.long_machine import LONG_MACHINES
@@ -17,13 +13,6 @@ from helpers.verify_machines import VERIFY_MACHINES
 from helpers.window_machines import WINDOW_MACHINES
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args():
-    with tempfile.TemporaryDirectory() as folder:
-        publish_server_args(Path(folder))
-        yield
 
 
 @pytest.mark.parametrize(

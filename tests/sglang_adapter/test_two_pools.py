@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.harness import publish_server_args
 from helpers.two_pools import WINDOW, TwoPoolHarness
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.by_name import build_policy
@@ -12,11 +11,6 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.window_component import SWA
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def segments(harness):

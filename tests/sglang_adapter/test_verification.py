@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from helpers.harness import publish_server_args
 from helpers.verify_machines import VerifyingHarness
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
-pytestmark = pytest.mark.sglang
-
 DOCUMENT = [i * 7 % 11 for i in range(40)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def test_acceptance_is_counted_apart_by_what_requests_read():

@@ -28,8 +28,6 @@ from kvevict_tools.cpu_speculation import (
 )
 from sgl_kvevict.sglang_adapter.verification import visible_drafts
 
-pytestmark = pytest.mark.sglang
-
 TREES = [[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 0, 0]]
 """Parent of each node."""
 

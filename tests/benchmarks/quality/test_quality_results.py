@@ -150,42 +150,6 @@ def test_policies_on_the_command_line():
         parse_policy("snapkv:window_size")
 
 
-@pytest.mark.parametrize("name", ["questions", "known-questions"])
-def test_questions_are_asked_in_the_passes_of_reconstruction(name):
-    from kvevict_quality.systems import Setup
-
-    setup = Setup(name, 0.2)
-    assert setup.name == f"{name}-0.2" and setup.engine == "kvevict"
-    assert '"policy": "reconstruction"' in setup.system().env["KVEVICT_CONFIG"]
-
-
-def test_awaited_passes_are_those_of_the_policy_distilled():
-    from kvevict_quality.systems import AWAITED, Setup
-
-    setup = Setup(AWAITED, 0.2)
-    assert (setup.config.policy, setup.config.score_after_matches) == ("distilled", 1)
-    with pytest.raises(ValueError, match="only after it was read"):
-        Setup(AWAITED, 0.2, aware=True)
-
-
-def test_two_stages_are_the_policy_distilled_on_a_pool_that_is_too_small():
-    from kvevict_quality.systems import TWO_STAGES, Setup
-
-    setup, one = Setup(TWO_STAGES, 0.2), Setup("distilled", 0.2)
-    assert (setup.config.policy, setup.config.score_after_matches) == ("distilled", 1)
-    assert (one.config.policy, one.config.score_after_matches) == ("distilled", None)
-    assert setup.pool_slots < one.pool_slots and str(setup.pool_slots) in setup.system().flags
-
-
-def test_contexts_longer_than_the_pool_get_a_server_with_such_a_pool():
-    from kvevict_quality.systems import WHILE_PREFILLED, Setup, parse_policy
-
-    setup = Setup(WHILE_PREFILLED, 0.2, parse_policy(f"{WHILE_PREFILLED}:pool=1500")[1])
-    flags = setup.system().flags
-    assert flags[flags.index("--max-total-tokens") + 1] == "1500"
-    assert setup.config == Setup("distilled", 0.2).config and setup.options_text == "pool=1500"
-
-
 def stock(**changes):
     return row(**{"engine": "stock", "policy": "full", "budget": 1.0, **changes})
 

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
-pytestmark = pytest.mark.sglang
-
 
 def test_every_context_comes_once_before_any_comes_again() -> None:
     from kvevict_quality.sample import Question, Sample

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 from serving_bench.results import Row
 
-pytestmark = pytest.mark.sglang
-
 
 def test_a_ratio_below_the_limit_is_a_regression() -> None:
     from smoke import regressions

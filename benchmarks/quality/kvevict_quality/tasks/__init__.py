@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvevict_quality.corpus import CountTokens
 from kvevict_quality.sample import Sample
-from kvevict_quality.tasks import chat, lookup, needles, reading, shots, texts, words
+from kvevict_quality.tasks import chat, lookup, needles, reading, shots, texts
 
 Make = Callable[[random.Random, int, CountTokens], Sample]
 
@@ -20,9 +20,6 @@ NEEDLE_TASKS: Mapping[str, Make] = {
 }
 _DRAWN: Mapping[str, Make] = {
     **NEEDLE_TASKS,
-    "variable-tracking": needles.variable_tracking,
-    "common-words": words.common_words,
-    "frequent-words": words.frequent_words,
     "key-value": lookup.key_value,
     "code": lookup.code,
     "multi-turn": chat.recall,
@@ -37,8 +34,6 @@ TASKS = (*_DRAWN, READING)
 TEXT_TASKS: Mapping[str, Make] = {
     "squad": texts.squad,
     "factbook": texts.factbook,
-    "perlfaq": texts.perlfaq,
-    "completion": texts.completion,
 }
 GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "texts": tuple(TEXT_TASKS), "all": TASKS}
 #: Distributions over real text, without questions.

@@ -1,10 +1,8 @@
-"""Needles in prose, after RULER (arXiv 2404.06654): single, multi-key, multi-value, multi-query, variable tracking."""
+"""Needles in prose, after RULER (arXiv 2404.06654): single, multi-key, multi-value, multi-query."""
 
 from __future__ import annotations
 
-import itertools
 import random
-import string
 
 from kvevict_quality.corpus import CountTokens, haystack
 from kvevict_quality.sample import Question, Sample
@@ -75,31 +73,3 @@ def multi_query(rng: random.Random, num_tokens: int, count: CountTokens) -> Samp
         ask = f"What is the telephone number of {a}, and what is the telephone number of {b}?"
         questions.append(Question(ask, f"The telephone number of {a} is", (values[a], values[b]), 28))
     return Sample(text, tuple(questions))
-
-
-def variable_tracking(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """Four chains of three variables; which ones hold the first one's value?"""
-    needles: list[list[str]] = []
-    questions = []
-    for _ in range(4):
-        names = ["".join(rng.sample(string.ascii_uppercase, 3)) for _ in range(3)]
-        value = number(rng, 5)
-        needles.append([f"VAR {names[0]} = {value}.", *(f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(names))])
-        questions.append(
-            Question(
-                f"Find all variables that are assigned the value {value} in the text above.",
-                f"The variables that are assigned the value {value} in the text above are: VAR",
-                tuple(names),
-                24,
-            )
-        )
-    text = haystack(rng, _interleave(rng, needles), num_tokens, count)
-    return Sample(text, tuple(questions))
-
-
-def _interleave(rng: random.Random, chains: list[list[str]]) -> list[str]:
-    """One list of all chains' elements, the order within each chain kept."""
-    order = [i for i, chain in enumerate(chains) for _ in chain]
-    rng.shuffle(order)
-    rest = [iter(chain) for chain in chains]
-    return [next(rest[i]) for i in order]

@@ -1,4 +1,4 @@
-"""Questions that nobody here wrote: SQuAD, fields of the World Factbook, Perl's FAQ, lines of Python's library."""
+"""Questions that nobody here wrote: SQuAD, and fields of the World Factbook."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import functools
 import random
 import re
 import string
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvevict_quality import archives
@@ -127,78 +125,3 @@ def _fields(node: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[str,
             if isinstance(inner.get("text"), str):
                 yield ", ".join(path[1:] or path), inner["text"].replace("\n", " ").strip()
             yield from _fields(inner, path)
-
-
-def perlfaq(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """Entries of Perl's FAQ, drawn at random; a question is a heading, its answer the sentence below it."""
-    chosen: list[tuple[str, str]] = []
-    for heading, body in rng.sample(_faq(), len(_faq())):
-        length = count(f"{heading}\n{body}\n\n") + _BREAK_TOKENS
-        if length <= min(num_tokens, 1000):
-            num_tokens -= length
-            chosen.append((heading, body))
-    questions = (
-        ShortAnswer(
-            f'Quote the sentence that follows the heading "{heading}"',
-            f"{heading}\n",
-            (_first_sentence(body),),
-            64,
-        )
-        for heading, body in rng.sample(chosen, min(_ASKED, len(chosen)))
-    )
-    return Sample("\n\n".join(f"{heading}\n{body}" for heading, body in chosen), tuple(questions))
-
-
-def _first_sentence(body: str) -> str:
-    """The sentence that a text begins with, if it has 6 to 40 words and no quotation mark; else empty."""
-    sentence = " ".join(re.split(r"(?<=[.!?:])\s", body, maxsplit=1)[0].split())
-    return sentence if 6 <= len(sentence.split()) <= 40 and '"' not in sentence else ""
-
-
-@functools.cache
-def _faq() -> tuple[tuple[str, str], ...]:
-    """(heading, text) of the entries that begin with a sentence to ask for, without POD's markup."""
-    entries = (entry for pod in archives.perl_faq() for entry in _entries(pod))
-    return tuple((heading, body) for heading, body in entries if _first_sentence(body))
-
-
-def _entries(pod: str) -> Iterator[tuple[str, str]]:
-    text = re.sub(r"X<[^<>]*>", "", pod)
-    text = re.sub(r"C<<+ (.*?) >>+", r"\1", text)
-    text = re.sub(r"L<(?:([^<>|]*)\|)?([^<>]*)>", lambda link: link[1] or link[2], text)
-    text = re.sub(r"[BCFIS]<([^<>]*)>", r"\1", text)
-    text = text.replace("E<lt>", "<").replace("E<gt>", ">")
-    for heading, body in re.findall(r"^=head2 (.+?)\n\n(.*?)(?=^=|\Z)", text, re.DOTALL | re.MULTILINE):
-        yield " ".join(heading.split()), re.sub(r"\A\s*\((?:partly )?contributed by[^)]*\)", "", body).strip()
-
-
-def completion(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """The beginning of a module; the questions go on with more and more of its lines, and ask for the next one."""
-    for path in rng.sample(_modules(), len(_modules())):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        room, cut = num_tokens - 16, 0
-        while cut < len(lines) and (room := room - count(f"{lines[cut]}\n")) >= 0:
-            cut += 1
-        places = [i for i in range(cut + 2, min(len(lines), cut + 64)) if len(lines[i].strip()) > 8]
-        asked = sorted({lines[i].strip(): i for i in places}.values())[:_ASKED]
-        if len(asked) == _ASKED:
-            break
-    else:
-        raise ValueError(f"num_tokens: got {num_tokens}; allowed: what one module has")
-    questions = (
-        Question(
-            "\n".join([*lines[cut:place], "```", "Write the line that follows, and nothing else."]),
-            "```python\n" + re.match(r"\s*", lines[place])[0],  # type: ignore[index]
-            (lines[place].strip(),),
-            40,
-        )
-        for place in asked
-    )
-    return Sample("```python\n" + "\n".join(lines[:cut]), tuple(questions))
-
-
-@functools.cache
-def _modules() -> tuple[Path, ...]:
-    """Modules of Python's library that are long enough for any context of 8,192 tokens or fewer."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    return tuple(path for path in sorted(folder.glob("*.py")) if path.stat().st_size > 50_000)

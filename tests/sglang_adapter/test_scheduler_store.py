@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from helpers.harness import NO_ROTARY, TINY_LLAMA, publish_server_args
+from helpers.harness import NO_ROTARY, TINY_LLAMA
 from helpers.harness_store import DRAFT, Server
 from helpers.stored import keys_in
 from helpers.verify_machines import VerifyingHarness
@@ -38,11 +38,6 @@ from sgl_kvevict.sglang_adapter.scheduler_store import (
 )
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def test_a_prefix_outlives_its_server(tmp_path):

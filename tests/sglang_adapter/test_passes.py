@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.passes import TURN_S, Letters, MiniScheduler
 from sgl_kvevict.cache.pacing import ASSUMED_PASS_S, BUSY_TOKENS, QUIET_S
 from sgl_kvevict.cache.passes import ANSWER_RADIUS
@@ -25,11 +25,6 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TICKET = "a-random-text-of-the-asker"
 WARM = {"warm": True, "ticket": TICKET}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def cache(num_slots=400, *, scores_any_range=False, **fields) -> tuple[Harness, MiniScheduler]:
@@ -338,11 +333,27 @@ def test_what_is_too_short_is_said():
     assert outcome(harness) == "too-short"
 
 
-def test_flush_forgets_jobs():
+@pytest.mark.parametrize("forget", [Harness.flush, lambda harness: harness.tree.forget_compressed()])
+def test_a_flush_and_new_weights_forget_jobs(forget):
     harness, scheduler = cache()
     harness.finish(harness.run(DOCUMENT, options=WARM))
-    harness.flush()
+    forget(harness)
     assert cache_state(harness.tree)["scoring_jobs"] == 0 and scheduler.run_all() == 0
+    assert outcome(harness) == "dropped"
+
+
+def test_a_job_waits_while_its_pass_is_retracted_or_generation_is_paused():
+    harness, scheduler = cache()
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    scheduler._engine_paused = True
+    assert not scheduler.run_pass() and outcome(harness) == "queued"
+    scheduler._engine_paused = False
+    scheduler.turn()
+    (req,) = scheduler.waiting_queue
+    assert harness.admit(req) and harness.prefill(req, 70)
+    harness.retract(req)
+    assert outcome(harness) == "queued"
+    assert scheduler.run_all() == 3 and outcome(harness) == "compressed"
 
 
 def test_a_pass_does_not_count_as_a_reader_of_other_prefixes():

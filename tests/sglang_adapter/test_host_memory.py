@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENTS = [[(i * step + step) % 11 for i in range(60)] for step in (3, 5, 7, 9)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def serve(harness, tokens, extra_key=None) -> int:

@@ -9,14 +9,9 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.mem_cache.evict_policy import LRUStrategy
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness
 from sgl_kvevict.cache import recency as recency_module
 from sgl_kvevict.cache.recency import CostAwareRecency
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,0 @@
-"""What the papers claim of their methods, tested on the demo model without a server."""
