@@ -213,6 +213,8 @@ class Pressure:
             return False, *self._recency.priority(node, self._losses.packing)
         is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
         loss = self._loss_of_step(segment) * self._recency.saved(node)
+        if not is_light:
+            loss = self._recency.loss_below_budget(segment, loss)
         return not is_light, *self._recency.priority(node, loss)
 
     def _next_share(self, segment: Segment) -> float | None:

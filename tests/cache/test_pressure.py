@@ -178,6 +178,21 @@ def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
     assert [reclaim(tree, cheap) for _ in range(3)] == [5, 5, 0] and spans(tree) == {old: 5, new: 5}
 
 
+def test_nothing_shrinks_below_the_budget_just_before_it_would_be_dropped_to_the_host():
+    """Its tail goes first, and then it: what comes back by a copy loses no answers."""
+    tree = cache(num_slots=64, has_few_bits=True, budget=0.25, min_budget=0.1)
+    node = cached(tree, 22)
+    while spans(tree).get(node) != 5:
+        assert reclaim(tree)
+    (tail,) = node.children.values()
+    recency = tree.prefixes.recency
+    leaf = recency.get_priority(tail), tail
+    recency.has_host_room = lambda segment: True
+    assert reclaim(tree, leaf) == 0 and recency.get_priority(node) < leaf[0]
+    recency.has_host_room = lambda segment: False
+    assert reclaim(tree, leaf) == 1 and spans(tree) == {node: 4}
+
+
 def test_readers_move_along_when_their_prefix_shrinks():
     tree = cache()
     node = tree.add(22)
