@@ -130,6 +130,20 @@ def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: tor
     check(world, attention, news, *noises)
 
 
+@pytest.mark.parametrize("bits", [16, *BITS])
+def test_prefills_over_rows_of_one_width(build: Build, make_world: MakeWorld, bits: int) -> None:
+    """Of few and of many new tokens, over one shared span; spans of other widths are nowhere."""
+    world = make_world(2, 3, 64, dtype=torch.float32, num_token_slots=1200)
+    world.learn()
+    attention, shared = build(world), world.uneven_span(90, bits=bits)
+    is_triton = isinstance(attention, TritonAttention)
+    news = [3, SPLIT_ROWS // 3 + 5 if is_triton else MAX_SHORT_TOKENS + 5, 1]
+    for new in news:
+        world.add((shared,), new + 2)
+    noise = LONG_NOISE[torch.float32] if isinstance(attention, NumbaAttention) else NOISE
+    check(world, attention, news, noise, noise)
+
+
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("is_extend", [False, True], ids=["decode", "extend"])
 def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bool, has_sinks: bool) -> None:
