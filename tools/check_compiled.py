@@ -24,6 +24,7 @@ from helpers.gpu_kernels import (
     LATENT_DIM,
     LATENT_VALUE_DIM,
     attention_kernels,
+    few_bits_kernels,
     head_dim_kernels,
     label,
     small_kernels,
@@ -74,6 +75,7 @@ def rows_of(python: str, arch: int, cache_dir: Path) -> list[Row]:
         for stored in ("bf16", FP8) if arch >= FP8_ARCH else ("bf16",):
             kernels = [*attention_kernels(arch, head_dim, stored), *head_dim_kernels(arch, head_dim, stored)]
             named += [(str(head_dim), spec) for spec in kernels]
+        named += [(str(head_dim), spec) for spec in few_bits_kernels(arch, head_dim)]
     latents = [*attention_kernels(arch, LATENT_DIM), *head_dim_kernels(arch, LATENT_DIM)]
     named += [(f"{LATENT_DIM}/{LATENT_VALUE_DIM}", spec) for spec in latents]
     results = compile_all([spec for _, spec in named], str(cache_dir), python)
