@@ -45,7 +45,7 @@ and 14 % by the last step on two seeds; the shipped ones lose 14 and 19 %, for w
 LOST_PER_NAT = 1.8
 """Part of the answers that is lost where the next tokens diverge by a nat: the 6 % at 20 % and 14 % at 10 % above, with
 rows of 16 bits, over the 0.0320 and 0.0803 nats that were measured there (docs/results/quality/bits.md)."""
-DIVERGENCE = {0.5: 0.001, 0.375: 0.0015, 0.2: 0.0036, 0.125: 0.015, 0.05: 0.06}
+DIVERGENCE = {0.5: 0.0008, 0.375: 0.0009, 0.2: 0.0036, 0.125: 0.0162, 0.05: 0.0597}
 """Nats a token by which they diverge with rows of 8 and 4 bits, by share of the bytes (``benchmarks/quality/bits.py``,
 format "auto", SmolLM2, mean of three texts)."""
 
@@ -59,14 +59,17 @@ def _loss(before: float, after: float) -> float:
     return round(ANSWERS * lost / (before - after) * before, 3)
 
 
+_WHILE_WHOLE = ANSWERS * LOST_PER_NAT * DIVERGENCE[0.375] / (1 - 0.375)
+"""Tokens of prefill a slot for both steps that keep every entry: by itself the second one, to 0.375, loses so little
+that each prefix would be written twice in a row."""
 WITH_FEW_BITS = Losses(
-    packing=_loss(1.0, 0.5),
-    whole=_loss(0.5, 0.375),
+    packing=_WHILE_WHOLE,
+    whole=_WHILE_WHOLE / 2,
     budget=_loss(0.375, 0.2),
     between=_loss(0.2, 0.125),
     least=_loss(0.125, 0.05),
 )
-"""With other shares in the configuration, those of the default."""
+"""Of the default's shares; others, if configured, count the same."""
 
 
 class Pressure:

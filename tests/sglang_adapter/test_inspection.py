@@ -161,7 +161,7 @@ def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path, bits):
     harness = Harness(num_slots=240, bits=bits)
     with WatchedHarness(ipc_config(tmp_path), harness) as watched:
         reader = harness.run([*DOCUMENT, 1])
-        harness.finish(harness.run(DOCUMENT[:20] + [9] * 12))
+        harness.finish(harness.run(DOCUMENT[:20] + [9] * 8))
         (told,) = [event for event in published(watched) if isinstance(event, Compressed) and event.start == 0]
         status, tree = ask(watched, Status(), StatusReport), ask(watched, Tree(), TreeReport)
         compressed = [node for node in tree.nodes if node.compressed]

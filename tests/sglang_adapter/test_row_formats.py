@@ -11,8 +11,7 @@ import torch
 
 from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness, publish_server_args
-from helpers.harness_store import IDENTITY, Server
-from helpers.stored import identity
+from helpers.harness_store import Server, identity_for
 from kvevict_kernels.row_codec import read_rows
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.segments import Segment
@@ -59,22 +58,31 @@ def same_contents(ours, theirs) -> bool:
 
 
 @FORMATS
-def test_a_prefix_is_split_shrunk_and_repacked_while_it_is_read(bits):
+def test_a_prefix_is_split_and_shrinks_while_it_is_read(bits):
     harness = Harness(num_slots=240, bits=bits)
     reader = harness.run([*DOCUMENT, 1])
-    harness.finish(harness.run(DOCUMENT[:20] + [9] * 12))  # a split
+    harness.finish(harness.run(DOCUMENT[:20] + [9] * 12))
     assert harness.decode(reader) and widths(harness) == WIDTHS[bits]
     before = [segment.num_slots for segment in segments(harness)]
     while harness.evict(1):
         assert harness.decode(reader)
     assert sum(segment.num_slots for segment in segments(harness)) < sum(before)
-    harness.finish(reader)
-    other = harness.run([*DOCUMENT[:20], 1, 1])
     totals = harness.tree.prefixes.listener.totals
-    while not totals.repacks and harness.evict(1):  # what is below the cut goes, and its entries with it
-        assert harness.decode(other)
-    assert totals.repacks and totals.splits and totals.squeezes
-    harness.finish(other)
+    assert totals.splits and totals.squeezes
+    harness.finish(reader)
+
+
+@FORMATS
+def test_what_is_left_of_a_prefix_is_repacked_while_it_is_read(bits):
+    """The part below a cut goes, and its entries with it."""
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, min_budget=None)
+    harness = Harness(num_slots=240, bits=bits, config=config)
+    harness.finish(harness.run(DOCUMENT))
+    reader = harness.run([*DOCUMENT[:20], 1, 1])
+    while not harness.tree.prefixes.listener.totals.repacks:
+        assert harness.evict(1) and harness.decode(reader)
+    assert widths(harness) == WIDTHS[bits]
+    harness.finish(reader)
 
 
 @FORMATS
@@ -91,10 +99,7 @@ def test_what_was_dropped_to_the_host_comes_back_byte_for_byte(bits):
 
 @FORMATS
 def test_what_was_stored_comes_back_byte_for_byte(bits, tmp_path):
-    ours = IDENTITY
-    if bits != 16:
-        sizes = {"head_dim": 32, "own_value_dim": 32, "dtype": "torch.bfloat16"}
-        ours = identity(**sizes, policy="pseudo-random", min_prefix_tokens=6)
+    ours = identity_for(Harness(bits=bits))
     first = Server(tmp_path, ours, num_slots=200, bits=bits)
     assert first.serve(DOCUMENT) == 0
     second = Server(tmp_path, ours, num_slots=200, bits=bits)
@@ -110,8 +115,8 @@ def test_chunks_of_a_prompt_longer_than_the_pool_become_one_segment(bits):
     scheduler = LongPromptScheduler(harness, chunk=20)
     prompt = harness.request([i * 7 % 11 for i in range(2 * harness.num_slots)])
     assert scheduler.submit(prompt) is None
-    while prompt not in scheduler.round():
-        assert not scheduler.aborted
+    while not prompt.output_ids:
+        assert scheduler.round() and not scheduler.aborted
     assert any(segment.is_joined for segment in segments(harness)) and widths(harness) == WIDTHS[bits]
     for _ in range(3):
         assert harness.decode(prompt)
