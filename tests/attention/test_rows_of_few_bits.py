@@ -144,6 +144,16 @@ def test_prefills_over_rows_of_one_width(build: Build, make_world: MakeWorld, bi
     check(world, attention, news, noise, noise)
 
 
+def test_many_readers_of_wide_rows(build: Build, make_world: MakeWorld) -> None:
+    """More than the rows of a tile share a span; with a head_dim of 256 a tile has fewer."""
+    world = make_world(2, 4, 256, dtype=torch.float32, num_layers=1, num_token_slots=300)
+    world.learn()
+    path = both_widths(world, 40)
+    for own in range(1, 11):
+        world.add(path, own)
+    check(world, build(world))
+
+
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("is_extend", [False, True], ids=["decode", "extend"])
 def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bool, has_sinks: bool) -> None:
