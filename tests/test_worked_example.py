@@ -287,7 +287,7 @@ class Story:
             f"loses {losses.between} * {covered:,} / {budget} = {losses.between * covered / budget:.3f} tokens of",
             f"an uncompressed leaf loses {1}; dropping a compressed one loses {LOSS_OF_LOADING * saved}",
             f"and {saved} otherwise",
-            f"{losses.least} * {covered:,} / {between} = {losses.least * covered / between:.0f}",
+            f"{losses.least} * {covered:,} / {between} = {losses.least * covered / between:.3f}",
             f"the first 2,000 of the {num_tokens:,} tokens",
             f"at least {config.min_prefix_tokens} (`min_prefix_tokens`)",
             f"at least {config.min_prefix_tokens - tail} tokens before its own tail "
