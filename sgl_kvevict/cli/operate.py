@@ -222,8 +222,8 @@ def size(
     typer.echo(f"host: {sizing.show_bytes(host_bytes)} for what the pool drops (host_bytes)")
     if why_16_bits:
         typer.echo(f"rows of compressed prefixes have 16 bits, because {'; '.join(why_16_bits)}")
-    names = ("", "share", "slots a prefix", "memory a prefix", "entries", "bits")
-    names += ("tokens a slot", "fit the pool", "fit the host", "a load")
+    names = ["", "share", "slots a prefix", "memory a prefix", "entries", "bits"]
+    names += ["tokens a slot", "fit the pool", "fit the host", "a load"]
     lines = []
     for row in rows:
         sizes_of_one = f"{row.prefix_slots:,}", sizing.show_bytes(row.prefix_bytes)

@@ -37,8 +37,9 @@ IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_
 def identity_for(harness: Harness) -> StoreIdentity:
     """The same of a harness whose rows have its own width and dtype."""
     geometry = harness.geometry
-    sizes = {"head_dim": geometry.head_dim, "own_value_dim": geometry.own_value_dim}
-    return dataclasses.replace(IDENTITY, dtype=str(harness.k.dtype), **sizes)
+    return dataclasses.replace(
+        IDENTITY, dtype=str(harness.k.dtype), head_dim=geometry.head_dim, own_value_dim=geometry.own_value_dim
+    )
 
 
 def exported(harness: Harness, extra_key: str | None = None, tail: int = 4) -> list[SegmentRecord]:
