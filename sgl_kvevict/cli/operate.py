@@ -198,8 +198,12 @@ def size(
 
     if (pool_tokens is None) == (kv_memory is None):
         raise ConfigError("--pool-tokens and --kv-memory: give one of them")
-    given = {"budget": parse_budget(budget), "tail_tokens": tail_tokens, "min_prefix_tokens": min_prefix_tokens}
-    given["bits"] = bits if bits == "auto" else int(bits)
+    given: dict[str, object] = {
+        "budget": parse_budget(budget),
+        "bits": bits if bits == "auto" else int(bits),
+        "tail_tokens": tail_tokens,
+        "min_prefix_tokens": min_prefix_tokens,
+    }
     config = parse_config({name: value for name, value in given.items() if value is not None}, "the command line")
     sizes = sizing.read_model_sizes(model)
     config, why_16_bits = sizing.with_bits_of(config, sizes)
