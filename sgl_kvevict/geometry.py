@@ -48,7 +48,7 @@ class KVGeometry:
             Empty: no layer has a window.
         latent_dim: width of the values, if they are the first numbers of the keys' rows (latent attention, MLA); 0:
             values have rows of their own, as wide as keys.
-        itemsize: bytes of a number in the arena. Only rows of fewer than 16 bits depend on it.
+        itemsize: bytes of a number in the arena.
 
     Raises:
         ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, a
@@ -101,6 +101,11 @@ class KVGeometry:
     def entry_dim(self) -> int:
         """Numbers of an entry: its key, and its value unless that is a part of the key's row."""
         return self.head_dim + self.own_value_dim
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token slot: keys and values of all layers and heads."""
+        return self.num_runs * self.entry_dim * self.itemsize
 
     @property
     def has_windows(self) -> bool:

@@ -192,7 +192,7 @@ def test_nothing_is_refused_of_a_plain_model() -> None:
         loaded(policy=build_policy("d2o", {})),
         loaded(policy=build_policy("snapkv", {}), windows=(8, 0)),
         loaded(policy=build_policy("distilled", {}), is_latent=True),
-        loaded(KVEvictConfig(wait_for_passes=False, prefill_budget=0.5), own=DRAFTS),
+        loaded(KVEvictConfig(prefill_budget=0.5), own=DRAFTS),
         loaded(own=settings(attn_dp_size=2)),
         loaded(has_states=True, decode_graphs="full"),
         loaded(own=settings(attn_dp_size=2), decode_graphs="full", **ON_CPU),

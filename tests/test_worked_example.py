@@ -232,9 +232,9 @@ class Story:
 
     def _return(self) -> None:
         a = self._run(A)
-        self._note("24 A is asked again")
+        self._note("21 A is asked again")
         self._say(f"SGLang finds {a.prefix_len_found} tokens, and computes the last {len(A) - a.prefix_len_found}")
-        self._read("A, after step 24", a)
+        self._read("A, after step 21", a)
         self.harness.finish(a)
 
     def _branch_off(self) -> None:
@@ -244,7 +244,7 @@ class Story:
         self._say(f"The upper span is charged with all {upper} slots, the lower one with {lower}")
         self._say(f"D, a prompt of {len(D)} tokens, finds {d.prefix_len_found}")
         self._say(f"computes its other {len(D) - d.prefix_len_found} tokens")
-        self._note("25 D branches off")
+        self._note("22 D branches off")
         self.harness.finish(d)
 
     def _restart(self, folder: Path) -> None:
@@ -287,7 +287,7 @@ class Story:
             f"loses {losses.between} * {covered:,} / {budget} = {losses.between * covered / budget:.3f} tokens of",
             f"an uncompressed leaf loses {1}; dropping a compressed one loses {LOSS_OF_LOADING * saved}",
             f"and {saved} otherwise",
-            f"{losses.least} * {covered:,} / {between} = {losses.least * covered / between:.0f}",
+            f"{losses.least} * {covered:,} / {between} = {losses.least * covered / between:.3f}",
             f"the first 2,000 of the {num_tokens:,} tokens",
             f"at least {config.min_prefix_tokens} (`min_prefix_tokens`)",
             f"at least {config.min_prefix_tokens - tail} tokens before its own tail "

@@ -24,6 +24,7 @@ from helpers.gpu_kernels import (
     LATENT_DIM,
     LATENT_VALUE_DIM,
     attention_kernels,
+    few_bits_kernels,
     head_dim_kernels,
     label,
     small_kernels,
@@ -49,6 +50,8 @@ SPILLS = {
     ("3.8.0", "89", "128", "extend, 128 q rows, trees, fp8 rows"): 40,
 }
 """Bytes on the stack that are known. fp8 rows have the tiles of 16-bit rows, which were not chosen for them."""
+WIDE_FEW_BITS_STACK = 96
+"""The same of the split kernel with 32 q rows, which reads rows of 8 and 4 bits with a head_dim of 256."""
 WINDOW_STACK = 48
 """The same of kernels of layers with windows, but for those with triton 3.8.0 on sm_90 and head_dim up to 128."""
 TREE_STACK = 32
@@ -74,6 +77,7 @@ def rows_of(python: str, arch: int, cache_dir: Path) -> list[Row]:
         for stored in ("bf16", FP8) if arch >= FP8_ARCH else ("bf16",):
             kernels = [*attention_kernels(arch, head_dim, stored), *head_dim_kernels(arch, head_dim, stored)]
             named += [(str(head_dim), spec) for spec in kernels]
+        named += [(str(head_dim), spec) for spec in few_bits_kernels(arch, head_dim)]
     latents = [*attention_kernels(arch, LATENT_DIM), *head_dim_kernels(arch, LATENT_DIM)]
     named += [(f"{LATENT_DIM}/{LATENT_VALUE_DIM}", spec) for spec in latents]
     results = compile_all([spec for _, spec in named], str(cache_dir), python)
@@ -145,7 +149,9 @@ def must_hold(rows: list[Row]) -> list[str]:
 
 
 def known_stack(row: Row) -> int:
-    """Bytes on the stack that a kernel with windows, or with trees, may have."""
+    """Bytes on the stack that a kernel with windows, with trees, or with wide rows of few bits may have."""
+    if row[2:4] == ("256", "split, 32 q rows, few bits"):
+        return WIDE_FEW_BITS_STACK
     if "window" not in row[3]:
         return TREE_STACK if "trees" in row[3] else 0
     return 0 if row[:2] == ("3.8.0", "90") and int(row[2]) <= 128 else WINDOW_STACK

@@ -19,19 +19,23 @@ from kvevict_quality.rows import BITS_RESULTS, MODEL_RESULTS, read_rows
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from sgl_kvevict.cli.output import mean_bits
+from sgl_kvevict.cli.size import ModelSizes, fits, parse_bytes, show_bytes
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
-from sgl_kvevict.events.totals import REFUSED, Gauges, Totals, descriptions
+from sgl_kvevict.events.totals import ENTRIES, REFUSED, Gauges, Totals, descriptions
 from sgl_kvevict.fields import allowed
 from sgl_kvevict.sglang_adapter.hooks import FEATURES
 
 ROOT = Path(__file__).resolve().parents[1]
 LABELLED = {
     "pool_slots": "by `holder`: `compressed`, `full` (uncompressed nodes), `private` (running requests), `free`",
+    "entries": "by `bits` of their rows: entries of compressed tokens",
     "refusals_total": "by `reason`, as in the event `Refused`",
     "errors_total": "exceptions held, by `place` ([reliability.md](reliability.md))",
 }
 FLOWS = tuple(ROOT / "docs" / "results" / name for name in ("flows-before.json", "flows.json"))
 HISTOGRAM = "compression_seconds"
+LLAMA_8B = ModelSizes(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 
 
 def field_table(model: type[BaseModel]) -> str:
@@ -46,7 +50,7 @@ def field_table(model: type[BaseModel]) -> str:
 
 def metrics_table() -> str:
     """One row per series of ``/metrics``: gauges, then counters (``_total``) and the histogram."""
-    rows = {name: text for name, text in descriptions(Gauges).items() if name != "pool"}
+    rows = {name: text for name, text in descriptions(Gauges).items() if not name.startswith(("pool", ENTRIES))}
     for name, text in descriptions(Totals).items():
         if name == HISTOGRAM:
             rows[name] = f"Histogram: {text}"
@@ -54,6 +58,21 @@ def metrics_table() -> str:
             rows[f"{name}_total"] = text
     lines = [f"|`kvevict:{name}`|{text.rstrip('.')}|" for name, text in (rows | LABELLED).items()]
     return "\n".join(["|series|meaning|", "|---|---|", *lines])
+
+
+def size_table() -> str:
+    """What ``sgl-kvevict size`` plans for prefixes of an 8B model, but for what depends on the pool alone."""
+    lines = ["|share of the bytes|slots|memory|entries kept|bits|fit 40 GB|", "|---|--:|--:|--:|--:|--:|"]
+    for row in fits(KVEvictConfig(), LLAMA_8B, 8000, parse_bytes("40GB") // LLAMA_8B.slot_bytes, 20_000):
+        share = f"{row.share:g}" + (f" ({row.name})" if row.name else "").replace("(budget)", "(`budget`)")
+        sizes = (
+            f"{row.prefix_slots:,}",
+            show_bytes(row.prefix_bytes),
+            f"{row.kept:.0%}",
+            f"{mean_bits(row.entries):.1f}",
+        )
+        lines.append("|".join(["", share.replace("(min_budget)", "(`min_budget`)"), *sizes, f"{row.prefixes:,}", ""]))
+    return "\n".join(lines)
 
 
 def flow_table() -> str:
@@ -112,6 +131,7 @@ def main() -> None:
         ("docs/configuration.md", "configuration", field_table(KVEvictConfig)),
         ("docs/operations.md", "sockets", field_table(EventsConfig)),
         ("docs/operations.md", "metrics", metrics_table()),
+        ("docs/operations.md", "size", size_table()),
         ("docs/design.md", "flows", flow_table()),
         ("docs/design.md", "hooks", hook_table()),
         ("docs/quality.md", "bits", model_table([row for row in read_rows(BITS_RESULTS) if row.policy != "random"])),

@@ -3,7 +3,9 @@
 Run: python benchmarks/quality/bits.py [--models demo qwen-0.5b qwen-1.5b]; writes docs/results/quality/bits.csv and
 bits.md. Outside the server, in float32: a context is read once, then its continuation once for each format.
 
-Two comparisons: every entry in one format; and shares of the bytes of 16 bits, spent on more entries of fewer bits.
+Two comparisons: every entry in one format; and shares of the bytes of 16 bits, spent on more entries of fewer bits,
+among them the shares to which prefixes shrink in turn, spent as the server does ("auto"). Rows that are measured again
+take the place of earlier ones.
 Scores, and statistics of channels ("of the model"), are those that the package ships; the tested texts are others than
 those that they were learned from.
 """
@@ -33,9 +35,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from kvevict_tools.models import made_model
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, ModelIdentity, ScoreWeights, find_weights, load_learned, weights_folders
 from sgl_kvevict.distill.files import fingerprint_of
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.methods.distilled import relative_norms
+from sgl_kvevict.widths import rows_that_fit
 
 RESULTS = ROOT / "docs" / "results" / "quality" / "bits.csv"
 ATTENTION = "kvevict_bits"
@@ -177,14 +182,18 @@ class Mix:
     Attributes:
         share: of the bytes.
         wide: share of the kept entries that get 8 bits, the best ones; the others get 4. None: all get 16.
+        is_auto: this is what the default configuration does.
     """
 
     share: float
     wide: float | None
+    is_auto: bool = False
 
     @property
     def name(self) -> str:
         """For the table."""
+        if self.is_auto:
+            return "auto"
         return "16" if self.wide is None else f"8 for {self.wide:g} of them, 4"
 
     @property
@@ -208,7 +217,22 @@ class Mix:
         return place < num_kept, place < num_sinks + round((self.wide or 0.0) * (num_kept - num_sinks))
 
 
-MIXES = tuple(Mix(share, wide) for share in (0.3, 0.2, 0.1, 0.05) for wide in (None, 0.0, 0.2, 0.4, 0.6, 1.0))
+def auto(share: float) -> Mix:
+    """What the default configuration makes of a share."""
+    num_tokens = CONTEXT - TAIL
+    num_slots = KVEvictConfig().slots_at(share, num_tokens, 0)
+    parts = dict(rows_that_fit(KVGeometry(1, 1, 1, 64, 1), num_slots, num_tokens, "auto", num_sinks=NUM_SINKS))
+    wide, narrow = parts.get(8, 0), parts.get(4, 0)
+    return Mix(share, wide / (wide + narrow), is_auto=True)
+
+
+RUNGS = KVEvictConfig().shares
+"""Shares to which prefixes shrink in turn."""
+MIXES = (
+    *(Mix(share, wide) for share in (0.3, 0.2, 0.1, 0.05) for wide in (None, 0.0, 0.2, 0.4, 0.6, 1.0)),
+    *(Mix(share, None) for share in RUNGS if share not in (0.2, 0.05)),
+    *map(auto, RUNGS),
+)
 
 
 def read_back(entries: EntryFormat, k: Tensor, v: Tensor, statistics: RowStatistics) -> tuple[Tensor, Tensor]:
@@ -290,18 +314,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["demo", "qwen-0.5b", "qwen-1.5b"])
     parser.add_argument("--only", nargs="*", default=[""], help="formats whose names contain one of these")
-    parser.add_argument("--shares", nargs="*", type=float, default=[0.3, 0.2, 0.1, 0.05])
+    parser.add_argument("--shares", nargs="*", type=float, default=sorted({mix.share for mix in MIXES}))
     args = parser.parse_args()
     torch.set_num_threads(1)
     for model in args.models:
-        rows = list(model_rows(args, model))
-        measured_models = {row["model"] for row in rows}
-        rows = [row for row in read_rows() if row["model"] not in measured_models] + rows
+        new = {key_of(row): row for row in model_rows(args, model)}
+        rows = list(({key_of(row): row for row in read_rows()} | new).values())
         with RESULTS.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     RESULTS.with_suffix(".md").write_text(page(read_rows()), encoding="utf-8")
+
+
+def key_of(row: dict[str, str]) -> tuple[str, ...]:
+    """What identifies a measurement."""
+    return tuple(row[name] for name in ("model", "text", "first position", "format", "share"))
 
 
 def read_rows() -> list[dict[str, str]]:
@@ -353,11 +381,13 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         "",
         "Entries are kept by learned scores, from the cache alone, over all layers and heads; 8 bits as e4m3, 4 with a",
         f"scale for 32, both of the model. The first {NUM_SINKS} tokens (counted) and the last {TAIL} stay in 16 bits.",
+        "*auto*: what the default configuration does at the shares to which prefixes shrink in turn.",
         "",
         f"| share of bytes | bits | entries kept | {heads} |",
         "|--:|---|--:|" + "--:|" * len(models),
     ]
-    for share, name in dict.fromkeys((row["share"], row["format"]) for row in rows if row["share"]):
+    mixes = dict.fromkeys((row["share"], row["format"]) for row in rows if row["share"])
+    for share, name in sorted(mixes, key=lambda mix: -float(mix[0])):
         chosen = [row for row in rows if (row["share"], row["format"]) == (share, name)]
         lines.append(f"| {share} | {name} | {chosen[0]['kept']} | {cells(chosen)} |")
     return "\n".join(lines) + "\n"

@@ -26,8 +26,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from helpers.learned import random_scores
+from helpers.statistics import random_statistics
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.segments import Compressor, SegmentPacker, Sources, TokenRange
@@ -38,6 +39,8 @@ SYSTEMS = {
     "compressed": Driver,
 }
 COMPRESSED = "compressed"
+WIDTHS: dict[str, Bits] = {COMPRESSED: "auto", "compressed, 16 bits": 16}
+"""Bits of rows of what is compressed once; other figures do not depend on them."""
 PROMPT_TOKENS = 32
 BRANCH_AT = 28
 """Where the compressed range of a prompt ends (tail of 4 tokens)."""
@@ -51,7 +54,8 @@ PAGE = Page(
     summary=(
         "What the tree's operations cost with 10,000 compressed prefixes of 32 tokens, each with its tail, beside "
         "the same prompts in SGLang's `UnifiedRadixCache`; and how they grow with the number of nodes on a path. "
-        "`compress` is one call of `Compressor.compress` at the sizes of SmolLM2-135M (30 layers, 3 KV heads). "
+        "`compress` ranks a prefix and packs it at the budget, at the sizes of SmolLM2-135M (30 layers, 3 KV heads), "
+        "with the default's rows of 8 and 4 bits and with rows of 16. "
         "The first eviction puts all leaves, and all that can shrink, into heaps that are kept; "
         "its calls are those of the second one."
     ),
@@ -155,20 +159,21 @@ def measure_path(system: str, num_nodes: int, sample: int) -> dict[str, Cost]:
     return costs
 
 
-def compression_cost(num_tokens: int) -> dict[str, float]:
-    """Milliseconds of one call of :meth:`Compressor.compress`, at the sizes of the demo model, with learned scores.
+def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
+    """Milliseconds of ranking and packing a prefix at the sizes of the demo model, and of writing its rows alone.
 
-    The default configuration on random keys, values and weights: what is kept is of no use, what it costs is the same.
+    The default policy on random keys, values and weights: what is kept is of no use, what it costs is the same.
     """
     geometry = KVGeometry(30, 9, 3, 64, num_tokens + 1)
     generator = torch.Generator().manual_seed(1)
     k = torch.randn(30, num_tokens + 1, 3, 64, generator=generator).bfloat16()
-    config = KVEvictConfig()
+    config = KVEvictConfig(bits=bits)
     built = build_policy(config.policy, {})
     assert built is not None
     rotary = Rotary(torch.ones(num_tokens, 64), is_neox=True)
     learned = random_scores(geometry, rotary)
-    compressor = Compressor(config, built, SegmentPacker(geometry, k, k.clone()), rotary, learned=learned)
+    packer = SegmentPacker(geometry, k, k.clone(), statistics=None if bits == 16 else random_statistics(geometry))
+    compressor = Compressor(config, built, packer, rotary, learned=learned)
     observation = compressor.new_observation()
     window = max(built.window_size, 1)
     observation.begin_chunk(num_tokens - window, num_tokens, is_last=True)
@@ -178,9 +183,12 @@ def compression_cost(num_tokens: int) -> dict[str, float]:
     slots = 1 + torch.arange(num_tokens - config.tail_tokens)
     begin = time.perf_counter()
     order = compressor.rank(slots, 0, observation, turn=0)
-    sources = Sources(geometry, [TokenRange(slots, 0, order.keys)]).best(config.num_slots(len(slots)))
-    compressor.packer.rewrite(sources, sources.fewest_slots)
-    return {"wall_ms": 1e3 * (time.perf_counter() - begin)}
+    tokens = Sources(geometry, [TokenRange(slots, 0, order.keys)])
+    sources = tokens.best(config.num_slots(len(slots)), bits, config.sink_tokens)
+    chosen = time.perf_counter()
+    packer.rewrite(sources, sources.fewest_slots)
+    end = time.perf_counter()
+    return {"wall_ms": 1e3 * (end - begin), "write_ms": 1e3 * (end - chosen)}
 
 
 def main() -> None:
@@ -190,15 +198,20 @@ def main() -> None:
         PAGE.name,
         PAGE.command,
         PAGE.summary,
-        (*PAGE.tables, Table("wall_ms", "Compression, ms", has_ratio=False, digits=1)),
+        (
+            *PAGE.tables,
+            Table("wall_ms", "Compression, ms", has_ratio=False, digits=1),
+            Table("write_ms", "Of these: writing the rows, ms", has_ratio=False, digits=1),
+        ),
         PAGE.baseline,
     )
     with tempfile.TemporaryDirectory() as folder:
         publish_server_args(Path(folder))
     num_prompts, sample = (2_000, 100) if options.quick else (10_000, 500)
     recorder = Recorder(page, options, all_points())
+    has_trees = any(not point.startswith("compress") for point in options.chosen(all_points()))
     for repetition in range(1, options.repeats + 1):
-        for system in SYSTEMS:
+        for system in SYSTEMS if has_trees else ():
             costs = measure_operations(system, num_prompts, sample, repetition)
             for length in PATH_LENGTHS:
                 costs |= measure_path(system, length, 40)
@@ -211,10 +224,10 @@ def main() -> None:
 def measure_compressions(recorder: Recorder, repetition: int) -> None:
     """One compression of each size; a first one warms up."""
     for num_tokens in COMPRESSED_TOKENS:
-        if repetition == 1:
-            compression_cost(num_tokens)
-        cost = compression_cost(num_tokens)
-        recorder.add(f"compress {num_tokens} tokens", COMPRESSED, repetition, cost)
+        for system, bits in WIDTHS.items():
+            if repetition == 1:
+                compression_cost(num_tokens, bits)
+            recorder.add(f"compress {num_tokens} tokens", system, repetition, compression_cost(num_tokens, bits))
 
 
 def all_points() -> list[str]:

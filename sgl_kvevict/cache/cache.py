@@ -24,7 +24,7 @@ from sgl_kvevict.cache.recency import CostAwareRecency, StatefulRecency
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
 from sgl_kvevict.cache.saving import Saving, StoreAccess
-from sgl_kvevict.events.types import Cleared, Dropped, Repacked
+from sgl_kvevict.events.types import Cleared, Dropped
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Compressor, PromptObservation
 from sgl_kvevict.store.host import HostSegments
@@ -161,7 +161,7 @@ class PrefixCache:
         released = num_slots if drop.owner is None else 0
         self.listener.emit(Dropped(node.id, len(node.key), released, drop.span is not None))
         if drop.owner is not None and num_slots:
-            self.listener.emit(Repacked(drop.owner.id, self.spans[drop.owner].segment.num_slots, num_slots))
+            self.listener.repacked(drop.owner, self.spans[drop.owner].segment, num_slots)
         return slots
 
     def cleared(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sgl_kvevict.cache.nodes import Node, tokens_of
 from sgl_kvevict.events.totals import Totals
-from sgl_kvevict.events.types import AnyEvent, Compressed
+from sgl_kvevict.events.types import AnyEvent, Compressed, Repacked, Squeezed
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Segment
 
@@ -73,6 +73,8 @@ class CacheListener:
                 new_tokens=new_tokens,
                 slots=segment.num_slots,
                 released_slots=released,
+                bytes=segment.num_bytes,
+                entries=segment.entries_by_bits,
                 kept_entries=kept,
                 evicted_entries=new_tokens * segment.geometry.num_runs - kept - merged,
                 merged_entries=merged,
@@ -81,6 +83,22 @@ class CacheListener:
                 token_ids=tokens_of(nodes) if self._exposes_tokens else None,
             )
         )
+
+    def squeezed(self, owner: Node, segment: Segment, released: int, evicted: int) -> None:
+        """Tell that a packed segment, whose topmost node is ``owner``, has shrunk.
+
+        Args:
+            owner: its topmost node.
+            segment: as it is now.
+            released: token slots given back.
+            evicted: entries that it had before and has no more.
+        """
+        sizes = segment.num_slots, released, segment.num_bytes, segment.entries_by_bits
+        self.emit(Squeezed(owner.id, *sizes, evicted_entries=evicted))
+
+    def repacked(self, owner: Node, segment: Segment, released: int) -> None:
+        """Tell that a segment that lost its lowest span was moved into fewer slots; arguments as above."""
+        self.emit(Repacked(owner.id, segment.num_slots, released, segment.num_bytes, segment.entries_by_bits))
 
     def between_steps(self) -> None:
         """The scheduler is between two steps."""

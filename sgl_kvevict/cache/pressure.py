@@ -42,15 +42,34 @@ WITH_16_BITS = Losses(
 """3 % of the answers are lost at 50 % (within the error of docs/quality.md), another 3 % from there to 20 %, where
 dropping it costs 2 tokens of prefill a slot, and 8 % from 20 % to 10 %, where that is 5. Scores of shorter texts lost 7
 and 14 % by the last step on two seeds; the shipped ones lose 14 and 19 %, for which 8 % was not chosen anew."""
+LOST_PER_NAT = 1.8
+"""Part of the answers that is lost where the next tokens diverge by a nat: the 6 % at 20 % and 14 % at 10 % above, with
+rows of 16 bits, over the 0.0320 and 0.0803 nats that were measured there (docs/results/quality/bits.md)."""
+DIVERGENCE = {0.5: 0.0008, 0.375: 0.0009, 0.2: 0.0036, 0.125: 0.0162, 0.05: 0.0597}
+"""Nats a token by which they diverge with rows of 8 and 4 bits, by share of the bytes (``benchmarks/quality/bits.py``,
+format "auto", SmolLM2, mean of three texts)."""
+
+
+def _loss(before: float, after: float) -> float:
+    """Loss of a step between two shares, relative to the loss of dropping the prefix before it.
+
+    A slot then saves ``1 / before`` tokens of prefill.
+    """
+    lost = LOST_PER_NAT * (DIVERGENCE[after] - DIVERGENCE.get(before, 0.0))
+    return round(ANSWERS * lost / (before - after) * before, 3)
+
+
+_WHILE_WHOLE = ANSWERS * LOST_PER_NAT * DIVERGENCE[0.375] / (1 - 0.375)
+"""Tokens of prefill a slot for both steps that keep every entry: by itself the second one, to 0.375, loses so little
+that each prefix would be written twice in a row."""
 WITH_FEW_BITS = Losses(
-    packing=ANSWERS * 0.005 / 0.5,
-    whole=ANSWERS * 0.005 / 0.1 / 2,
-    budget=ANSWERS * 0.02 / 0.2 / 2.5,
-    between=ANSWERS * 0.03 / 0.075 / 5,
-    least=ANSWERS * 0.09 / 0.075 / 8,
+    packing=_WHILE_WHOLE,
+    whole=_WHILE_WHOLE / 2,
+    budget=_loss(0.375, 0.2),
+    between=_loss(0.2, 0.125),
+    least=_loss(0.125, 0.05),
 )
-"""Estimates: 0.5 % of the answers are lost with 8 bits at 50 %, 1 % in all at 40 %, where no entry was evicted, 3 % at
-20 %, 6 % at 12.5 % and 15 % at 5 %. A slot then saves 2, 2.5, 5 and 8 tokens of prefill."""
+"""Of the default's shares; others, if configured, count the same."""
 
 
 class Pressure:
@@ -213,6 +232,8 @@ class Pressure:
             return False, *self._recency.priority(node, self._losses.packing)
         is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
         loss = self._loss_of_step(segment) * self._recency.saved(node)
+        if not is_light:
+            loss = self._recency.loss_below_budget(segment, loss)
         return not is_light, *self._recency.priority(node, loss)
 
     def _next_share(self, segment: Segment) -> float | None:

@@ -35,8 +35,8 @@ class CostAwareRecency:
     ``clock`` gives the number of the last access, as nodes note it.
 
     Attributes:
-        has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped before one shrinks
-            below the budget, which would lose entries for good.
+        has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped, after what lies
+            below it, before it shrinks below the budget, which would lose entries for good.
     """
 
     def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
@@ -51,6 +51,16 @@ class CostAwareRecency:
         saved = self.saved(node)
         comes_back = node in self._spans and self.has_host_room(self._spans[node].segment)
         return self.priority(node, saved * LOSS_OF_LOADING if comes_back else saved)
+
+    def loss_below_budget(self, segment: Segment, loss: float) -> float:
+        """Loss per slot released of a step below the budget that by itself loses ``loss``.
+
+        Where the segment would come back from the host's memory, the step is no cheaper than dropping it: what lies
+        below it goes first, of which an uncompressed leaf saves one token a slot.
+        """
+        if not self.has_host_room(segment):
+            return loss
+        return max(loss, 1.0 + LOSS_OF_LOADING * segment.tokens_per_slot)
 
     def raise_level(self, priority: Priority) -> None:
         """Raise the level to the credit of a node that shrank or was dropped."""
@@ -111,7 +121,7 @@ class NodeHeap:
     """Nodes by priority, kept between evictions, so that an eviction takes a few steps however many nodes wait.
 
     A used node keeps its place; its priority is looked up again when it reaches the top. ``nodes`` is kept up to date
-    by its owner; the ``priority`` of a node only grows while it is in the set.
+    by its owner; the ``priority`` of a node only grows while it is in the set, or the node goes late.
     """
 
     def __init__(self, nodes: NodeSet, priority: Callable[[Node], Priority]) -> None:

@@ -15,7 +15,7 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.events.types import Refused, Squeezed
+from sgl_kvevict.events.types import Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.ragged import MergePlan
@@ -406,6 +406,7 @@ class Resizer:
             return 0
         packed = [segment for segment in segments if segment.packed is not None]
         old_tokens, old_entries = (sum(map(attrgetter(name), packed)) for name in ("num_tokens", "num_entries"))
+        num_live = sum(segment.num_live_entries for segment in packed)
         selection, begin = None if block is None else block.selection, time.perf_counter()
         with self._guard.at(Place.COMPRESSION) as attempt:
             sources = Sources(self._packer.geometry, list(map(self._source, segments)), selection)
@@ -425,7 +426,7 @@ class Resizer:
             is_cut = self._packer.geometry.has_windows and num_slots < held
             segment.splittable = self._compressor.policy.splittable and not is_cut
         if all_packed and len(segments) == 1:
-            self._table.listener.emit(Squeezed(nodes[0].id, segment.num_slots, num_freed))
+            self._table.listener.squeezed(nodes[0], segment, num_freed, num_live - segment.num_entries)
         else:
             merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
             if all_packed:

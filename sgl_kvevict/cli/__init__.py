@@ -102,7 +102,7 @@ def serve(
     sglang_flags: SGLangFlags = None,
     policy: Annotated[str | None, typer.Option(help="Which entries to keep: 'sgl-kvevict policies'.")] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Share of entries to keep (0.2), or entries per KV head (256).")
+        str | None, typer.Option(help="Share of the bytes to keep (0.2), or entries per KV head (256).")
     ] = None,
     tail_tokens: Annotated[int | None, typer.Option(help="Last tokens of a prompt, left as is.")] = None,
     sink_tokens: Annotated[int | None, typer.Option(help="First tokens that every KV head keeps.")] = None,

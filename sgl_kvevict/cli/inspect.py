@@ -14,12 +14,14 @@ import uvloop
 from rich.text import Text
 from rich.tree import Tree as TextTree
 
-from sgl_kvevict.cli.output import short_model, shorten
+from sgl_kvevict.cli.output import mean_bits, short_model, shorten
+from sgl_kvevict.cli.size import show_bytes
 from sgl_kvevict.events import questions
 from sgl_kvevict.events.client import InspectClient, check_endpoint
 from sgl_kvevict.events.questions import Description, KeptReport, StatusReport, TreeNode, TreeReport
 
 Decode = Callable[[Sequence[int]], list[str]]
+HEAD_COLUMNS = ("layer", "head", "entries", "of the tokens", "16 bits", "8 bits", "4 bits")
 T = TypeVar("T")
 
 
@@ -112,6 +114,7 @@ def as_text(snapshot: Snapshot, *, is_long: bool = False) -> TextTree:
     tokens = sum(node.tokens for node in tree.nodes)
     model = about.model if is_long else short_model(about.model)
     title = f"{model}, policy {about.policy}: {tokens:,} tokens in {held:,} of {pool.total:,} token slots"
+    title += f" ({show_bytes(held * about.slot_bytes)} of {show_bytes(pool.total * about.slot_bytes)})"
     top = TextTree(Text(title, style="bold"))
     branches = {0: top}
     for node in tree.nodes:
@@ -125,13 +128,42 @@ def _line(node: TreeNode, is_long: bool) -> Text:
     text = Text(f"{node.start:,}-{node.start + node.tokens:,}", style="green" if node.compressed else "blue")
     text.append(f"  {node.tokens:,} tokens -> {node.slots:,.1f} slots", style="default")
     if node.compressed:
-        text.append(f" ({node.kept:.0%} kept)", style="default")
+        shares = f"{node.slots / node.tokens:.0%} of the bytes, {node.kept:.0%} of the entries"
+        text.append(f" ({shares}, {mean_bits(node.entries):.1f} bits)", style="default")
     if node.readers:
         text.append(f"  {node.readers} reading", style="yellow")
     if node.namespace:
         namespace = node.namespace if is_long else shorten(node.namespace, 12)
         text.append(f"  namespace {namespace}", style="magenta")
     return text.append(f"  node {node.id}", style="bright_black")
+
+
+def head_rows(about: Description, kept: KeptReport) -> list[tuple[str, ...]]:
+    """Rows of a table of what each layer and head of a node stores: entries, their share, and how many of which bits.
+
+    See :data:`HEAD_COLUMNS`.
+    """
+    tokens, rows = kept.end - kept.start, []
+    for number in range(kept.num_rows):
+        layer, head = divmod(number, about.num_kv_heads)
+        counts = {bits: kept.entries[bits][number] if bits in kept.entries else 0 for bits in (16, 8, 4)}
+        total = sum(counts.values())
+        share = f"{total / tokens:.0%}"
+        rows.append((str(layer), str(head), f"{total:,}", share, *(f"{count:,}" for count in counts.values())))
+    return rows
+
+
+def heads_as_json(about: Description, kept: KeptReport) -> str:
+    """Return the same as one JSON object: bounds of the node's tokens, and one object for each layer and head."""
+    heads = [
+        {
+            "layer": number // about.num_kv_heads,
+            "head": number % about.num_kv_heads,
+            "entries": {str(bits): counts[number] for bits, counts in kept.entries.items()},
+        }
+        for number in range(kept.num_rows)
+    ]
+    return msgspec.json.encode({"node": kept.node, "start": kept.start, "end": kept.end, "heads": heads}).decode()
 
 
 def as_json(snapshot: Snapshot) -> str:

@@ -53,6 +53,9 @@ def inspect(
     endpoint: Endpoint = "127.0.0.1:5659",
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained page with pictures to this file.")] = None,
+    node: Annotated[
+        int | None, typer.Option(help="Show what each layer and head keeps of one node, and in how many bits.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=20_000, help="Nodes at most, root side first.")] = 5000,
     maps: Annotated[int, typer.Option(min=0, help="Page: nodes, largest first, whose kept tokens are shown.")] = 100,
     bins: Annotated[int, typer.Option(min=1, max=1024, help="Page: resolution of these pictures.")] = 256,
@@ -65,8 +68,19 @@ def inspect(
     """Take one look at the tree of a running server."""
     from sgl_kvevict.cli import inspect as inspection
 
-    if as_json and html is not None:
-        raise ConfigError("--json and --html: give one of them")
+    if html is not None and (as_json or node is not None):
+        raise ConfigError(f"{'--json' if as_json else '--node'} and --html: give one of them")
+    if node is not None:
+        about, kept, _ = inspection.look_at(endpoint, node, bins=1, timeout_s=timeout)
+        if kept is None:
+            raise ConfigError(f"--node: got {node}; allowed: the number of a compressed node of the tree")
+        if as_json:
+            typer.echo(inspection.heads_as_json(about, kept))
+            return
+        from sgl_kvevict.cli.output import print_table
+
+        print_table(inspection.HEAD_COLUMNS, inspection.head_rows(about, kept))
+        return
     snapshot = inspection.take_snapshot(
         endpoint,
         limit=limit,
@@ -161,7 +175,12 @@ def _read_messages(path: Path) -> list[dict[str, str]]:
 def size(
     model: Annotated[str, typer.Option(help="Model folder, hub name, or a model of 'make model' (demo).")],
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one prefix.")],
-    budget: Annotated[str, typer.Option(help="Share of entries to keep (0.2), or entries per KV head (256).")] = "0.2",
+    budget: Annotated[
+        str, typer.Option(help="Share of the bytes to keep (0.2), or entries per KV head (256).")
+    ] = "0.2",
+    bits: Annotated[
+        Literal["auto", "16", "8", "4"], typer.Option(help="Bits of a number in compressed rows, as of 'serve'.")
+    ] = "auto",
     pool_tokens: Annotated[int | None, typer.Option(min=1, help="Token slots of the pool.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Or the memory of the pool: 40GB, 512MiB.")] = None,
     reserve_tokens: Annotated[int, typer.Option(min=0, help="Slots left to running requests.")] = 0,
@@ -179,9 +198,15 @@ def size(
 
     if (pool_tokens is None) == (kv_memory is None):
         raise ConfigError("--pool-tokens and --kv-memory: give one of them")
-    given = {"budget": parse_budget(budget), "tail_tokens": tail_tokens, "min_prefix_tokens": min_prefix_tokens}
+    given: dict[str, object] = {
+        "budget": parse_budget(budget),
+        "bits": bits if bits == "auto" else int(bits),
+        "tail_tokens": tail_tokens,
+        "min_prefix_tokens": min_prefix_tokens,
+    }
     config = parse_config({name: value for name, value in given.items() if value is not None}, "the command line")
     sizes = sizing.read_model_sizes(model)
+    config, why_16_bits = sizing.with_bits_of(config, sizes)
     pool_slots = pool_tokens or sizing.parse_bytes(kv_memory or "") // sizes.slot_bytes
     default = HOST_PER_POOL * pool_slots * sizes.slot_bytes
     host_bytes = default if host_memory is None else sizing.parse_bytes(host_memory)
@@ -189,26 +214,26 @@ def size(
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
         figures = {"model": asdict(sizes) | {"slot_bytes": sizes.slot_bytes}, "pool_slots": pool_slots}
-        figures |= {"longest_prompt": longest, "budgets": [asdict(row) for row in rows]}
+        figures |= {"longest_prompt": longest, "bits": config.bits, "shares": [asdict(row) for row in rows]}
         typer.echo(json.dumps(figures))
         return
-    from sgl_kvevict.cli.output import print_table
+    from sgl_kvevict.cli.output import mean_bits, print_table
 
     heads = f"{sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {sizes.head_dim}"
     typer.echo(f"{model}: {heads}, {sizing.show_bytes(sizes.slot_bytes)} a token slot")
     memory = sizing.show_bytes(pool_slots * sizes.slot_bytes)
     typer.echo(f"pool: {pool_slots:,} token slots ({memory}), {reserve_tokens:,} of them left to running requests")
     typer.echo(f"host: {sizing.show_bytes(host_bytes)} for what the pool drops (host_bytes)")
-    names = ("budget", "slots a prefix", "memory a prefix", "tokens a slot", "fit the pool", "fit the host", "a load")
+    if why_16_bits:
+        typer.echo(f"rows of compressed prefixes have 16 bits, because {'; '.join(why_16_bits)}")
+    names = ["", "share", "slots a prefix", "memory a prefix", "entries", "bits"]
+    names += ["tokens a slot", "fit the pool", "fit the host", "a load"]
     lines = []
     for row in rows:
-        slots, memory, per_slot = (
-            f"{row.prefix_slots:,}",
-            sizing.show_bytes(row.prefix_bytes),
-            f"{row.tokens_per_slot:.2f}",
-        )
-        load = sizing.show_bytes(row.load_bytes)
-        lines.append((str(row.budget), slots, memory, per_slot, f"{row.prefixes:,}", f"{row.host_prefixes:,}", load))
+        sizes_of_one = f"{row.prefix_slots:,}", sizing.show_bytes(row.prefix_bytes)
+        rows_of_one = f"{row.kept:.0%}", f"{mean_bits(row.entries):.1f}"
+        fitting = f"{row.prefixes:,}", f"{row.host_prefixes:,}", sizing.show_bytes(row.load_bytes)
+        lines.append((row.name, str(row.share), *sizes_of_one, *rows_of_one, f"{row.tokens_per_slot:.2f}", *fitting))
     print_table(names, lines)
     typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
     typer.echo(f"The longest prompt that is answered has {longest:,} tokens.")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from sgl_kvevict.events.questions import Description
 
 PIPE_COLUMNS = 10_000
 
@@ -37,3 +41,22 @@ def shorten(text: str, num_chars: int) -> str:
 def short_model(path: str) -> str:
     """A model's hub name, or the last part of its folder's path; at most 40 characters."""
     return shorten(path.rstrip("/").rpartition("/")[2] if path.startswith(("/", ".", "~")) else path, 40)
+
+
+def show_dial(about: Description) -> str:
+    """Describe what a server keeps of a compressed prefix: a share of its bytes, or entries, and in how many bits."""
+    unit = " entries per head" if isinstance(about.budget, int) else ""
+    return f"keeps {about.budget}{unit}, bits {about.bits}"
+
+
+def show_entries(entries: Mapping[int, int]) -> str:
+    """Describe entries by the bits of their rows: ``16 entries of 16 bits, 256 of 8, 1,008 of 4``."""
+    (first, *others) = sorted(((bits, count) for bits, count in entries.items() if count), reverse=True) or [(16, 0)]
+    texts = [f"{first[1]:,} {'entry' if first[1] == 1 else 'entries'} of {first[0]} bits"]
+    return ", ".join([*texts, *(f"{count:,} of {bits}" for bits, count in others)])
+
+
+def mean_bits(entries: Mapping[int, int]) -> float:
+    """Bits of a number in the rows of some entries, on average; 16 if there are none."""
+    num_entries = sum(entries.values())
+    return sum(bits * count for bits, count in entries.items()) / num_entries if num_entries else 16.0

@@ -162,7 +162,7 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str], *
 def describe(config: KVEvictConfig) -> str:
     """Summarize policy and sizes of a configuration."""
     options = "".join(f" {name}={value}" for name, value in config.policy_options.items())
-    unit = "entries per head" if isinstance(config.budget, int) else "of the entries"
+    unit = "entries per head" if isinstance(config.budget, int) else "of the bytes"
     blocks = "" if config.decode_block is None else f", answers in blocks of {config.decode_block}"
     return (
         f"policy {config.policy}{options}, keeps {config.budget} {unit}, tail {config.tail_tokens}, "

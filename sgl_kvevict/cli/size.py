@@ -1,4 +1,4 @@
-"""``sgl-kvevict size``: how many prefixes of a model fit into a KV pool, at which budget."""
+"""``sgl-kvevict size``: how many prefixes of a model fit into a KV pool, at which share of their bytes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from sgl_kvevict.cli.model_names import resolve_model
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.long_prompts import LongPrompts
+from sgl_kvevict.support import BITS, reasons
+from sgl_kvevict.widths import rows_that_fit
 
-COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
+if TYPE_CHECKING:
+    from sgl_kvevict.support import AfterLoad
+
+INDEX_BYTES = 6
+"""Of an entry in the host's memory, beside its row: its position (4) and its order (2)."""
+KNOWN_HERE = ("budget", "latents", "head_dim")
+"""Rows of :data:`sgl_kvevict.support.BITS` that follow from the configuration and the sizes of a model."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +45,35 @@ class ModelSizes:
         return rows * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @property
-    def host_slot_bytes(self) -> int:
-        """The same in the host's memory, where each entry also has its position (4 bytes) and order (2)."""
-        return self.slot_bytes + self.num_layers * self.num_kv_heads * 6
+    def geometry(self) -> KVGeometry:
+        """Of a pool whose number of slots does not matter."""
+        latent_dim = self.head_dim if self.is_latent else 0
+        sizes = self.num_layers, self.num_kv_heads, self.num_kv_heads, self.head_dim, 1
+        return KVGeometry(*sizes, latent_dim=latent_dim, itemsize=self.dtype_bytes)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Number of prefixes that fit at one budget.
+    """Number of prefixes that fit at one share of their bytes.
 
     Attributes:
+        share: of the bytes of the compressed range, uncompressed; or entries per head.
+        name: what the share is in the configuration, if it is anything there.
         prefix_slots: token slots of one cached prefix, its compressed part and its tail.
+        kept: share of the compressed range's entries that is stored.
+        entries: how many that are, over all layers and heads, by the bits of their rows.
         prefixes: number that fit, the last of them uncompressed as it is during prefill.
         host_prefixes: number that fit the host's memory beside these, without their tails.
-        load_bytes: bytes copied when one of them comes back.
+        load_bytes: bytes copied when one of them comes back, at most.
         tokens_per_slot: tokens of a prefix divided by its slots.
     """
 
-    budget: float | int
+    share: float | int
+    name: str
     prefix_slots: int
     prefix_bytes: int
+    kept: float
+    entries: dict[int, int]
     prefixes: int
     host_prefixes: int
     load_bytes: int
@@ -118,12 +137,36 @@ def parse_bytes(text: str) -> int:
     return amount
 
 
-def prefix_slots(config: KVEvictConfig, num_tokens: int) -> int:
-    """Token slots of one cached prefix: the compressed range and the uncompressed tail."""
+@dataclass(frozen=True)
+class _Planned:
+    """Facts for the rows :data:`KNOWN_HERE`."""
+
+    config: KVEvictConfig
+    is_latent: bool
+    head_dim: int
+
+
+def with_bits_of(config: KVEvictConfig, sizes: ModelSizes) -> tuple[KVEvictConfig, list[str]]:
+    """The configuration with the bits that a server's rows have, and why these are 16, if others were configured.
+
+    A server knows more reasons (:data:`sgl_kvevict.support.BITS`): its log says what it has chosen.
+    """
+    table = {name: BITS[name] for name in KNOWN_HERE}
+    why = (
+        []
+        if config.bits == 16
+        else reasons(table, cast("AfterLoad", _Planned(config, sizes.is_latent, sizes.head_dim)))
+    )
+    return (config.model_copy(update={"bits": 16}) if why else config), why
+
+
+def prefix_slots(config: KVEvictConfig, num_tokens: int, share: float | None = None) -> int:
+    """Token slots of one cached prefix: its tail, and the range before it at a share (None: the budget)."""
     compressed = num_tokens - config.tail_tokens
-    if config.policy == "none" or compressed < config.min_prefix_tokens:
+    if config.policy == "none" or compressed < config.min_prefix_tokens or share == 1:
         return num_tokens
-    return config.num_slots(compressed) + config.tail_tokens
+    slots = config.num_slots(compressed) if share is None else config.slots_at(share, compressed, 0)
+    return slots + config.tail_tokens
 
 
 def fits(
@@ -134,25 +177,34 @@ def fits(
     reserved_slots: int = 0,
     host_bytes: int = 0,
 ) -> list[Fit]:
-    """Compute how many prefixes of ``num_tokens`` fit, at the configured budget (first row) and a few common ones.
+    """Compute how many prefixes of ``num_tokens`` fit: uncompressed, and at each share to which they shrink.
 
     ``reserved_slots`` of the pool are left to the questions and answers of running requests; ``host_bytes`` hold what
-    the pool drops.
+    the pool drops. ``config.bits`` are those of :func:`with_bits_of`.
     """
-    budgets: Sequence[float | int] = (config.budget, *(b for b in COMMON_BUDGETS if b != config.budget))
-    rows = []
-    for budget in budgets:
-        slots = prefix_slots(config.model_copy(update={"budget": budget}), num_tokens)
-        moved = slots - config.tail_tokens if slots < num_tokens else num_tokens
-        room = pool_slots - reserved_slots - num_tokens
+    budget = config.budget
+    shares: Sequence[float | int] = (1.0, *(config.shares or (() if budget == 1.0 else (budget,))))
+    names = {1.0: "uncompressed", shares[-1]: "min_budget", budget: "budget"}
+    rows, room = [], pool_slots - reserved_slots - num_tokens
+    for share in shares:
+        slots = prefix_slots(config, num_tokens, None if share == budget else share)
+        tail = 0 if slots == num_tokens else config.tail_tokens
+        moved, tokens = slots - tail, num_tokens - tail
+        num_entries = tokens * sizes.geometry.num_runs
+        num_sinks = min(config.sink_tokens, tokens) * sizes.geometry.num_runs
+        entries = dict(rows_that_fit(sizes.geometry, moved, num_entries, config.bits, num_sinks=num_sinks))
+        load_bytes = moved * sizes.slot_bytes + sum(entries.values()) * INDEX_BYTES
         rows.append(
             Fit(
-                budget=budget,
+                share=share,
+                name=names.get(share, ""),
                 prefix_slots=slots,
                 prefix_bytes=slots * sizes.slot_bytes,
+                kept=sum(entries.values()) / num_entries,
+                entries=entries,
                 prefixes=room // slots + 1 if room >= 0 else 0,
-                host_prefixes=host_bytes // (moved * sizes.host_slot_bytes),
-                load_bytes=moved * sizes.host_slot_bytes,
+                host_prefixes=host_bytes // load_bytes,
+                load_bytes=load_bytes,
                 tokens_per_slot=num_tokens / slots,
             )
         )

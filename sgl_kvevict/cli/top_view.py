@@ -12,11 +12,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from sgl_kvevict.cli.output import short_model
+from sgl_kvevict.cli.output import mean_bits, short_model, show_dial, show_entries
 from sgl_kvevict.cli.size import show_bytes
 from sgl_kvevict.events import types
 from sgl_kvevict.events.questions import Description, StatusReport
-from sgl_kvevict.events.totals import Pool, Totals
+from sgl_kvevict.events.totals import ENTRIES, Pool, Totals
 from sgl_kvevict.events.types import AnyEvent, Dropped, EventBatch
 
 SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
@@ -96,7 +96,8 @@ def render(state: TopState, width: int, height: int) -> RenderableType:
     if state.status is None:
         parts.append(Text(state.silent or "waiting for the first answer ...", style="yellow"))
         return Group(*parts, _footer(state))
-    parts += [_pool_bar(state.status.gauges.pool, width), _gauges(state.status), _rates(state)]
+    gauges = state.status.gauges
+    parts += [_pool_bar(gauges.pool, gauges.slot_bytes, width), _gauges(state.status), _rates(state)]
     num_rows = max(height - NUM_EVENTS - 13, 3)
     parts += [_prefixes(state, num_rows), _events(state), _footer(state)]
     return Group(*parts)
@@ -107,7 +108,7 @@ def _header(state: TopState) -> Text:
     if state.description is not None:
         about = state.description
         model = about.model if state.is_long else short_model(about.model)
-        text.append(f"  {model}  policy {about.policy}, keeps {about.budget}", style="default not bold")
+        text.append(f"  {model}  policy {about.policy}, {show_dial(about)}", style="default not bold")
     if state.status is not None:
         text.append(f"  up {_duration(state.status.ts - state.status.started)}", style="default not bold")
         if state.silent is not None:
@@ -115,7 +116,7 @@ def _header(state: TopState) -> Text:
     return text
 
 
-def _pool_bar(pool: Pool, width: int) -> Text:
+def _pool_bar(pool: Pool, slot_bytes: int, width: int) -> Text:
     bar, legend = Text(), Text()
     used = 0
     counted = 0
@@ -127,15 +128,28 @@ def _pool_bar(pool: Pool, width: int) -> Text:
         bar.append(glyph * cells, style=colour)
         legend.append(glyph, style=colour)
         legend.append(f" {label} {slots:,}   ")
-    legend.append(f"of {pool.total:,} token slots")
+    memory = f" ({show_bytes(pool.total * slot_bytes)})"
+    legend.append(f"of {pool.total:,} token slots{memory}")
     return Text("\n").join([bar, legend])
 
 
 def _gauges(status: StatusReport) -> Text:
     gauges = status.gauges
-    text = Text.assemble((f"{gauges.logical_tokens:,} tokens held in {gauges.held_slots:,} slots", "bold"))
+    text = Text.assemble(
+        (
+            f"{gauges.logical_tokens:,} tokens held in {gauges.held_slots:,} slots, {show_bytes(gauges.held_bytes)}",
+            "bold",
+        )
+    )
     text.append(f" ({gauges.tokens_per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
     text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers_per_span})")
+    if gauges.span_tokens:
+        entries = {bits: getattr(gauges, f"{ENTRIES}{bits}") for bits in (16, 8, 4)}
+        shares = f"{gauges.share_of_bytes:.0%} of their bytes, {gauges.share_of_entries:.0%} of their entries"
+        text.append(
+            f"\n{gauges.span_tokens:,} of these tokens compressed to {show_bytes(gauges.span_bytes)}: {shares} ("
+        )
+        text.append(f"{show_entries(entries)})\n")
     if gauges.host_bytes:
         used, total = show_bytes(gauges.host_used_bytes), show_bytes(gauges.host_bytes)
         text.append(f"   host: {gauges.host_segments:,} segments, {used} of {total}")
@@ -166,7 +180,7 @@ def _rates(state: TopState) -> Text:
 def _prefixes(state: TopState, num_rows: int) -> Table:
     assert state.status is not None
     table = Table(expand=True, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for name in ("node", "start", "tokens", "slots", "kept", "readers", "spans", "unused for"):
+    for name in ("node", "start", "tokens", "slots", "bytes", "entries", "bits", "readers", "spans", "unused for"):
         sorted_by = {"unused for": "age"}.get(name, name) == state.sort
         table.add_column(f"{name} ▼" if sorted_by else name, justify="right")
     for row in state.status.prefixes[:num_rows]:
@@ -176,6 +190,8 @@ def _prefixes(state: TopState, num_rows: int) -> Table:
             f"{row.tokens:,}",
             f"{row.slots:,}",
             f"{row.slots / max(row.tokens, 1):.0%}",
+            f"{row.kept:.0%}",
+            f"{mean_bits(row.entries):.1f}",
             str(row.readers),
             str(row.spans),
             _duration(row.age_s),
@@ -213,7 +229,7 @@ def describe(event: AnyEvent) -> str:
     """Describe an event in a few words."""
     match event:
         case types.Compressed():
-            what = f"compressed tokens {event.start:,}-{event.end:,} into {event.slots:,} slots"
+            what = f"compressed tokens {event.start:,}-{event.end:,} into {_size(event)}"
             merged = f", {event.merged_entries:,} entries merged" if event.merged_entries else ""
             where = f"{event.seconds * 1000:.1f} ms, node {event.nodes[-1]}"
             return f"{what}, {event.released_slots:,} released{merged} ({where})"
@@ -223,9 +239,10 @@ def describe(event: AnyEvent) -> str:
             kind = "compressed" if event.compressed else "uncompressed"
             return f"dropped {kind} node {event.node}: {event.tokens:,} tokens, {event.slots:,} slots released"
         case types.Repacked():
-            return f"repacked node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
+            return f"repacked node {event.node} into {_size(event)}, {event.released_slots:,} released"
         case types.Squeezed():
-            return f"squeezed node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
+            evicted = f", {event.evicted_entries:,} entries evicted" if event.evicted_entries else ""
+            return f"shrank node {event.node} into {_size(event)}, {event.released_slots:,} released{evicted}"
         case types.PrefilledCompressed():
             return f"compressed {event.tokens:,} tokens of a prompt while it was prefilled"
         case types.ScoringPass():
@@ -246,6 +263,10 @@ def describe(event: AnyEvent) -> str:
             return f"moved tokens {event.start:,}-{event.end:,} back from the host's memory"
         case types.Cleared():
             return "flushed the whole cache"
+
+
+def _size(event: types.Compressed | types.Repacked | types.Squeezed) -> str:
+    return f"{event.slots:,} slots ({show_bytes(event.bytes)}, {mean_bits(event.entries):.1f} bits)"
 
 
 def _duration(seconds: float) -> str:

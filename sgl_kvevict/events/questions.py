@@ -77,7 +77,9 @@ class Description(Reply):
     started: float  # start of the scheduler (seconds since the epoch); identifies a run of the server
     version: str  # of this package
     policy: str  # name of the policy
-    budget: int | float  # share of entries, or entries per head
+    budget: int | float  # share of the bytes, or entries per head
+    bits: Literal["auto", 16, 8, 4]  # of the rows of compressed prefixes
+    slot_bytes: int  # bytes of a token slot on this rank
     num_layers: int  # of this rank
     num_kv_heads: int  # of this rank
     model: str  # path or hub name of the model
@@ -92,6 +94,9 @@ class Prefix(msgspec.Struct):
     start: int  # logical position of its first token
     tokens: int  # tokens of its live spans; each counts once over all branches
     slots: int  # token slots it takes
+    bytes: int  # of these slots
+    kept: float  # share of its tokens' entries that are stored
+    entries: dict[int, int]  # entries stored, over all layers and heads, by the bits of their rows
     spans: int  # live spans
     readers: int  # running requests that read it
     age_s: float  # seconds since it was last matched
@@ -116,7 +121,9 @@ class TreeNode(msgspec.Struct):
     start: int  # logical position of its first token
     tokens: int  # length of its key
     slots: float  # token slots held; a span has its part of the segment, so the sum over nodes is exact
+    bytes: float  # of these slots
     kept: float  # share of its entries that are stored; 1 if uncompressed
+    entries: dict[int, int]  # entries stored, over all layers and heads, by the bits of their rows
     compressed: bool  # it holds a span
     readers: int  # running requests whose path includes it
     hits: int  # prompts inserted through it, as SGLang counts them
@@ -134,7 +141,7 @@ class TreeReport(Reply):
 
 
 class KeptReport(Reply):
-    """Which tokens each (layer, head) kept."""
+    """Which tokens each (layer, head) kept, and in rows of how many bits."""
 
     node: int  # id of the node
     start: int  # logical position of its first token
@@ -142,6 +149,7 @@ class KeptReport(Reply):
     num_bins: int  # token ``t`` of the node is in bin ``t * num_bins // tokens``
     num_rows: int  # layers times KV heads, layer-major
     share: bytes  # ``num_rows * num_bins`` bytes, row by row: 255 where every token of the bin was kept
+    entries: dict[int, list[int]]  # by the bits of their rows: entries stored of each (layer, head), layer-major
 
 
 class TokensReport(Reply):

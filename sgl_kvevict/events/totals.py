@@ -30,6 +30,8 @@ from sgl_kvevict.events.types import (
 
 REFUSED = "refused_"
 """Totals with this prefix form one metric, ``refusals``, with the reason as its label."""
+ENTRIES = "entries_"
+"""Gauges with this prefix form one metric, ``entries``, with the bits of their rows as its label."""
 
 
 class Totals(msgspec.Struct):
@@ -42,14 +44,14 @@ class Totals(msgspec.Struct):
     )
     released_slots: Annotated[int, Meta(description="Token slots that compressions gave back.")] = 0
     kept_entries: Annotated[int, Meta(description="Entries stored.")] = 0
-    evicted_entries: Annotated[int, Meta(description="Entries evicted.")] = 0
+    evicted_entries: Annotated[int, Meta(description="Entries evicted, by compressions and later.")] = 0
     merged_entries: Annotated[int, Meta(description="Entries merged into stored ones.")] = 0
     prefilled_compressed: Annotated[int, Meta(description="Prompts compressed while they were prefilled.")] = 0
     scoring_passes: Annotated[int, Meta(description="Extra forwards run to score prefixes.")] = 0
     splits: Annotated[int, Meta(description="Spans cut in two.")] = 0
     repacks: Annotated[int, Meta(description="Segments shrunk after a part was dropped.")] = 0
-    squeezes: Annotated[int, Meta(description="Segments squeezed because token slots were short.")] = 0
-    squeezed_slots: Annotated[int, Meta(description="Token slots given back by squeezing.")] = 0
+    squeezes: Annotated[int, Meta(description="Segments that shrank further because token slots were short.")] = 0
+    squeezed_slots: Annotated[int, Meta(description="Token slots that they gave back.")] = 0
     dropped_nodes: Annotated[int, Meta(description="Nodes dropped from the tree.")] = 0
     dropped_spans: Annotated[int, Meta(description="Compressed nodes among them.")] = 0
     dropped_slots: Annotated[int, Meta(description="Token slots given back by dropping.")] = 0
@@ -98,6 +100,7 @@ class Totals(msgspec.Struct):
             case Squeezed():
                 self.squeezes += 1
                 self.squeezed_slots += event.released_slots
+                self.evicted_entries += event.evicted_entries
             case PrefilledCompressed():
                 self.prefilled_compressed += 1
             case ScoringPass():
@@ -149,6 +152,17 @@ class Gauges(msgspec.Struct, frozen=True):
     ]
     span_tokens: Annotated[int, Meta(description="Tokens held compressed.")]
     span_slots: Annotated[int, Meta(description="Token slots that hold them.")]
+    slot_bytes: Annotated[int, Meta(description="Bytes of a token slot on this rank: keys and values of all layers.")]
+    held_bytes: Annotated[int, Meta(description="Bytes of the token slots that hold tokens.")]
+    span_bytes: Annotated[int, Meta(description="Bytes of those that hold compressed tokens.")]
+    share_of_bytes: Annotated[
+        float,
+        Meta(description="Share of their bytes, uncompressed, that compressed tokens take (1 if there are none)."),
+    ]
+    share_of_entries: Annotated[float, Meta(description="Share of their entries that is stored (1 if there are none).")]
+    entries_16: Annotated[int, Meta(description="Entries of compressed tokens with rows as the pool stores them.")]
+    entries_8: Annotated[int, Meta(description="Entries with rows of 8 bits.")]
+    entries_4: Annotated[int, Meta(description="Entries with rows of 4 bits.")]
     spans: Annotated[int, Meta(description="Compressed nodes in the tree.")]
     segments: Annotated[int, Meta(description="Segments that store them.")]
     dead_entries: Annotated[int, Meta(description="Entries stored that no span reads any more.")]

@@ -32,7 +32,9 @@ class Compressed(Event):
     new_tokens: int  # tokens that were uncompressed; less than end - start if a segment of generated tokens grew
     slots: int  # token slots that the segment takes
     released_slots: int  # token slots that were given back
-    kept_entries: int  # entries stored now, over all layers and heads
+    bytes: int  # of the slots that it takes
+    entries: dict[int, int]  # entries stored now, over all layers and heads, by the bits of their rows
+    kept_entries: int  # the same, less those that were packed before
     evicted_entries: int  # entries neither stored nor merged
     merged_entries: int  # entries folded into stored ones
     seconds: float  # host time (on a GPU: launching only)
@@ -63,14 +65,19 @@ class Repacked(Event):
     node: int  # id of the segment's topmost node
     slots: int  # token slots it takes now
     released_slots: int  # token slots that were given back
+    bytes: int  # of the slots that it takes now
+    entries: dict[int, int]  # entries stored now, by the bits of their rows
 
 
 class Squeezed(Event):
-    """A segment evicted its the last entries in its order, because token slots were short."""
+    """A segment shrank because token slots were short: rows got fewer bits, then the last entries in its order went."""
 
     node: int  # id of the segment's topmost node
     slots: int  # token slots it takes now
     released_slots: int  # token slots that were given back
+    bytes: int  # of the slots that it takes now
+    entries: dict[int, int]  # entries stored now, by the bits of their rows
+    evicted_entries: int  # entries that were stored before and are not now; 0: rows got fewer bits
 
 
 class PrefilledCompressed(Event):

@@ -1,4 +1,4 @@
-"""Share of tokens that each (layer, KV head) of a span keeps, for pictures."""
+"""What each (layer, KV head) of a span keeps, for pictures and tables."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def kept_share(span: Span, num_bins: int) -> Tensor:
         kept = counts if not kept.numel() else kept + counts
     bin_of_token = torch.arange(span.num_tokens, device=kept.device) * num_bins // span.num_tokens
     return kept / torch.bincount(bin_of_token, minlength=num_bins).float()
+
+
+def entries_by_head(span: Span) -> dict[int, Tensor]:
+    """[num_layers * num_kv_heads], int32: entries that each (layer, KV head) stores, by the bits of their rows."""
+    return {runs.bits: runs.lens.flatten() for runs in span.runs()}

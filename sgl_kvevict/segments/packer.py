@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
-from kvevict_kernels.recode_rows import recode_rows
+from kvevict_kernels.recode_rows import recode_rows, temporary_bytes
 from kvevict_kernels.row_codec import RowStatistics, encode_rows, load_rows, read_rows, write_rows
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.copies import CopiedRows, CopiedShadow
@@ -74,7 +74,8 @@ class SegmentPacker(ArenaRows):
     def rewrite(self, sources: Sources, num_slots: int, merge: MergePlan | None = None) -> Rewritten:
         """Write the kept entries of consecutive ranges of a path into the first of the ranges' slots.
 
-        Segments and spans are not touched. No host sync.
+        Segments and spans are not touched. No host sync. With rows of few bits a temporary holds the kept keys, encoded
+        (at most a quarter of what the ranges take uncompressed, keys and values).
 
         Args:
             sources: the ranges, all that is alive of each, and the entries that are kept, in rows of how many bits.
@@ -97,12 +98,17 @@ class SegmentPacker(ArenaRows):
             rows = sources.at(runs, merge.indices)
         lens = [(each.bits, each.lens, each.num_entries) for each in sources.kept]
         packed = self._laid_out(held[:num_slots], lens, kept.positions)
+        first, *narrower = packed.parts
+        has_few_bits = bool(narrower) or first.bits != 16
+        places = [(part.rows, part.bits) for part in packed.parts]
+        temporary = None
+        if has_few_bits:  # allocated before anything is written: without the memory everything stays as it is
+            num_bytes = temporary_bytes(self.k_arena, places)
+            temporary = torch.empty(num_bytes, dtype=torch.uint8, device=held.device)
         with accounting():
-            first, *narrower = packed.parts
-            if narrower or first.bits != 16:
+            if has_few_bits:
                 bits = torch.full_like(kept.rows, 16, dtype=torch.int8) if kept.bits is None else kept.bits
-                places = [(part.rows, part.bits) for part in packed.parts]
-                recode_rows(*self._moved, kept.rows, bits, sources.runs.int(), places, self.statistics)
+                recode_rows(*self._moved, kept.rows, bits, sources.runs.int(), places, self.statistics, temporary)
             elif merge is None:
                 compact_kv(*self._moved, rows.rows, first.rows)
             else:

@@ -252,6 +252,17 @@ class Segment:
         return sum(self.live_counts)
 
     @property
+    def entries_by_bits(self) -> dict[int, int]:
+        """The same by the bits of their rows; without widths that no entry has."""
+        widths = (16,) if self.packed is None else tuple(part.bits for part in self.packed.parts)
+        return {bits: count for bits, count in zip(widths, self.live_counts, strict=True) if count}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its token slots."""
+        return self.num_slots * self.geometry.slot_bytes
+
+    @property
     def is_measured(self) -> bool:
         """Whether its order was measured by readers, not predicted."""
         return self.order is not None and self.order.is_measured

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
+from kvevict_kernels.recode_rows import prepare_on_cpu
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -119,6 +120,8 @@ def _assemble(
         compressor = Compressor(config, policy, packer, rotary, output_grams, learned, backend.slot_positions, stream)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
+        elif backend.statistics is not None:
+            prepare_on_cpu(geometry.head_dim)
         access = open_access(
             config, ctx, geometry, arena.k.dtype, drafts, "" if distilling is None else distilling.digest
         )

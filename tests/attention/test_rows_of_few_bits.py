@@ -110,6 +110,30 @@ def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: tor
     world.check(attention, news, *noises)
 
 
+@pytest.mark.parametrize("bits", [16, *BITS])
+def test_prefills_over_rows_of_one_width(build: Build, make_world: MakeWorld, bits: int) -> None:
+    """Of few and of many new tokens, over one shared span; spans of other widths are nowhere."""
+    world = make_world(2, 3, 64, dtype=torch.float32, num_token_slots=1200)
+    world.learn()
+    attention, shared = build(world), world.uneven_span(90, bits=bits)
+    is_triton = isinstance(attention, TritonAttention)
+    news = [3, SPLIT_ROWS // 3 + 5 if is_triton else MAX_SHORT_TOKENS + 5, 1]
+    for new in news:
+        world.add((shared,), new + 2)
+    noise = LONG_NOISE[torch.float32] if isinstance(attention, NumbaAttention) else NOISE
+    world.check(attention, news, noise, noise)
+
+
+def test_many_readers_of_wide_rows(build: Build, make_world: MakeWorld) -> None:
+    """More than the rows of a tile share a span; with a head_dim of 256 a tile has fewer."""
+    world = make_world(2, 4, 256, dtype=torch.float32, num_layers=1, num_token_slots=300)
+    world.learn()
+    path = both_widths(world, 40)
+    for own in range(1, 11):
+        world.add(path, own)
+    world.check(build(world))
+
+
 @pytest.mark.parametrize(("is_extend", "has_sinks"), [(False, False), (False, True), (True, True)], ids=str)
 def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bool, has_sinks: bool) -> None:
     """Into spans of both widths, into none of them, and past all of them."""

@@ -158,6 +158,21 @@ def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
     assert [reclaim(harness, ((-1.0, 0.0), old)) for _ in range(3)] == [5, 5, 0] and slots(harness) == {1: 5, 2: 5}
 
 
+def test_nothing_shrinks_below_the_budget_just_before_it_would_be_dropped_to_the_host():
+    """Its tail goes first, and then it: what comes back by a copy loses no answers."""
+    harness = cache(64, bits="auto", **BELOW)
+    cached(harness)
+    while slots(harness).get(0) != 5:
+        assert reclaim(harness)
+    node, tail = nodes_of(harness, 0)
+    recency = harness.tree.prefixes.recency
+    leaf = recency.get_priority(tail), tail
+    recency.has_host_room = lambda segment: True
+    assert reclaim(harness, leaf) == 0 and recency.get_priority(node) < leaf[0]
+    recency.has_host_room = lambda segment: False
+    assert reclaim(harness, leaf) == 1 and slots(harness) == {0: 4}
+
+
 def test_what_somebody_reads_exactly_does_not_shrink_nor_count_nor_what_is_below_it():
     harness = cache()
     cached(harness)

@@ -60,8 +60,26 @@ def test_text(capsys, served):
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith("tiny, policy pseudo-random: ")
-    assert re.search(r"0-20  20 tokens -> [\d.]+ slots \(\d+% kept\)  1 reading  node \d+$", lines[1])
+    assert re.search(
+        r"0-20  20 tokens -> [\d.]+ slots \(\d+% of the bytes, \d+% of the entries, 16\.0 bits\)  1 reading  node \d+$",
+        lines[1],
+    )
     assert re.search(r"    .*56-60  4 tokens -> 4\.0 slots  1 reading", out)
+
+
+def test_what_the_heads_of_one_node_keep(capsys, served):
+    node = next(node for node in json.loads(run(capsys, served, "--json")[1])["nodes"] if node["compressed"])
+    code, out, _ = run(capsys, served, "--node", str(node["id"]))
+    columns, *lines = out.splitlines()
+    assert code == 0 and columns.split("  ")[0] == "layer" and len(lines) == 4
+    cells = [line.split() for line in lines]
+    assert [row[:2] for row in cells] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+    assert all(row[2] == row[4] and row[5:] == ["0", "0"] for row in cells)
+    assert sum(int(row[2]) for row in cells) == node["entries"]["16"]
+    found = json.loads(run(capsys, served, "--node", str(node["id"]), "--json")[1])
+    assert [head["entries"] for head in found["heads"]] == [{"16": int(row[2])} for row in cells]
+    code, _, error = run(capsys, served, "--node", "987654")
+    assert code == 2 and "--node: got 987654; allowed: the number of a compressed node" in error
 
 
 def test_json(capsys, served):
@@ -119,6 +137,8 @@ SIZES = msgspec.convert(
     dict.fromkeys(Gauges.__struct_fields__, 0)
     | {"pool": {"total": 100, "free": 50, "compressed": 14, "full": 30, "private": 6}}
     | {"host_bytes": 9_000_000, "host_used_bytes": 4_200_000, "host_segments": 4}
+    | {"span_tokens": 70, "span_bytes": 7168, "share_of_bytes": 0.2, "share_of_entries": 0.2}
+    | {"entries_16": 26, "entries_4": 30}
     | {"long_prompt_tokens": 3648, "long_prompt_computed": 1311},
     Gauges,
 )
@@ -130,9 +150,9 @@ def snapshot() -> inspection.Snapshot:
     kept[1, 10:20] = 255
     kept[2, 40:] = 128
     nodes = [
-        TreeNode(5, 0, 0, 50, 10.0, 0.2, True, 2, 8, 3.0),
-        TreeNode(6, 5, 50, 30, 30.0, 1.0, False, 1, 5, 3.0, EVIL),
-        TreeNode(7, 5, 50, 20, 4.0, 0.2, True, 0, 3, 99.0),
+        TreeNode(5, 0, 0, 50, 10.0, 5120.0, 0.2, {16: 10, 4: 30}, True, 2, 8, 3.0),
+        TreeNode(6, 5, 50, 30, 30.0, 15360.0, 1.0, {16: 120}, False, 1, 5, 3.0, EVIL),
+        TreeNode(7, 5, 50, 20, 4.0, 2048.0, 0.2, {16: 16}, True, 0, 3, 99.0),
     ]
     return inspection.Snapshot(
         endpoint="tcp://127.0.0.1:1",
@@ -141,7 +161,7 @@ def snapshot() -> inspection.Snapshot:
         status=StatusReport(
             1.8e9, 1.0, 0, SIZES, Totals(moved_out_segments=7, moved_in_segments=3, moved_in_tokens=1200), []
         ),
-        maps={5: KeptReport(5, 0, 50, 50, 4, kept.tobytes())},
+        maps={5: KeptReport(5, 0, 50, 50, 4, kept.tobytes(), {16: [0, 10, 0, 0], 4: [0, 0, 30, 0]})},
         tokens={5: list(range(50)), 6: list(range(30))},
     )
 
@@ -152,7 +172,7 @@ const result = {}, at = (element, x, y) => element.dispatchEvent(new MouseEvent(
   clientX: element.getBoundingClientRect().left + x, clientY: element.getBoundingClientRect().top + y}));
 const buttons = [...document.querySelectorAll("#icicle button")];
 result.title = document.title;
-result.sizes = [$("host").textContent, $("long").textContent];
+result.sizes = [$("dial").textContent, $("host").textContent, $("long").textContent];
 result.model = $("model").textContent;
 result.nodes = buttons.map((b) => [+b.dataset.node, b.offsetLeft, b.offsetTop, b.offsetWidth, b.style.background]);
 result.width = $("icicle").clientWidth;
@@ -203,7 +223,8 @@ def test_the_page_in_a_browser(tmp_path):
     result = json.loads(html.unescape(found[1]))
     assert result["title"] == "sgl-kvevict: the cache" and result["model"] == EVIL
 
-    host, long = result["sizes"]
+    dial, host, long = result["sizes"]
+    assert "20 % of their bytes and 20 % of their entries: 26 entries of 16 bits, 30 of 4." in dial
     assert host.startswith(
         "Host memory: 4 segments, 4.2 MB of 9 MB; 7 moved out, 3 found and moved back (1,200 tokens), "
     )
@@ -217,14 +238,19 @@ def test_the_page_in_a_browser(tmp_path):
     assert colours[6] == "rgb(8, 48, 107)" and colours[5] == colours[7] != colours[6]
 
     assert result["selected"] == "Node 5"
-    assert result["hover"] == f"layer 0, head 1: 100 % kept\ntoken 12\n{EVIL}"
+    assert result["hover"] == f"layer 0, head 1: 100 % kept here; in all 10 entries of 16 bits\ntoken 12\n{EVIL}"
     assert result["column"] == f"all heads: 25 % kept\ntoken 12\n{EVIL}"
-    assert result["half"].startswith("layer 1, head 0: 50.2 % kept\ntoken 45\nw45")
+    assert result["half"].startswith("layer 1, head 0: 50.2 % kept here; in all 30 entries of 4 bits\ntoken 45\nw45")
     dark, white, after, half = result["pixels"]
     assert (dark, white, after) == ([8, 48, 107], [255, 255, 255], [255, 255, 255]) and half not in (dark, white)
 
     title, facts, tokens, note = result["clicked"]
-    assert title == "Node 6" and "everything (uncompressed)" in facts and EVIL in facts
+    assert (
+        title == "Node 6"
+        and "everything (uncompressed)" in facts
+        and "rows: 120 entries of 16 bits" in facts
+        and EVIL in facts
+    )
     assert tokens.startswith("w0 w1 ") and EVIL in tokens and "keeps everything" in note
     assert "No map was taken" in result["unmapped"]
     assert result["zoomed"] == [[7, result["width"]]] and result["all"] == 3

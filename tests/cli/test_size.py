@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from sgl_kvevict.cli import main
-from sgl_kvevict.cli.size import ModelSizes, fits, longest_prompt, parse_bytes, prefix_slots, read_model_sizes
+from sgl_kvevict.cli.size import (
+    ModelSizes,
+    fits,
+    longest_prompt,
+    parse_bytes,
+    prefix_slots,
+    read_model_sizes,
+    with_bits_of,
+)
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 
@@ -33,15 +42,49 @@ def test_slots_of_a_prefix_are_its_compressed_part_and_its_tail():
 
 
 def test_the_last_prefix_is_prefilled_in_full():
-    rows = {row.budget: row for row in fits(KVEvictConfig(budget=0.2), LLAMA_8B, 2032, 10_000, 1_000, 10**9)}
+    rows = {row.share: row for row in fits(KVEvictConfig(bits=16), LLAMA_8B, 2032, 10_000, 1_000, 10**9)}
+    assert list(rows) == [1.0, 0.5, 0.2, 0.1]
     for row in rows.values():
         in_use = (row.prefixes - 1) * row.prefix_slots
         assert in_use + 2032 <= 9_000 < in_use + row.prefix_slots + 2032
     assert (rows[0.2].prefixes, rows[1.0].prefixes) == (17, 4)
-    assert rows[0.2].prefix_bytes == 432 * 131072
+    assert rows[0.2].prefix_bytes == 432 * 131072 and rows[0.2].entries == {16: 400 * 256}
     load = 400 * (131072 + 32 * 8 * 6)  # with positions and order, without the tail
     assert rows[0.2].load_bytes == load and rows[0.2].host_prefixes == 10**9 // load
     assert all(row.prefixes == 0 for row in fits(KVEvictConfig(), LLAMA_8B, 2032, 2_000))
+
+
+def test_every_share_of_the_default_keeps_the_entries_that_its_bits_leave_room_for():
+    rows = fits(KVEvictConfig(), LLAMA_8B, 2032, 10_000, 0, 10**9)
+    assert [(row.share, row.name) for row in rows] == [
+        (1.0, "uncompressed"),
+        (0.5, ""),
+        (0.375, ""),
+        (0.2, "budget"),
+        (0.125, ""),
+        (0.05, "min_budget"),
+    ]
+    assert [row.kept for row in rows[:3]] == [1, 1, 1] and rows[3].kept == pytest.approx(0.54, abs=0.01)
+    for row in rows[1:]:
+        slots = row.prefix_slots - 32
+        assert sum(-(-count // {16: 1, 8: 2, 4: 3}[bits]) for bits, count in row.entries.items()) <= slots * 256
+        assert row.entries[16] == 4 * 256 and row.load_bytes == slots * 131072 + 6 * sum(row.entries.values())
+    assert rows[3].entries[4] == pytest.approx(4 * rows[3].entries[8], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "reason"),
+    [
+        (KVEvictConfig(), ModelSizes(2, 2, 80, 2), "head_dim is 80"),
+        (KVEvictConfig(bits=4), ModelSizes(2, 1, 576, 2, is_latent=True), "latents (MLA)"),
+        (KVEvictConfig(budget=256), LLAMA_8B, "budget is 256"),
+        (KVEvictConfig(bits=16), ModelSizes(2, 2, 80, 2), ""),
+        (KVEvictConfig(bits=8), LLAMA_8B, ""),
+    ],
+)
+def test_rows_of_16_bits_are_planned_where_others_cannot_be(config, sizes, reason):
+    planned, why = with_bits_of(config, sizes)
+    assert planned.bits == (16 if reason else config.bits) and (reason in why[0] if reason else not why)
 
 
 def test_the_longest_prompt_is_longer_than_a_pool_whose_chunks_can_shrink():
@@ -97,15 +140,21 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
 def test_command(capsys, model):
     code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
     assert code == 0
+    assert re.search(r"budget +0\.2 +852 +111\.7 MB +54% +4\.8 ", out) and "because" not in out
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "852" in out
     assert "host: 34.4 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 2,139,391 tokens." in out
     arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "512", "--json")
+    assert "have 16 bits, because budget is 512" in run(capsys, *arguments[:-1])[1]
     figures = json.loads(run(capsys, *arguments)[1])
     assert figures["model"]["slot_bytes"] == 131072 and figures["pool_slots"] == 131072
     assert figures["longest_prompt"] == 131065  # entries per head: chunks do not shrink
-    assert figures["budgets"][0] == {
-        "budget": 512,
+    assert figures["bits"] == 16 and [row["share"] for row in figures["shares"]] == [1.0, 512]
+    assert figures["shares"][1] == {
+        "share": 512,
+        "name": "budget",
+        "kept": 0.125,
+        "entries": {"16": 512 * 256},
         "prefix_slots": 544,
         "prefix_bytes": 544 * 131072,
         "prefixes": (131072 - 4128) // 544 + 1,

@@ -52,6 +52,14 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0, next
             tokens_per_slot=3.4,
             span_tokens=1500,
             span_slots=300,
+            slot_bytes=512,
+            held_bytes=500 * 512,
+            span_bytes=300 * 512,
+            share_of_bytes=0.2,
+            share_of_entries=0.45,
+            entries_16=24,
+            entries_8=540,
+            entries_4=2136,
             spans=3,
             segments=2,
             dead_entries=5,
@@ -69,7 +77,10 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0, next
             long_prompt_computed=0,
         ),
         totals=Totals(compressions=compressions, compressed_tokens=100 * compressions),
-        prefixes=[Prefix(7, 0, 1200, 240, 2, 3, 1.5), Prefix(9, 1200, 300, 60, 1, 0, 4000.0)],
+        prefixes=[
+            Prefix(7, 0, 1200, 240, 240 * 512, 0.5, {16: 24, 8: 540, 4: 1836}, 2, 3, 1.5),
+            Prefix(9, 1200, 300, 60, 60 * 512, 0.25, {4: 300}, 1, 0, 4000.0),
+        ],
     )
 
 
@@ -89,9 +100,13 @@ def test_the_screen_shows_pool_prefixes_rates_and_events():
     bar = next(line for line in text.splitlines() if line.startswith("█"))
     assert [bar.count(glyph) for glyph in "█▓▒░"] == [30, 20, 10, 40]
     assert "compressed 300" in text and "uncompressed 200" in text and "in requests 100" in text
-    assert "1,700 tokens held in 500 slots (3.40 a slot)" in text
+    assert "1,700 tokens held in 500 slots, 256.0 KB (3.40 a slot)" in text
+    assert "1,500 of these tokens compressed to 153.6 KB: 20% of their bytes, 45% of their entries" in text
+    assert "(24 entries of 16 bits, 540 of 8, 2,136 of 4)" in " ".join(text.split())
+    words = " ".join(text.split())
+    assert "keeps 0.3, bits auto" in words and "of 1,000 token slots (512.0 KB)" in words
     assert "compressions 3.0/s" in text and "tokens compressed 300/s" in text
-    assert "7 0 1,200 240 20% 3 2 2 s" in " ".join(text.split())
+    assert "7 0 1,200 240 20% 50% 5.0 3 2 2 s" in " ".join(text.split())
     assert "slots ▼" in text and "1.1 h" in text
     assert "split node 2 at 60" in text and "[q] quit" in text
     assert "up 1 min" in text

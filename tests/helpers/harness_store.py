@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -33,17 +34,25 @@ DRAFT = identity_of(num_layers=1, num_kv_heads=3, head_dim=2, own_value_dim=2)
 IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_prefix_tokens=6)
 
 
+def identity_for(harness: Harness) -> StoreIdentity:
+    """The same of a harness whose rows have its own width and dtype."""
+    geometry = harness.geometry
+    return dataclasses.replace(
+        IDENTITY, dtype=str(harness.k.dtype), head_dim=geometry.head_dim, own_value_dim=geometry.own_value_dim
+    )
+
+
 def exported(harness: Harness, extra_key: str | None = None, tail: int = 4) -> list[SegmentRecord]:
     """Segments of one namespace of a harness, through bytes and back, those nearest the root first."""
-    tree = harness.tree
+    tree, identity = harness.tree, identity_for(harness)
     records = []
     for node, span in tree.spans.items():
         if span.end != span.segment.end or node.key.extra_key != extra_key:
             continue
-        leaving = export_segment(node, tree.port, tree.spans, tree.packer, IDENTITY, tail)
+        leaving = export_segment(node, tree.port, tree.spans, tree.packer, identity, tail)
         if leaving is not None:
             record = leaving.record()
-            records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, IDENTITY, DRAFT))
+            records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, identity, DRAFT))
     return sorted(records, key=lambda record: record.start)
 
 
@@ -77,14 +86,18 @@ class Items(Backend):
 
 
 def found_again(
-    records: list[SegmentRecord], prompt: Prompt, into: Adoption, draft: StoreIdentity | None
+    records: list[SegmentRecord],
+    prompt: Prompt,
+    into: Adoption,
+    draft: StoreIdentity | None,
+    identity: StoreIdentity,
 ) -> Iterator[SegmentRecord]:
     """Write segments to a store, and yield those that a server with a draft model finds there for a prompt."""
     items = Items()
     for record in records:
-        SegmentStore(items, IDENTITY, draft=DRAFT).put(record, IDENTITY.namespace(*prompt.namespace))
-    store = SegmentStore(items, IDENTITY, draft=draft)
-    lookup = into.lookup(prompt, IDENTITY)
+        SegmentStore(items, identity, draft=DRAFT).put(record, identity.namespace(*prompt.namespace))
+    store = SegmentStore(items, identity, draft=draft)
+    lookup = into.lookup(prompt, identity)
     return store.continuing(lookup, store.find(lookup.tokens, lookup.namespace))
 
 

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.harness_store import DRAFT, adoption, exported, found_again
+from helpers.harness_store import DRAFT, adoption, exported, found_again, identity_for
 from helpers.machines import BASES, CacheMachine, ExactMachine, HostMachine, PressureMachine
 from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.geometry import KVGeometry
@@ -211,7 +211,7 @@ class PairsStoreMachine(PairsPressureMachine):
         records, into = exported(self.harness), adoption(self.harness)
         self.harness.evict(count)
         prompt = Prompt([*base, 9], len(base), (None, None))
-        for record in found_again(records, prompt, into, draft):
+        for record in found_again(records, prompt, into, draft, identity_for(self.harness)):
             into.place(record, prompt)
             self.harness.check()
         self._admit(self.harness.request(base[:shared] + suffix), 200)

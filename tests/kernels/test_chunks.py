@@ -16,6 +16,7 @@ from kvevict_kernels.ragged_decode.chunks import (
     span_chunk,
     suffix_splits,
 )
+from kvevict_kernels.ragged_decode.launch import sizes_on
 from kvevict_kernels.ragged_decode.tile_table import (
     FAMILIES,
     HEAD_DIMS,
@@ -125,6 +126,16 @@ def test_windows_change_no_tiles_rows(family: int, head_dim: int) -> None:
     plain, other = tiles_for(limits, head_dim), tiles_for(limits, head_dim, has_window=True)
     assert [tile.rows for tile in other] == [tile.rows for tile in plain]
     assert all(16 <= one.keys <= tile.keys for one, tile in zip(other, plain, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_wide_rows_of_few_bits_have_a_smaller_tile(head_dim: int) -> None:
+    """Of one kernel; by it batches are planned (``sizes_on``) and launched."""
+    plain, few_bits = tiles_for(H200, head_dim), tiles_for(H200, head_dim, has_few_bits=True)
+    assert [tile.rows for tile in few_bits] == ([16, 32, 64] if head_dim == 256 else [tile.rows for tile in plain])
+    device = torch.device("cpu")
+    planned = sizes_on(device, num_layers=1, num_kv_heads=1, group_size=1, head_dim=head_dim, has_few_bits=True)
+    assert planned.decode_rows == (few_bits[0].rows, few_bits[1].rows)
 
 
 def test_resident_programs_follow_the_scarcest_resource() -> None:

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from helpers.tolerance import assert_same_bits
-from kvevict_kernels.recode_rows import recode_rows
+from kvevict_kernels.recode_rows import prepare_on_cpu, recode_rows, temporary_bytes
+from kvevict_kernels.recode_rows.numba_impl import calls
 from kvevict_kernels.row_codec import (
     RowStatistics,
     decode_normalised,
@@ -160,6 +161,34 @@ def test_without_numba_torch_encodes(monkeypatch: pytest.MonkeyPatch, bits: int)
         assert_same_bits("bytes", read_rows(arena, targets, bits), expected)
 
 
+def test_what_a_cpu_runs_is_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls.cache_clear()
+    prepare_on_cpu(64)
+    monkeypatch.setattr("kvevict_kernels.recode_rows.numba_impl.compiled", lambda *_: 1 / 0)
+    store = Store("cpu", torch.bfloat16, 64)
+    runs = runs_of(3, "cpu")
+    rows, widths = store.written(3, 16, runs), torch.full((3,), 16, dtype=torch.int8)
+    recode_rows(store.k, store.v, rows, widths, runs, [(store.places(3, 4), 4)], store.statistics)
+
+
+def test_the_temporary_is_given_and_holds_one_arena(device: str) -> None:
+    """Parts of it begin aligned; a smaller one is refused before anything is written."""
+    store = Store(device, torch.bfloat16, 32)
+    runs = runs_of(12, device)
+    rows, widths = store.written(12, 16, runs), torch.full((12,), 16, dtype=torch.int8, device=device)
+    targets = [(store.places(7, 8), 8), (store.places(5, 4), 4)]
+    assert temporary_bytes(store.k, targets) == 7 * 32 + 112
+    temporary = torch.zeros(7 * 32 + 112, dtype=torch.uint8, device=device)
+    before = store.k.clone()
+    with pytest.raises(ValueError, match="temporary: expected 336 bytes, got 335"):
+        recode_rows(store.k, store.v, rows, widths, runs, targets, store.statistics, temporary[:-1])
+    assert_same_bits("keys", store.k, before)
+    want = [store.expected(rows, widths, runs, 8)[1][:7], store.expected(rows, widths, runs, 4)[1][7:]]
+    recode_rows(store.k, store.v, rows, widths, runs, targets, store.statistics, temporary)
+    assert_same_bits("values of 8 bits", temporary[:224].view(7, 32), want[0])
+    assert_same_bits("values of 4 bits", temporary[224:324].view(5, 20), want[1])
+
+
 def test_what_is_too_large_saturates_on_every_device(device: str) -> None:
     store = Store(device, torch.float32, 32)
     runs = runs_of(4, device)
@@ -203,6 +232,7 @@ WIDE = torch.tensor([16, 16], dtype=torch.int8)
         ({"targets": [(ROWS * 0, 8)]}, "targets: expected rows that are all different"),
         ({"targets": [(ROWS[:1], 8)]}, r"targets: expected 2 rows, as many as source_rows, got \[1\]"),
         ({"statistics": None}, "statistics: rows of 8 bits need some, got None"),
+        ({"temporary": torch.zeros(2)}, "temporary: expected dtype uint8, got float32"),
         ({"v_arena": torch.zeros(1)}, "v_arena: expected shape"),
     ],
 )

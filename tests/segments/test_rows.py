@@ -153,9 +153,9 @@ def test_a_range_gets_rows_of_one_width_without_an_order(world: World, bits: Bit
         sources.best(15 // (world.geometry.itemsize // 2), "auto")
 
 
-@pytest.mark.parametrize("cut", [1, 13, 39])
-def test_views_of_a_segment_have_the_rows_of_their_tokens(world: World, cut: int) -> None:
-    segment = world.segment(8, "auto")
+@pytest.mark.parametrize(("cut", "bits"), [(1, "auto"), (13, "auto"), (39, "auto"), (13, 8), (13, 4)])
+def test_views_of_a_segment_have_the_rows_of_their_tokens(world: World, cut: int, bits: Bits) -> None:
+    segment = world.segment(8, bits)
     upper, lower = Span(segment, START, START + NUM_TOKENS, is_owner=True).split(START + cut)
     for part, above, below in zip(segment.storage.parts, upper.runs(), lower.runs(), strict=True):
         assert above.bits == below.bits == part.bits and above.rows is below.rows is part.rows
@@ -164,9 +164,10 @@ def test_views_of_a_segment_have_the_rows_of_their_tokens(world: World, cut: int
     assert [runs.is_counted for runs in upper.runs()] == [True] + [False] * (len(segment.storage.parts) - 1)
 
 
-def test_a_repack_moves_bytes_and_keeps_widths(world: World) -> None:
+@pytest.mark.parametrize("bits", ["auto", 8, 4])
+def test_a_repack_moves_bytes_and_keeps_widths(world: World, bits: Bits) -> None:
     """The entries of the first 17 tokens go on as they are."""
-    segment = world.segment(8, "auto")
+    segment = world.segment(8, bits)
     end = START + 17
     counts = [int((part.positions < end).sum()) for part in segment.storage.parts]
     sources = Sources(world.geometry, [View(segment, START, end)])
@@ -209,9 +210,10 @@ def test_after_another_order_no_row_gets_more_bits(world: World) -> None:
     assert rest.sort(descending=True).values.equal(torch.cat([best[16:], others]).sort(descending=True).values[:24])
 
 
-def test_passes_score_keys_as_they_are_read(world: World) -> None:
+@pytest.mark.parametrize("bits", ["auto", 8, 4])
+def test_passes_score_keys_as_they_are_read(world: World, bits: Bits) -> None:
     """Squares of the softmax over decoded keys, entry by entry."""
-    segment = world.segment(8, "auto")
+    segment = world.segment(8, bits)
     readers = ReaderObservation(world.geometry, world.arenas[0], segment.end, statistics=world.statistics)
     readers.observe(segment)
     chunk = readers.begin_chunk(readers, segment.end, segment.end + 3, [(segment, None)])

@@ -10,15 +10,25 @@ import torch
 
 from helpers.packing import compress, repack, squeeze, write_block
 from helpers.specialisations import recorded
+from helpers.statistics import random_statistics
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.segments import Compressor, GeneratedCompressor, Segment, SegmentPacker, warm_up
-from sgl_kvevict.segments.warm_up import _observe, _read
+from sgl_kvevict.segments import (
+    Compressor,
+    GeneratedCompressor,
+    Segment,
+    SegmentPacker,
+    TokenRange,
+    View,
+    warm_up,
+)
+from sgl_kvevict.segments.sources import Range
+from sgl_kvevict.segments.warm_up import _observe, _read, _resize
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
 
@@ -32,6 +42,34 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 STORED = pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=str)
+
+
+@pytest.mark.parametrize("bits", ["auto", 8, 4])
+def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
+    """From 16 bits to the least share, of prompts with and without sinks, cut and repacked on the way, and read."""
+    geometry = replace(GEOMETRY, head_dim=32)
+    config = KVEvictConfig(policy="reconstruction", bits=bits)
+    policy = build_policy(config.policy, {})
+    assert policy is not None
+    rows = torch.randn(2, *geometry.arena_shape).half()
+    compressor = Compressor(config, policy, SegmentPacker(geometry, *rows, statistics=random_statistics(geometry)))
+    with recorded() as warm:
+        warm_up(compressor, torch.float16)
+    with recorded() as served:
+        for first, num_tokens, start in ((1, 97, 0), (5, 176, 301)):
+            slots = torch.arange(1003)[first : first + num_tokens]
+            queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim).half()
+            segment = Segment(geometry, start, start + num_tokens)
+            observation = _observe(compressor, Segment(geometry, 0, num_tokens), queries, slots)
+            segment.order = compressor.rank(slots, start, observation, turn=0)
+            source: Range = TokenRange(slots, start, segment.order.keys)
+            for share in config.shares:
+                num_slots = config.slots_at(share, num_tokens, start)
+                _resize(compressor, segment, source, min(num_slots, segment.num_slots), observation)
+                source = segment.live_view
+            _resize(compressor, segment, View(segment, start, start + num_tokens // 3))
+            _read(compressor, segment, queries)
+    assert_nothing_new(warm, served)
 
 
 BLOCKS = pytest.mark.parametrize("policy_name", ["h2o", "d2o", "snapkv", "streaming-llm"])

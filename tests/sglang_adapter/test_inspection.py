@@ -62,7 +62,8 @@ def test_a_compression_is_published_with_its_sizes(watched):
     (node,) = harness.tree.spans
     (event,) = published(watched)
     assert event.seconds > 0
-    assert event == Compressed([node.id], 0, 56, 56, 17, 39, 17 * 4, 56 * 4 - 17 * 4, 0, event.seconds, "pseudo-random")
+    sizes = 17, 39, 17 * harness.geometry.slot_bytes, {16: 17 * 4}
+    assert event == Compressed([node.id], 0, 56, 56, *sizes, 17 * 4, 56 * 4 - 17 * 4, 0, event.seconds, "pseudo-random")
 
 
 def test_split_drop_repack_and_flush_are_published(watched):
@@ -79,11 +80,12 @@ def test_split_drop_repack_and_flush_are_published(watched):
         harness.evict(1)
     events = published(watched)
     assert [type(event) for event in events if not isinstance(event, Dropped)] == [Squeezed, Repacked]
-    assert Squeezed(upper, 6, 11) in events
+    assert Squeezed(upper, 6, 11, 6 * harness.geometry.slot_bytes, {16: 24}, evicted_entries=44) in events
     dropped = {event.node: event for event in events if isinstance(event, Dropped)}
     assert dropped[node.id] == Dropped(node.id, 46, 0, True)
     repacked = next(event for event in events if isinstance(event, Repacked))
     assert repacked.node == upper and repacked.slots + repacked.released_slots == 6
+    assert repacked.bytes == repacked.slots * harness.geometry.slot_bytes and 0 < repacked.entries[16] < 24
     harness.flush()
     assert published(watched) == [Cleared()]
 
@@ -118,15 +120,17 @@ def test_totals_are_the_sums_of_the_events(watched):
     compressed = [event for event in events if isinstance(event, Compressed)]
     dropped = [event for event in events if isinstance(event, Dropped)]
     assert totals.compressions == len(compressed) > 10
-    for name in ("released_slots", "kept_entries", "evicted_entries", "merged_entries"):
+    squeezed = [event for event in events if isinstance(event, Squeezed)]
+    assert totals.evicted_entries == sum(event.evicted_entries for event in (*compressed, *squeezed))
+    for name in ("released_slots", "kept_entries", "merged_entries"):
         assert getattr(totals, name) == sum(getattr(event, name) for event in compressed)
     assert totals.compressed_tokens == sum(event.new_tokens for event in compressed)
     assert totals.splits == sum(isinstance(event, Split) for event in events) > 0
     assert (totals.dropped_nodes, totals.dropped_slots) == (len(dropped), sum(event.slots for event in dropped))
     assert totals.dropped_spans == sum(event.compressed for event in dropped) > 0
     assert totals.repacks == sum(isinstance(event, Repacked) for event in events)
-    assert totals.squeezes == sum(isinstance(event, Squeezed) for event in events) > 0
-    assert totals.squeezed_slots == sum(event.released_slots for event in events if isinstance(event, Squeezed))
+    assert totals.squeezes == len(squeezed) > 0
+    assert totals.squeezed_slots == sum(event.released_slots for event in squeezed)
 
 
 def test_status_adds_up_and_sorts(watched):
@@ -144,6 +148,35 @@ def test_status_adds_up_and_sorts(watched):
     assert ask(watched, Status(sort="age"), StatusReport).prefixes[0].tokens == 57
     for req in readers:
         harness.finish(req)
+
+
+@pytest.mark.parametrize("bits", ["auto", 8])
+def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path, bits):
+    """What the tree, its nodes, its prefixes and events tell of rows of several widths adds up."""
+    harness = Harness(num_slots=240, bits=bits)
+    with WatchedHarness(ipc_config(tmp_path), harness) as watched:
+        reader = harness.run([*DOCUMENT, 1])
+        harness.finish(harness.run(DOCUMENT[:20] + [9] * 8))
+        (told,) = [event for event in published(watched) if isinstance(event, Compressed) and event.start == 0]
+        status, tree = ask(watched, Status(), StatusReport), ask(watched, Tree(), TreeReport)
+        compressed = [node for node in tree.nodes if node.compressed]
+        kept = [ask(watched, Kept(node.id), KeptReport) for node in compressed]
+        harness.finish(reader)
+    gauges, (segment,) = status.gauges, harness.tree.prefixes.table.packed
+    counts = {part.bits: part.num_entries for part in segment.storage.parts}
+    assert told.entries == counts == segment.entries_by_bits and told.bytes == told.slots * gauges.slot_bytes
+    assert counts.keys() == ({16, 8, 4} if bits == "auto" else {16, 8})
+    (row,) = status.prefixes
+    assert (row.entries, row.bytes, row.kept) == (counts, told.bytes, sum(counts.values()) / (57 * 4))
+    assert (gauges.entries_16, gauges.entries_8, gauges.entries_4) == tuple(counts.get(each, 0) for each in (16, 8, 4))
+    assert (gauges.span_bytes, gauges.share_of_bytes) == (row.bytes, row.slots / row.tokens)
+    assert gauges.share_of_entries == row.kept and len(compressed) == 2
+    for each in counts:
+        assert sum(node.entries.get(each, 0) for node in compressed) == counts[each]
+        assert sum(sum(report.entries[each]) for report in kept) == counts[each]
+    for node, report in zip(compressed, kept, strict=True):
+        assert node.bytes == node.slots * gauges.slot_bytes
+        assert node.kept == sum(map(sum, report.entries.values())) / (node.tokens * 4)
 
 
 def test_tree_has_every_node_and_its_slots_sum_to_what_is_held(watched):

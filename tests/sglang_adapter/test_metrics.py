@@ -62,6 +62,8 @@ def test_series_follow_the_cache(harness):
     assert value("compressions_total") == totals.compressions == value("compression_seconds_count")
     assert value("compression_seconds_sum") == pytest.approx(totals.compression_seconds)
     assert value("evicted_entries_total") == totals.evicted_entries > 0
+    assert value("entries", bits="16") == gauges.entries_16 > 0 == value("entries", bits="4")
+    assert value("span_bytes") == gauges.span_slots * value("slot_bytes")
     assert value("dropped_spans_total") == totals.dropped_spans
     assert value("lost_events_total") == 5
     for req in readers:

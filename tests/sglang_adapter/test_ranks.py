@@ -18,7 +18,7 @@ from helpers.threads_as_ranks import on_two_ranks
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.cache.pacing import QUIET_S
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Learned, RowSums, ScoreWeights
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -45,10 +45,10 @@ class Recorded(TensorRanks):
         return super().largest(value, *same)
 
 
-def cache_of_rank(rank: int, group: distributed.ProcessGroup, **policy: Any) -> Harness:
-    harness = Harness(
-        num_slots=200, num_rows=6, config=CONFIG, policy=PseudoRandomPolicy(rank=rank, **policy), group=group
-    )
+def cache_of_rank(rank: int, group: distributed.ProcessGroup, bits: Bits = 16, **policy: Any) -> Harness:
+    config = CONFIG if bits == 16 else CONFIG.model_copy(update={"budget": 0.2})
+    policy_of_rank = PseudoRandomPolicy(rank=rank, **policy)
+    harness = Harness(num_slots=200, num_rows=6, config=config, policy=policy_of_rank, group=group, bits=bits)
     harness.tree.port.ranks = Recorded(group)
     return harness
 
@@ -80,13 +80,22 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
 
 
 @pytest.mark.parametrize(
-    ("policy", "seed"),
-    [({}, 1), ({}, 2), ({"splittable": False}, 1), ({"needs_passes": True}, 2)],
-    ids=["at-once", "at-once-2", "unsplittable", "passes"],
+    ("policy", "seed", "bits"),
+    [
+        ({}, 1, 16),
+        ({}, 2, 16),
+        ({"splittable": False}, 1, 16),
+        ({"needs_passes": True}, 2, 16),
+        ({}, 1, "auto"),
+        ({}, 2, 4),
+    ],
+    ids=["at-once", "at-once-2", "unsplittable", "passes", "mixed-bits", "4-bits"],
 )
-def test_trees_and_slots_stay_equal(policy, seed):
+def test_trees_and_slots_stay_equal(policy, seed, bits):
+    """With rows of few bits at half the budget: more would keep every entry on both ranks."""
+
     def run(rank, group):
-        harness = cache_of_rank(rank, group, **policy)
+        harness = cache_of_rank(rank, group, bits, **policy)
         scheduler = MiniScheduler(harness) if policy.get("needs_passes") else None
         looks = traffic(harness, scheduler, seed, steps=900)
         return looks, harness.tree.ranks.offered, harness.tree.prefixes.listener.totals, rank_states(harness.tree)

@@ -29,6 +29,7 @@ def sizes_on(
     group_size: int,
     head_dim: int,
     has_windows: bool = False,
+    has_few_bits: bool = False,
 ) -> Sizes:
     """Sizes that all batches of a server share; ``device`` is where spans and arenas are.
 
@@ -39,7 +40,7 @@ def sizes_on(
     for name, value in sizes.items():
         check_int(name, value, 1)
     limits = limits_of(device)
-    few, many, extend = (tile.rows for tile in tiles_for(limits, head_dim))
+    few, many, extend = (tile.rows for tile in tiles_for(limits, head_dim, has_few_bits=has_few_bits))
     return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, (few, many), extend, has_windows)
 
 

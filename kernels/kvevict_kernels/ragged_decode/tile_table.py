@@ -22,6 +22,9 @@ SMALL_SHARED = 102400
 """Bytes of shared memory of a multiprocessor: up to this (sm_86, sm_89, sm_120) the tiles of sm_89 are used."""
 FEW_BITS_REGISTERS = 168
 """Registers of a thread of the split kernel's small tile where it also reads rows of 8 and 4 bits, at most."""
+WIDE_FEW_BITS_ROWS = 32
+"""Q rows of the split kernel's larger tile where head_dim is above 128 and rows may have 8 and 4 bits: with 64 it keeps
+312 to 1,480 bytes of a thread on the stack, with these 40 to 96, whatever the keys and warps (compiled)."""
 KEYS = {
     **{(80, 64): (64, 64), (80, 128): (32, 32), (80, 256): (32, 16)},
     **{(89, 64): (64, 64), (89, 128): (32, 32), (89, 256): (16, 16)},
@@ -58,10 +61,13 @@ def family_of(limits: DeviceLimits) -> int:
     return max((family for family in FAMILIES if family != 89 and family <= limits.arch), default=80)
 
 
-def tiles_for(limits: DeviceLimits, head_dim: int, *, has_window: bool = False) -> tuple[Tile, Tile, Tile]:
-    """Tiles of a device: split kernel with 16 rows, with 64 rows, ``ragged_extend``.
+def tiles_for(
+    limits: DeviceLimits, head_dim: int, *, has_window: bool = False, has_few_bits: bool = False
+) -> tuple[Tile, Tile, Tile]:
+    """Tiles of a device: split kernel with 16 rows, with 64 rows (or 32), ``ragged_extend``.
 
-    With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same.
+    With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same. With
+    ``has_few_bits`` it also reads rows of 8 and 4 bits.
 
     Raises:
         ValueError: head_dim beyond the table.
@@ -75,7 +81,7 @@ def tiles_for(limits: DeviceLimits, head_dim: int, *, has_window: bool = False) 
     is_wide = width == HEAD_DIMS[-1]
     return (
         Tile(DECODE_ROWS[0], keys, warps=4),
-        Tile(DECODE_ROWS[1], keys, warps=8 if is_wide else 4),
+        Tile(WIDE_FEW_BITS_ROWS if is_wide and has_few_bits else DECODE_ROWS[1], keys, warps=8 if is_wide else 4),
         Tile(64 if is_wide else 128, extend_keys, warps=8),
     )
 

@@ -256,7 +256,8 @@ def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
 def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
-    tile = tiles_for(limits_of(q.device), head_dim, has_window=inputs.window > 0)[which]
+    kinds = {"has_window": inputs.window > 0, "has_few_bits": inputs.statistics is not None}
+    tile = tiles_for(limits_of(q.device), head_dim, **kinds)[which]
     args = (
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena),
         *(step.seq_lens, step.items[which], step.item_start[which], step.visible, inputs.statistics),

@@ -24,13 +24,34 @@ from kvevict_kernels.row_codec import (
 from kvevict_kernels.span_attention import reason_not_to_run
 from kvevict_kernels.span_attention.call import KINDS
 
-__all__ = ["recode_rows"]
+__all__ = ["prepare_on_cpu", "recode_rows", "temporary_bytes"]
 
 CHUNK_ROWS = 4096
 """Rows of which the CPU path has float32 copies at a time."""
 
+ALIGNMENT = 16
+"""Bytes: where the rows of a target begin in the temporary, so that every call runs the same compiled kernels."""
+
 Target = tuple[Tensor, int]
 """Row numbers [n], int32, and the bits of these rows."""
+
+
+def temporary_bytes(arena: Tensor, targets: Sequence[Target]) -> int:
+    """Bytes of the temporary of :func:`recode_rows`: the rows of one arena, encoded."""
+    return sum(-(-num_bytes // ALIGNMENT) * ALIGNMENT for num_bytes in _target_bytes(arena, targets))
+
+
+def _target_bytes(arena: Tensor, targets: Sequence[Target]) -> list[int]:
+    return [rows.numel() * row_bytes(bits, arena.shape[-1], arena.element_size()) for rows, bits in targets]
+
+
+def staged_rows(arena: Tensor, targets: Sequence[Target], temporary: Tensor) -> list[Tensor]:
+    """The encoded rows of each target in the temporary: [n, row_bytes], uint8."""
+    staged, first = [], 0
+    for (rows, _), num_bytes in zip(targets, _target_bytes(arena, targets), strict=True):
+        staged.append(temporary[first : first + num_bytes].view(rows.numel(), -1 if num_bytes else 0))
+        first += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return staged
 
 
 def recode_rows(
@@ -41,6 +62,7 @@ def recode_rows(
     runs: Tensor,
     targets: Sequence[Target],
     statistics: RowStatistics | None,
+    temporary: Tensor | None = None,
 ) -> None:
     """Copy rows of both arenas to new places, and encode them in the bits of their place.
 
@@ -57,6 +79,8 @@ def recode_rows(
         targets: row numbers to write, all different, and their bits, none above those of the entry's source; together
             n rows. A place of each number of bits; rows of different widths do not overlap.
         statistics: of the model; None: no entry changes its bits.
+        temporary: [:func:`temporary_bytes` or more], uint8, on the arenas' device; None: it is allocated. Nothing is
+            written to the arenas before it is.
 
     Raises:
         ValueError: wrong shape, dtype, device or bits; statistics that do not fit the arena, or none where bits change;
@@ -64,9 +88,10 @@ def recode_rows(
 
     Source: groups with scale and minimum as KIVI (arXiv 2402.02750) has for values; statistics of the model: this
         project.
-    Cost: reads and writes n rows of K and of V, and writes and reads them once more in a temporary as they are encoded;
-        no float copy of more than a few thousand rows; two launches per target on a device, no host sync;
-        deterministic, no atomics.
+    Cost: reads and writes n rows of K, then of V, and writes and reads them once more in the temporary, as they are
+        encoded; no float copy of more than a few thousand rows; two launches per arena and target on a device, no host
+        sync; deterministic, no atomics. The temporary is not cut into chunks: an entry's place may hold the source of
+        any other, and which of them only the device knows.
     """
     check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
     device = k_arena.device
@@ -88,9 +113,23 @@ def recode_rows(
     if sum(rows.numel() for rows, _ in targets) != num_entries:
         counts = [rows.numel() for rows, _ in targets]
         raise ValueError(f"targets: expected {num_entries} rows, as many as source_rows, got {counts}")
+    needed = temporary_bytes(k_arena, targets)
+    if temporary is None:
+        temporary = torch.empty(needed, dtype=torch.uint8, device=device)
+    check_tensor("temporary", temporary, (None,), torch.uint8, device)
+    if temporary.numel() < needed:
+        raise ValueError(f"temporary: expected {needed} bytes, got {temporary.numel()}")
     if num_entries:
         run = implementation(device, recode_rows_cpu, "recode_rows")
-        run(k_arena, v_arena, source_rows, source_bits, runs, targets, statistics)
+        run(k_arena, v_arena, source_rows, source_bits, runs, targets, statistics, temporary)
+
+
+def prepare_on_cpu(head_dim: int) -> None:
+    """Compile or load what :func:`recode_rows` runs on a CPU, which takes seconds, so that no request waits for it."""
+    if reason_not_to_run(head_dim) is None:
+        from kvevict_kernels.recode_rows.numba_impl import calls
+
+        calls()
 
 
 def recode_rows_cpu(
@@ -101,6 +140,7 @@ def recode_rows_cpu(
     runs: Tensor,
     targets: Sequence[Target],
     statistics: RowStatistics | None,
+    temporary: Tensor,
 ) -> None:
     """CPU path of :func:`recode_rows`: loops compiled by numba, or torch where numba cannot run.
 
@@ -113,14 +153,13 @@ def recode_rows_cpu(
         _check_part(k_arena, rows, bits_of_sources, places, bits)
     encode, write = _compiled_encode, _compiled_write
     if reason_not_to_run(k_arena.shape[-1]) is not None:
-        encode, write = _encoded, write_rows
+        encode, write = _encode, write_rows
+    staged = staged_rows(k_arena, targets, temporary)
     for is_v, arena in enumerate((k_arena, v_arena)):
-        encoded = [
-            encode(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics)
-            for rows, bits_of_sources, own_runs, (_, bits) in parts
-        ]
-        for (places, bits), written in zip(targets, encoded, strict=True):
-            write(arena, places, bits, written)
+        for (rows, bits_of_sources, own_runs, (_, bits)), out in zip(parts, staged, strict=True):
+            encode(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics, out)
+        for (places, bits), encoded in zip(targets, staged, strict=True):
+            write(arena, places, bits, encoded)
 
 
 def _check_part(arena: Tensor, rows: Tensor, bits_of_sources: Tensor, places: Tensor, bits: int) -> None:
@@ -144,12 +183,12 @@ def _compiled_encode(
     runs: Tensor,
     bits: int,
     statistics: RowStatistics | None,
-) -> Tensor:
-    """:func:`_encoded`, compiled by numba."""
+    out: Tensor,
+) -> None:
+    """:func:`_encode`, compiled by numba."""
     from kvevict_kernels.recode_rows.numba_impl import calls
 
     head_dim = arena.shape[-1]
-    out = torch.empty(rows.numel(), row_bytes(bits, head_dim, arena.element_size()), dtype=torch.uint8)
     both = [0, 0]
     if statistics is not None:
         of_k, of_v = (statistics.k_mean, statistics.k_deviation), (statistics.v_mean, statistics.v_deviation)
@@ -160,7 +199,6 @@ def _compiled_encode(
         *(stamp, arena.data_ptr(), KINDS[arena.dtype], head_dim, *(x.data_ptr() for x in sources)),
         *(*both, bits, out.data_ptr(), out.shape[1], rows.numel()),
     )
-    return out
 
 
 def _compiled_write(arena: Tensor, rows: Tensor, bits: int, encoded: Tensor) -> None:
@@ -172,7 +210,7 @@ def _compiled_write(arena: Tensor, rows: Tensor, bits: int, encoded: Tensor) -> 
     write(stamp, *places, encoded.data_ptr(), encoded.shape[1], rows.numel())
 
 
-def _encoded(
+def _encode(
     arena: Tensor,
     is_v: int,
     rows: Tensor,
@@ -180,10 +218,10 @@ def _encoded(
     runs: Tensor,
     bits: int,
     statistics: RowStatistics | None,
-) -> Tensor:
-    """Bytes of rows of one arena in ``bits`` bits, [n, row_bytes]."""
+    out: Tensor,
+) -> None:
+    """Write the bytes of rows of one arena in ``bits`` bits to ``out``, [n, row_bytes]."""
     head_dim = arena.shape[-1]
-    out = torch.empty(rows.numel(), row_bytes(bits, head_dim, arena.element_size()), dtype=torch.uint8)
     for width in (width for width in WIDTHS if width >= bits):
         for entries in torch.split((bits_of_sources == width).nonzero()[:, 0], CHUNK_ROWS):
             source = rows[entries].long()
@@ -197,4 +235,3 @@ def _encoded(
             else:
                 numbers = decode_normalised(read_rows(arena, source, width), width)
             out[entries] = encode_normalised(numbers, bits)
-    return out

@@ -1,4 +1,6 @@
-"""recode_rows on the device: launches that encode into a temporary, then launches that write, ordered by the stream.
+"""recode_rows on the device: for K, then V, launches that encode into a temporary, then launches that write.
+
+They are ordered by the stream.
 
 So nothing depends on the order of programs, however sources and targets overlap. The arithmetic is that of
 ``row_codec.py``, bit for bit.
@@ -13,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.recode_rows import Target
+from kvevict_kernels.recode_rows import Target, staged_rows
 from kvevict_kernels.row_codec import GROUP, RowStatistics, row_bytes
 from kvevict_kernels.triton_rows import eighths, narrow_row_at
 
@@ -163,30 +165,35 @@ def recode_rows_triton(
     runs: Tensor,
     targets: Sequence[Target],
     statistics: RowStatistics | None,
+    temporary: Tensor,
 ) -> None:
     """Device path of :func:`kvevict_kernels.recode_rows.recode_rows`: two launches per arena and target."""
     head_dim, itemsize, device = k_arena.shape[3], k_arena.element_size(), k_arena.device
     by_run = torch.empty(0, device=device) if statistics is None else statistics.by_run()
-    staged = []
+    staged = staged_rows(k_arena, targets, temporary)
     for is_v, arena in enumerate((k_arena, v_arena)):
         first = 0
-        for places, bits in targets:
-            num_rows, num_bytes = places.numel(), row_bytes(bits, head_dim, itemsize)
-            staging = torch.empty(num_rows * num_bytes, dtype=torch.uint8, device=device)
-            sizes = {"D": head_dim, "BITS": bits, "ROW_BYTES": num_bytes, "BLOCK": ROW_BLOCK, "num_warps": 4}
-            staged.append((arena, staging, places, sizes))
+        for staging, (places, bits) in zip(staged, targets, strict=True):
+            num_rows = places.numel()
             if num_rows:
                 _encode_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
                     *(arena, staging, source_rows, source_bits, runs, by_run, first, num_rows, 2 * is_v),
                     BLOCK_D=triton.next_power_of_2(head_dim),
                     GROUP=GROUP,
-                    **sizes,
+                    **_sizes(head_dim, bits, itemsize),
                 )
             first += num_rows
-    for arena, staging, places, sizes in staged:
-        num_rows, num_bytes = places.numel(), sizes["ROW_BYTES"]
-        if num_rows:
-            words = triton.next_power_of_2(num_bytes // WORD)
-            _write_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
-                *(arena, staging, places, num_rows), BLOCK_W=words, **sizes
-            )
+        for staging, (places, bits) in zip(staged, targets, strict=True):
+            num_rows, sizes = places.numel(), _sizes(head_dim, bits, itemsize)
+            if num_rows:
+                _write_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
+                    *(arena, staging, places, num_rows),
+                    BLOCK_W=triton.next_power_of_2(sizes["ROW_BYTES"] // WORD),
+                    **sizes,
+                )
+
+
+def _sizes(head_dim: int, bits: int, itemsize: int) -> dict[str, int]:
+    """Constants of both kernels."""
+    num_bytes = row_bytes(bits, head_dim, itemsize)
+    return {"D": head_dim, "BITS": bits, "ROW_BYTES": num_bytes, "BLOCK": ROW_BLOCK, "num_warps": 4}

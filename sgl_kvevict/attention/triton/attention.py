@@ -87,6 +87,7 @@ class TritonAttention:
             group_size=geometry.group_size,
             head_dim=geometry.head_dim,
             has_windows=geometry.has_windows,
+            has_few_bits=statistics is not None,
         )
         self._partials = self._scratch(0)
         self._new_len = 1  # of captured steps, per request

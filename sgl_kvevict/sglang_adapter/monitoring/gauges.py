@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from sgl_kvevict.events.totals import Gauges, Pool
@@ -23,6 +24,9 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
     span_slots = sum(segment.num_slots for segment in owned)
     span_tokens = sum(span.num_tokens for span in tree.spans.values())
     logical_tokens = held - span_slots + span_tokens
+    geometry, entries = tree.packer.geometry, Counter[int]()
+    for segment in owned:
+        entries.update(segment.entries_by_bits)
     return Gauges(
         pool=Pool(allocator.size, free, span_slots, held - span_slots, allocator.size - free - held),
         logical_tokens=logical_tokens,
@@ -30,6 +34,14 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         tokens_per_slot=logical_tokens / held if held else 1.0,
         span_tokens=span_tokens,
         span_slots=span_slots,
+        slot_bytes=geometry.slot_bytes,
+        held_bytes=held * geometry.slot_bytes,
+        span_bytes=span_slots * geometry.slot_bytes,
+        share_of_bytes=span_slots / span_tokens if span_tokens else 1.0,
+        share_of_entries=entries.total() / (span_tokens * geometry.num_runs) if span_tokens else 1.0,
+        entries_16=entries[16],
+        entries_8=entries[8],
+        entries_4=entries[4],
         spans=len(readers),
         segments=len(owned),
         dead_entries=sum(segment.num_entries - segment.num_live_entries for segment in owned),

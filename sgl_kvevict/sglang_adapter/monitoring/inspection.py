@@ -32,7 +32,7 @@ from sgl_kvevict.events.questions import (
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.guard import Place
 from sgl_kvevict.segments import Segment, Span
-from sgl_kvevict.segments.kept import kept_share
+from sgl_kvevict.segments.kept import entries_by_head, kept_share
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 if TYPE_CHECKING:
@@ -96,6 +96,9 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
             start=tree.spans[node].start,
             tokens=tokens[segment],
             slots=segment.num_slots,
+            bytes=segment.num_bytes,
+            kept=segment.num_live_entries / (tokens[segment] * segment.geometry.num_runs),
+            entries=segment.entries_by_bits,
             spans=segment.num_spans,
             readers=tree.port.num_locks(node),
             age_s=tree.clock.age(node.last_access_time),
@@ -112,10 +115,12 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
         level.extend((child, start + len(node.key)) for child in node.children.values())
     spans = [span for node, _ in found if (span := tree.spans.get(node)) is not None]
     entries = dict(zip(spans, _entries(spans), strict=True))
-    nodes = []
+    nodes, geometry = [], tree.packer.geometry
     for node, start in found:
         span = tree.spans.get(node)
-        slots, kept = (float(len(node.key)), 1.0) if span is None else _share(span, entries[span])
+        all_entries = len(node.key) * geometry.num_runs
+        stored = {16: all_entries} if span is None else entries[span]
+        slots = float(len(node.key)) if span is None else _slots(span, sum(stored.values()))
         nodes.append(
             TreeNode(
                 id=node.id,
@@ -123,7 +128,9 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
                 start=start,
                 tokens=len(node.key),
                 slots=slots,
-                kept=kept,
+                bytes=slots * geometry.slot_bytes,
+                kept=sum(stored.values()) / all_entries,
+                entries=stored,
                 compressed=span is not None,
                 readers=tree.port.num_locks(node),
                 hits=node.hit_count,
@@ -135,23 +142,23 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
     return TreeReport(time.time(), read_gauges(tree).pool, nodes, omitted)
 
 
-def _entries(spans: list[Span]) -> list[int]:
-    """Entries that each span reads; one device read for all spans with shared segments."""
-    shared = [span for span in spans if span.segment.num_spans > 1]
-    counts = iter(
-        torch.stack([torch.stack([runs.lens.sum() for runs in span.runs()]).sum() for span in shared]).tolist()
-        if shared
-        else ()
-    )
-    return [next(counts) if span.segment.num_spans > 1 else span.segment.num_live_entries for span in spans]
+def _entries(spans: list[Span]) -> list[dict[int, int]]:
+    """Entries that each span reads, by the bits of their rows; one device read for all spans with shared segments."""
+    shared = [runs for span in spans if span.segment.num_spans > 1 for runs in span.runs()]
+    counts = iter(torch.stack([runs.lens.sum() for runs in shared]).tolist() if shared else ())
+    return [
+        {runs.bits: count for runs in span.runs() if (count := next(counts))}
+        if span.segment.num_spans > 1
+        else span.segment.entries_by_bits
+        for span in spans
+    ]
 
 
-def _share(span: Span, entries: int) -> tuple[float, float]:
-    """(token slots of a span, a part of its segment's; share of the span's entries that are stored)."""
+def _slots(span: Span, entries: int) -> float:
+    """Token slots of a span of so many entries, a part of its segment's."""
     segment = span.segment
     live = segment.num_live_entries
-    slots = segment.num_slots * entries / live if live else float(span.charged_slots)
-    return slots, entries / (span.num_tokens * segment.geometry.num_runs)
+    return segment.num_slots * entries / live if live else float(span.charged_slots)
 
 
 def kept_report(tree: KVEvictTree, request: Kept) -> KeptReport | NodeGone:
@@ -168,6 +175,7 @@ def kept_report(tree: KVEvictTree, request: Kept) -> KeptReport | NodeGone:
         num_bins=share.shape[1],
         num_rows=share.shape[0],
         share=levels.numpy().tobytes(),
+        entries={bits: counts.tolist() for bits, counts in entries_by_head(span).items()},
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from sgl_kvevict.events.totals import REFUSED, Gauges, Totals, descriptions
+from sgl_kvevict.events.totals import ENTRIES, REFUSED, Gauges, Totals, descriptions
 from sgl_kvevict.events.types import AnyEvent, Compressed
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
@@ -43,7 +43,14 @@ class Metrics:
         pool = Gauge(PREFIX + "pool_slots", texts.pop("pool"), [*names, "holder"], multiprocess_mode="mostrecent")
         for holder in HOLDERS:
             self._gauges.append((pool.labels(**labels, holder=holder), attrgetter(f"pool.{holder}")))
+        entries = Gauge(
+            PREFIX + "entries", "Entries of compressed tokens.", [*names, "bits"], multiprocess_mode="mostrecent"
+        )
         for name, text in texts.items():
+            if name.startswith(ENTRIES):
+                bits = name.removeprefix(ENTRIES)
+                self._gauges.append((entries.labels(**labels, bits=bits), attrgetter(name)))
+                continue
             gauge = Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent")
             self._gauges.append((gauge.labels(**labels), attrgetter(name)))
 

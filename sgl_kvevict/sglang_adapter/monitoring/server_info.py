@@ -8,7 +8,7 @@ from zlib import crc32
 from sgl_kvevict.events.totals import by_name
 from sgl_kvevict.guard import Place
 from sgl_kvevict.segments import Span
-from sgl_kvevict.segments.kept import kept_share
+from sgl_kvevict.segments.kept import entries_by_head, kept_share
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 if TYPE_CHECKING:
@@ -89,7 +89,9 @@ def kept_map(span: Span, num_bins: int) -> dict[str, Any]:
     """Return which tokens of a span each (layer, head) kept. Syncs with the device; only with ``expose_kept``.
 
     ``share``: per (layer, head), layer-major, the share of tokens kept in each bin; at most one bin per token.
+    ``entries``: by the bits of their rows, the entries that each (layer, head) stores.
     """
     num_bins = min(num_bins, span.num_tokens)
     share = [[round(value, 3) for value in row] for row in kept_share(span, num_bins).tolist()]
-    return {"start": span.start, "end": span.end, "num_bins": num_bins, "share": share}
+    entries = {str(bits): counts.tolist() for bits, counts in entries_by_head(span).items()}
+    return {"start": span.start, "end": span.end, "num_bins": num_bins, "share": share, "entries": entries}

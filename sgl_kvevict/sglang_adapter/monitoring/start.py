@@ -64,6 +64,8 @@ def _start_service(
         version=version("sgl-kvevict"),
         policy=config.policy,
         budget=config.budget,
+        bits=config.bits,
+        slot_bytes=geometry.slot_bytes,
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
         model=settings.model_path,

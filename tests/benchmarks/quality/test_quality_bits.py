@@ -8,6 +8,8 @@ import torch
 from kvevict_quality.row_formats import FLOAT8, FORMATS, FOUR
 
 from kvevict_kernels.row_codec import decode_rows, encode_rows
+from sgl_kvevict.cache.pressure import DIVERGENCE, LOST_PER_NAT
+from sgl_kvevict.config import KVEvictConfig
 
 
 @pytest.mark.parametrize(("measured", "width"), [(FLOAT8, 8), (FOUR, 4)])
@@ -43,4 +45,29 @@ def test_a_share_of_bytes_is_not_exceeded(mix):
     else:
         taken = num_sinks + num_wide / 2 + (int(kept.sum()) - num_sinks - num_wide) / 3
     assert taken == pytest.approx(mix.share * scores.numel(), rel=2e-3)
-    assert scores[kept].min() >= scores[~kept].max()
+    assert kept.all() or scores[kept].min() >= scores[~kept].max()
+
+
+def test_what_the_server_does_is_measured():
+    """At every share of the default configuration; above the budget all entries are kept, with as many bits as fit."""
+    mixes = {mix.share: mix for mix in bits.MIXES if mix.is_auto}
+    assert tuple(mixes) == KVEvictConfig().shares == (0.5, 0.375, 0.2, 0.125, 0.05)
+    assert [round(mix.wide, 1) for mix in mixes.values()] == [1, 0.2, 0.2, 0.2, 0.2]
+    assert [mix.kept for mix in mixes.values()][:2] == [1, 1]
+
+
+def test_losses_of_shrinking_follow_from_what_was_measured():
+    """Means of SmolLM2 over the texts, which its page shows."""
+    for share, nats in DIVERGENCE.items():
+        measured = [
+            float(row["kl"])
+            for row in bits.read_rows()
+            if (row["model"], row["format"], row["share"]) == ("SmolLM2-135M-Instruct", "auto", f"{share:g}")
+        ]
+        assert len(measured) == 3 and nats == pytest.approx(sum(measured) / 3, abs=5e-5)
+    with_16 = {
+        share: [float(row["kl"]) for row in bits.read_rows() if (row["format"], row["share"]) == ("16", share)]
+        for share in ("0.2", "0.1")
+    }
+    per_nat = [lost / (sum(kl) / len(kl)) for lost, kl in zip((0.06, 0.14), with_16.values(), strict=True)]
+    assert pytest.approx(LOST_PER_NAT, abs=0.05) == sum(per_nat) / 2
