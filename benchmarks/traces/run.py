@@ -1,13 +1,14 @@
 """Prompt tokens that prefix caches find of coding agents' conversations, and seconds of prefill, over memory.
 
-Run: make bench-traces, or python benchmarks/traces/run.py [--seeds 3] [--systems ours "stock, LRU"] [--out out/traces]
+Run: make bench-traces, or python benchmarks/traces/run.py [--seeds 1 2 3] [--systems ours "stock, LRU"] [--out out/traces]
 
 Real conversations (data/README.md) are replayed through SGLang's tree and ours: real requests, allocator and life
 cycle, many agents at once. No model runs, and no K or V is computed: which entries are kept is random, and a clock
 counts seconds by roofline. One token slot stands for 64 tokens, which the traces cannot tell apart. Memory is a share
 of the working set: the most tokens that the conversations under way have between them at any time.
 
-Writes agents.csv, .md and .png. Fewer seeds or requests than the default write to out/traces.
+Writes agents.csv, .md and .png; rows of points that are not run again stay. Fewer requests than the default write to
+out/traces.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from helpers.harness import publish_server_args
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "traces"
 SHARES = tuple(2.0**-power for power in range(6, -1, -1))
-CLIENTS = 160
+CLIENTS = 128
 """Agents at once: so many that 1/64 of the working set holds the longest prompt."""
-REQUESTS = 6000
-WARM_UP = 2000
+REQUESTS = 1280
+WARM_UP = 384
 """Of these requests the first, which are not counted: caches fill."""
-SEEDS = 3
+SEEDS = (1, 2, 3)
 ABOUT = """\
 Replayed: {requests:,} requests of {clients} coding agents at once, the first {warm_up:,} not counted, from
 [500 real conversations](https://github.com/callanjfox/kv-cache-tester) (WEKA, Apache-2.0, without text;
@@ -72,7 +73,7 @@ in it. The grey line is the pool of one H100 ({slots:,} tokens).
 **Found is not answered.** The last table has what each system keeps of what it finds; what answers are worth with so
 much of a prefix is on the [quality page](../../quality.md).
 
-Commit {commit}, {minutes:.0f} minutes in {processes} processes: `make bench-traces`."""
+Commit {commit}; {minutes:.0f} minutes of one core: `make bench-traces`."""
 H100_SLOTS = int(0.85 * 80e9 - 2 * Machine().parameters) // Machine().kv_bytes
 """Tokens that the pool of one H100 holds beside the model (`--mem-fraction-static 0.85`)."""
 
@@ -132,7 +133,7 @@ def start_process() -> None:
         publish_server_args(Path(folder))
 
 
-def about(rows: list[Row], args: argparse.Namespace, seconds: float) -> str:
+def about(rows: list[Row], args: argparse.Namespace) -> str:
     """What was replayed, on what, and how long it took."""
     sets = {row.seed: f"{row.slots / row.share * UNIT / 1e6:.1f}" for row in rows}
     machine = Machine()
@@ -148,46 +149,44 @@ def about(rows: list[Row], args: argparse.Namespace, seconds: float) -> str:
         link=machine.link / 1e9,
         slots=H100_SLOTS,
         commit=commit(),
-        minutes=seconds / 60,
-        processes=args.processes,
+        minutes=sum(row.replay_s for row in rows) / 60,
     )
 
 
 def main() -> None:
     """Run what was asked for, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="none: only write the page anew")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--shares", type=float, nargs="*", default=list(SHARES))
-    parser.add_argument("--systems", nargs="*", default=[], help="names, default: all; others stay as they were")
+    parser.add_argument("--systems", nargs="*", default=[], help="names, default: all; rows of others stay as they are")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    is_full = args.seeds >= SEEDS and args.requests >= REQUESTS
-    out = args.out or (OUT if is_full else ROOT / "out" / "traces")
+    out = args.out or (OUT if args.requests >= REQUESTS else ROOT / "out" / "traces")
     names = args.systems or [system.name for system in SYSTEMS]
-    seeds = range(1, args.seeds + 1)
     tasks = [
-        Task(name, share, seed, args.clients, args.requests) for seed, share, name in product(seeds, args.shares, names)
+        Task(name, share, seed, args.clients, args.requests)
+        for seed, share, name in product(args.seeds, args.shares, names)
     ]
-    begin = time.perf_counter()
     path = out / "agents.csv"
-    rows = [row for row in (read(path) if path.exists() else []) if row.system not in names]
+    rows = {row.point: row for row in (read(path) if path.exists() else [])}
     with ProcessPoolExecutor(args.processes, initializer=start_process) as pool:
         for future in as_completed([pool.submit(measure, task) for task in tasks]):
             row = future.result()
-            rows.append(row)
+            rows[row.point] = row
+            write(path, list(rows.values()))
             print(
                 f"{row.system:30}{row.share:8.4f}{row.seed:3}  found {row.found:6.1%}  {row.replay_s:5.1f} s",
                 flush=True,
             )
     order = [system.name for system in SYSTEMS]
-    rows.sort(key=lambda row: (order.index(row.system), row.share, row.seed))
-    write(path, rows)
-    share = statistics.median(H100_SLOTS / UNIT / (row.slots / row.share) for row in rows)
-    write_page(path.with_suffix(".md"), rows, about(rows, args, time.perf_counter() - begin))
-    draw(path.with_suffix(".png"), rows, (share, "pool of one H100"))
+    done = sorted(rows.values(), key=lambda row: (order.index(row.system), row.share, row.seed))
+    write(path, done)
+    share = statistics.median(H100_SLOTS / UNIT / (row.slots / row.share) for row in done)
+    write_page(path.with_suffix(".md"), done, about(done, args))
+    draw(path.with_suffix(".png"), done, (share, "pool of one H100"))
     print(f"wrote {path.with_suffix('')}.{{csv,md,png}}")
 
 

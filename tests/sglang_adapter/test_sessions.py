@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from sgl_kvevict.cache import sessions as sessions_module
 
 TOOLS = list(range(100, 120))
@@ -18,7 +18,9 @@ def server_args(tmp_path_factory):
 
 @pytest.fixture
 def harness():
-    return Harness(num_slots=400, scores_any_range=True, host_blocks=60)
+    """Prefixes shrink when slots are short, not before; what is dropped is copied to the host."""
+    policy = PseudoRandomPolicy(needs_passes=True)
+    return Harness(num_slots=400, policy=policy, scores_any_range=True, host_blocks=60)
 
 
 def ask(harness, tokens, session=None, namespace=None) -> int:

@@ -186,7 +186,7 @@ class Everything(Server):
         prompt = running.turn.prompt
         while running.found < len(prompt) - 1 and prompt[running.found] in self._units:
             running.found += 1
-        running.kept = Kept(running.found, running.found, 16.0 * running.found)
+        running.kept = Kept.whole(running.found)
         return True
 
     def prefilled(self, running: Running) -> float:

@@ -42,6 +42,11 @@ class Row:
     replay_s: float
 
     @property
+    def point(self) -> tuple[str, float, int]:
+        """What was replayed."""
+        return self.system, self.share, self.seed
+
+    @property
     def found(self) -> float:
         """Share of prompt tokens found."""
         return self.pool + self.host

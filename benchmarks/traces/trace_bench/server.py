@@ -37,6 +37,11 @@ class Kept:
     entries: float = 0.0
     bits: float = 0.0
 
+    @staticmethod
+    def whole(number: int) -> Kept:
+        """All of so many units, as the model computed them."""
+        return Kept(number, number, 16.0 * number)
+
     def __add__(self, other: Kept) -> Kept:
         return Kept(self.num_bytes + other.num_bytes, self.entries + other.entries, self.bits + other.bits)
 
@@ -121,7 +126,7 @@ class TreeServer(Server):
         if self.host is not None:
             running.host = self.host.find(turn.prompt, req.prefix_len)
             running.loaded = running.host * self.host.bytes_per_unit
-            running.kept += Kept(running.host, running.host, 16.0 * running.host)
+            running.kept += Kept.whole(running.host)
         elif isinstance(self.tree, KVEvictTree):
             record = self.tree.prefixes.readers[req]
             running.found, running.host, _ = record.sources(req.prefix_len)
@@ -173,14 +178,15 @@ class TreeServer(Server):
 
     def _kept(self, req: Req, end: int | None = None) -> Kept:
         """What the pool holds of a request's path, or of its first ``end`` units."""
-        path = path_to(self.tree.tree_core.node_by_id(req.last_node))
-        spans = self.tree.spans if isinstance(self.tree, KVEvictTree) else {}
+        if not isinstance(self.tree, KVEvictTree):
+            return Kept.whole(req.kv.cache_protected_len if req.kv.holds_kv else req.prefix_len)
+        path, spans = path_to(self.tree.tree_core.node_by_id(req.last_node)), self.tree.spans
         total, position = Kept(), 0
         for node in path:
             number = len(node.key) if end is None else min(len(node.key), end - position)
             position, span = position + number, spans.get(node)
             if span is None:
-                total += Kept(number, number, 16.0 * number)
+                total += Kept.whole(number)
                 continue
             segment = span.segment
             share = number / segment.num_tokens

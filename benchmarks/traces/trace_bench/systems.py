@@ -68,6 +68,8 @@ def _params(num_slots: int) -> CacheInitParams:
 def stock(num_slots: int, *, strategy: EvictionStrategy | None = None, host: float = 0, codec: int = 1) -> TreeServer:
     """SGLang's own tree; ``host``: bytes of a modelled host tier in those of the pool."""
     params = _params(num_slots)
+    if strategy is not None:  # SGLang's default core is in Rust, and has its own strategies only
+        params.tree_core_backend = "python"
     tree = UnifiedRadixCache(params)
     if strategy is not None:
         tree.tree_core.eviction_strategy = strategy
