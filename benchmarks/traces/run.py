@@ -1,6 +1,6 @@
 """Prompt tokens that prefix caches find of coding agents' conversations, and seconds of prefill, over memory.
 
-Run: make bench-traces, or python benchmarks/traces/run.py [--seeds 1 2 3] [--systems ours "stock, LRU"] [--out out/traces]
+Run: make bench-traces, or python benchmarks/traces/run.py [--seeds 1 2 3] [--systems ours "stock, LRU"] [--out OUT]
 
 Real conversations (data/README.md) are replayed through SGLang's tree and ours: real requests, allocator and life
 cycle, many agents at once. No model runs, and no K or V is computed: which entries are kept is random, and a clock
