@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers flows \
-	test-compile campaign bench-serving bench-cache-pressure bench-quality bench-peers bench-policies
+	test-compile campaign bench-serving bench-cache-pressure bench-traces bench-quality bench-peers bench-policies
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
 
@@ -100,6 +100,9 @@ bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, 
 bench-cache-pressure: model ## PyPI's cache-pressure against stock and ours, in an environment of its own; writes docs/results/serving/cache-pressure.md
 	@scripts/setup_cache_pressure.sh
 	@$(BIN)/python -W ignore benchmarks/serving/cache_pressure.py $(ARGS)
+
+bench-traces: setup ## conversations of coding agents through SGLang's tree and ours, over memory; no model; writes docs/results/traces
+	@nice $(BIN)/python -W ignore benchmarks/traces/run.py $(ARGS)
 
 bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1"; --aware)
 	@$(BIN)/python benchmarks/quality/run.py $(ARGS)

@@ -24,6 +24,7 @@ from sgl_kvevict.cache.recency import CostAwareRecency, StatefulRecency
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
 from sgl_kvevict.cache.saving import Saving, StoreAccess
+from sgl_kvevict.cache.sessions import Sessions
 from sgl_kvevict.events.types import Cleared, Dropped
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Compressor, PromptObservation
@@ -83,6 +84,8 @@ class PrefixCache:
         adoption = Adoption(tree, table, readers, packer, resizer)
         self.host = HostMemory(tree, table, readers, compressor, guard, adoption, host)
         self.recency.has_host_room = self.host.has_room_for
+        self.sessions = Sessions(table)
+        self.recency.superseded = table.superseded
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if access is not None:
@@ -168,6 +171,7 @@ class PrefixCache:
         """The whole tree was flushed."""
         self.keep_only_spans()
         self.table.clear()
+        self.sessions.clear()
         self.listener.emit(Cleared())
 
     def keep_only_spans(self) -> None:

@@ -70,10 +70,10 @@ class HostMemory:
     def leaving(self, node: Node) -> None:
         """Copy what a leaf holds that is about to be dropped: its segment, or the best of its uncompressed tokens.
 
-        Not copied: what is too short, generated (``decode_block``), or of weights that have changed; the rest of an
-        unsplittable segment; uncompressed tokens below others, or without learned scores.
+        Not copied: what is superseded, too short, generated (``decode_block``), or of weights that have changed; the
+        rest of an unsplittable segment; uncompressed tokens below others, or without learned scores.
         """
-        if not self.is_on:
+        if not self.is_on or node in self._table.superseded:
             return
         with self._guard.at(Place.HOST):
             path = path_to(node)

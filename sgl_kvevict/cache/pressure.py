@@ -196,12 +196,14 @@ class Pressure:
         The segment of a prompt longer than the pool releases only the ``wanted`` token slots: it needs the others.
 
         ``leaf`` would be dropped instead (None: there is no leaf), so steps of higher priority are not taken. But no
-        span is dropped, or shrinks below the budget, while something may shrink to the budget.
+        span is dropped, or shrinks below the budget, while something may shrink to the budget, unless it is superseded.
 
         Returns:
             Token slots released.
         """
         num_released = self._resizer.try_wanted(Occasion.SHORT)
+        if leaf is not None and leaf[1] in self._recency.superseded:
+            return num_released
         rest: list[Node] = []
         while num_released < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from sgl_kvevict.cache.nodes import Node, NodeSet
 from sgl_kvevict.segments import Segment, Span
@@ -37,10 +37,12 @@ class CostAwareRecency:
     Attributes:
         has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped, after what lies
             below it, before it shrinks below the budget, which would lose entries for good.
+        superseded: nodes that are dropped before all others (:class:`~sgl_kvevict.cache.sessions.Sessions`).
     """
 
     def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
         self.has_host_room: Callable[[Segment], bool] = lambda segment: False
+        self.superseded: Set[Node] = frozenset()
         self._spans = spans
         self._clock = clock
         self._times: list[float] = []
@@ -48,9 +50,15 @@ class CostAwareRecency:
 
     def get_priority(self, node: Node) -> Priority:
         """Priority of dropping a leaf; grows when the leaf is used."""
+        if node in self.superseded:
+            return -1.0, node.last_access_time
+        return self.priority(node, self._loss_of_dropping(node))
+
+    def _loss_of_dropping(self, node: Node) -> float:
+        """Tokens of prefill, per slot released, that dropping a leaf loses."""
         saved = self.saved(node)
         comes_back = node in self._spans and self.has_host_room(self._spans[node].segment)
-        return self.priority(node, saved * LOSS_OF_LOADING if comes_back else saved)
+        return saved * LOSS_OF_LOADING if comes_back else saved
 
     def loss_below_budget(self, segment: Segment, loss: float) -> float:
         """Loss per slot released of a step below the budget that by itself loses ``loss``.
@@ -98,10 +106,9 @@ class StatefulRecency(CostAwareRecency):
         super().__init__(spans, clock)
         self._state_slots = state_slots
 
-    def get_priority(self, node: Node) -> Priority:
-        """Priority of dropping a leaf."""
+    def _loss_of_dropping(self, node: Node) -> float:
         memory = self._state_slots(node)
-        return self.priority(node, 0.0 if memory is None else self._saved_by_state(node, memory))
+        return 0.0 if memory is None else self._saved_by_state(node, memory)
 
     def _saved_by_state(self, node: Node, memory: float) -> float:
         """Tokens of prefill that a leaf's state saves, per slot released with it."""
@@ -121,7 +128,7 @@ class NodeHeap:
     """Nodes by priority, kept between evictions, so that an eviction takes a few steps however many nodes wait.
 
     A used node keeps its place; its priority is looked up again when it reaches the top. ``nodes`` is kept up to date
-    by its owner; the ``priority`` of a node only grows while it is in the set, or the node goes late.
+    by its owner; the ``priority`` of a node only grows while it is in the set, unless :meth:`lower` is called.
     """
 
     def __init__(self, nodes: NodeSet, priority: Callable[[Node], Priority]) -> None:
@@ -151,6 +158,11 @@ class NodeHeap:
             return None
         heapq.heappop(self._heap)
         return top[1]
+
+    def lower(self, node: Node) -> None:
+        """The priority of a node fell; nothing happens if it is not in the set."""
+        if node in self._nodes:
+            self.push(node)
 
     def push(self, node: Node) -> None:
         """Add a node, or put it back."""

@@ -22,6 +22,25 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
+class Session:
+    """A conversation that a client named; see :class:`~sgl_kvevict.cache.sessions.Sessions`.
+
+    Attributes:
+        last: last node of its newest prompt, and of the answer once there is one; maybe dropped since.
+        left: logical position and first token of the branch that it left last.
+        has_returned: it has asked again for what it had left.
+    """
+
+    last: Node | None = None
+    left: tuple[int, int] | None = None
+    has_returned: bool = False
+
+
+OTHERS = Session()
+"""Stands for several sessions, and for requests without one."""
+
+
+@dataclass(eq=False, slots=True)
 class PrefixRecord:
     """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
 
@@ -30,12 +49,14 @@ class PrefixRecord:
         matches: how many prompts have found the prefix.
         is_stale: it was compressed with other weights, and must not be matched.
         job: its scoring passes, waiting or under way.
+        session: the only session whose prompts have the node; OTHERS: several, or requests without one; None: none yet.
     """
 
     span: Span | None = None
     matches: int = 0
     is_stale: bool = False
     job: ScoringJob | None = None
+    session: Session | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +181,7 @@ class PrefixTable:
         shrinking: one node of each segment that may shrink when slots are short: the last one of a segment in place,
             the owner of a packed one.
         jobs: see :class:`PrefixRecord`, like ``stale``.
+        superseded: nodes that only one session has read, and its newer prompts have left.
     """
 
     def __init__(self, geometry: KVGeometry, listener: CacheListener, *, shrinks: bool) -> None:
@@ -172,6 +194,7 @@ class PrefixTable:
         self.packed: dict[Segment, Node] = {}
         self.wanted: dict[Segment, None] = {}
         self.shrinking = NodeSet()
+        self.superseded: set[Node] = set()
         self.prompts = Prompts()
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
         self.stale: Queue[bool] = Queue(self._records, "is_stale")
@@ -186,6 +209,21 @@ class PrefixTable:
     def begun_jobs(self) -> list[ScoringJob]:
         """Jobs that have begun, and so hold memory; oldest first."""
         return [job for job in self.jobs.values() if job.observation is not None]
+
+    # ---- sessions ---------------------------------------------------------------------------------------------
+
+    def session_of(self, node: Node) -> Session | None:
+        """See :class:`PrefixRecord`."""
+        record = self._records.get(node)
+        return None if record is None else record.session
+
+    def visit(self, node: Node, session: Session) -> bool:
+        """A request of a session has a node on its path; return whether this session had left it."""
+        record = self._records.setdefault(node, PrefixRecord())
+        was_left = node in self.superseded and record.session is session
+        record.session = session if record.session in (None, session) else OTHERS
+        self.superseded.discard(node)
+        return was_left
 
     # ---- segments in place ------------------------------------------------------------------------------------
 
@@ -338,7 +376,9 @@ class PrefixTable:
 
     @accounting()
     def _divide(self, below: PrefixRecord, upper: Node, lower: Node) -> None:
-        above = self._records[upper] = PrefixRecord(matches=below.matches)
+        above = self._records[upper] = PrefixRecord(matches=below.matches, session=below.session)
+        if lower in self.superseded:
+            self.superseded.add(upper)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
             if not below.span.is_packed:
@@ -367,6 +407,7 @@ class PrefixTable:
             queue.take(node)
         may_shrink = node in self.shrinking
         self.shrinking.discard(node)
+        self.superseded.discard(node)
         del self._records[node]
         if span is None:
             return DropResult()
@@ -402,6 +443,7 @@ class PrefixTable:
             self.stale.take(node)
         self._records.clear()
         self.packed.clear()
+        self.superseded.clear()
 
     def forget(self) -> None:
         """Remove everything but packed spans and stale marks: the weights have changed."""

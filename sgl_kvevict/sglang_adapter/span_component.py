@@ -90,6 +90,11 @@ class SpanComponent(FullComponent):
             self.tree_core.evictable_device_leaves = leaves = NodeSet(self.tree_core.evictable_device_leaves)
             self._heap = NodeHeap(leaves, order.get_priority)
 
+    def superseded(self, node: UnifiedTreeNode) -> None:
+        """A leaf, or what will be one, is to be dropped before all others."""
+        if self._heap is not None:
+            self._heap.lower(node)
+
     def evict_device_start(self, request_cnt: int) -> None:
         """Begin an eviction of ``request_cnt`` token slots."""
         self._wanted = request_cnt

@@ -29,6 +29,7 @@ from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.saving import StoreAccess
+from sgl_kvevict.cache.sessions import SessionKey
 from sgl_kvevict.events.types import PrefilledCompressed, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.request import RequestOptions, parse_request_options
@@ -217,6 +218,7 @@ class KVEvictTree(UnifiedRadixCache):
         super().__init__(params)
         self._weighs_recency = isinstance(self.tree_core.eviction_strategy, LRUStrategy)
         self._order_leaves()
+        self.prefixes.sessions.on_superseded = self.components[FULL].superseded
 
     @property
     def ranks(self) -> TensorRanks:
@@ -383,6 +385,8 @@ class KVEvictTree(UnifiedRadixCache):
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         node = self.tree_core.node_by_id(req.last_node)
+        if up_to >= len(req.origin_input_ids) and not record.is_pass:
+            self.prefixes.sessions.reached(_session_of(req), node)
         if record.is_complete:
             self._report_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
@@ -464,6 +468,14 @@ class KVEvictTree(UnifiedRadixCache):
         """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`Prefills.observe`."""
         node = self.tree_core.node_by_id(req.last_node)
         return self.prefixes.prefills.observe(req, node, start, end, len(req.full_untruncated_fill_ids))
+
+
+def _session_of(req: Req) -> SessionKey | None:
+    """The session of a request: ``session_id`` of its body, or ``session_params``; None: it has none."""
+    session_id = req.session_id
+    if session_id is None and req.session is not None:
+        session_id = req.session.session_id
+    return None if session_id is None else (namespace_of_request(req), session_id)
 
 
 def _keeps_own_chunks(req: Req, up_to: int) -> bool:

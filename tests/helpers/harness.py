@@ -38,6 +38,7 @@ from helpers.statistics import random_statistics
 from kvevict_kernels.row_codec import decode_rows, encode_rows, load_rows
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import length_of, path_to
+from sgl_kvevict.cache.records import OTHERS
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
@@ -469,6 +470,7 @@ class Harness:
             owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
             assert owners == [True] + [False] * (len(spans) - 1)
         self._check_in_place()
+        self._check_sessions()
         for req in self.live:
             if req.kv.holds_kv:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
@@ -511,6 +513,15 @@ class Harness:
             assert segment.attention.numel() == segment.num_entries and not segment.attention.isnan().any()
         if segment.order is not None and segment.order.turn is None:
             assert segment.order.keys.numel() == segment.num_entries
+
+    def _check_sessions(self) -> None:
+        """What is superseded is in the tree, was read by one session only, and is not of its newest prompt."""
+        table = self.tree.prefixes.table
+        assert table.superseded <= set(self.tree.nodes())
+        readers = [table.session_of(node) for node in table.superseded]
+        assert None not in readers and OTHERS not in readers
+        for session in self.tree.prefixes.sessions._sessions.values():
+            assert session.last is None or table.superseded.isdisjoint(path_to(session.last))
 
     def _check_in_place(self) -> None:
         """Segments in place have all tokens of consecutive nodes, below packed ones and above those without one."""

@@ -267,6 +267,14 @@ class HostExactMachine(ExactMachine, HostMachine):
     options: ClassVar[dict[str, Any]] = HostMachine.options
 
 
+class SupersedingMachine(HostMachine):
+    """Requests name their session, whose newer prompts supersede what they have left."""
+
+    def _admit(self, req, first_chunk):
+        req.session_id = ["first", "first", "second", None][sum(req.origin_input_ids) % 4]
+        super()._admit(req, first_chunk)
+
+
 class CoarsePressureMachine(PressureMachine):
     """Checkpoints stop short of prompts, and prefixes shrink."""
 
@@ -455,6 +463,7 @@ MACHINES = (
     HostUnsplittableMachine,
     HostExactMachine,
     HostMeasuredMachine,
+    SupersedingMachine,
     WindowsMachine,
     WindowsUnderPressureMachine,
     MeasuredPressureMachine,
