@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from sgl_kvevict.errors import ConfigError, shown
 
@@ -111,7 +112,7 @@ class CacheReport:
         places = number("device"), number("host"), number("storage")
         return CacheReport(*places, compressed, number(COMPUTED_AGAIN), number(PREFILLED_COMPRESSED))
 
-    @property
+    @cached_property
     def details(self) -> dict[str, int]:
         """What is added to SGLang's ``cached_tokens_details``; only the first key is always there."""
         read = self.compressed

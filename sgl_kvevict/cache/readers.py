@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from weakref import WeakKeyDictionary
 
@@ -37,9 +37,9 @@ class ReaderRecord:
         observation: of its prefill; None before, once the complete prompt was dealt with, and if nothing of it will be
             cached.
         suffix: its generated tokens and their compression; None: they are not compressed.
-        read: what it has read of its prompt's compressed tokens, the least of all times it was noted; None: not noted.
         computed_again: of an exact reader: prompt tokens that it computes although the tree has them.
-        prefilled_compressed: prompt tokens that it computed, and that were compressed before its prefill was complete.
+        report: what its client is told beside tokens by place; of what it has read the least of all times that it was
+            noted; None: its prompt is not complete.
     """
 
     is_live: bool = False
@@ -51,30 +51,24 @@ class ReaderRecord:
     store_start: int | None = None
     observation: PromptObservation | None = None
     suffix: Generated | None = None
-    read: CompressedRead | None = None
     computed_again: int = 0
-    prefilled_compressed: int = 0
+    report: CacheReport | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether the whole prompt was prefilled, and :meth:`Prefills.complete` is due."""
         return self.observation is not None and self.observation.is_complete
 
-    @property
-    def report(self) -> CacheReport | None:
-        """What its client is told beside tokens by place; None before anything was read."""
-        if self.read is None:
-            return None
-        return CacheReport(
-            compressed=self.read,
-            computed_again=self.computed_again,
-            prefilled_compressed=self.prefilled_compressed,
-        )
-
     def has_read(self, read: CompressedRead) -> None:
         """Note what it reads of its prompt now."""
-        if self.read is None or read.lost_bits >= self.read.lost_bits:
-            self.read = read
+        if self.report is None:
+            self.report = CacheReport(compressed=read, computed_again=self.computed_again)
+        elif read.lost_bits >= self.report.compressed.lost_bits:
+            self.report = replace(self.report, compressed=read)
+
+    def has_compressed(self, num_tokens: int) -> None:
+        """Note how many tokens that it computed were compressed before its prefill was complete."""
+        self.report = replace(self.report or CacheReport(), prefilled_compressed=num_tokens)
 
     def sources(self, num_tokens: int) -> tuple[int, int, int]:
         """How many of the first ``num_tokens`` tokens, which it has found, came from pool, host and store."""

@@ -407,7 +407,7 @@ class KVEvictTree(UnifiedRadixCache):
         """Note how much of a prompt was compressed while it was prefilled."""
         num_tokens = self.prefixes.pressure.compressed_tokens(req, path_to(node))
         if num_tokens:
-            self.prefixes.readers[req].prefilled_compressed = num_tokens
+            self.prefixes.readers[req].has_compressed(num_tokens)
             self.prefixes.listener.emit(PrefilledCompressed(num_tokens))
 
     def _note_read(self, req: Req) -> None:

@@ -88,7 +88,7 @@ def test_what_was_found_compressed():
         "kvevict_percent_4_bits": 0,
         "kvevict_ranked_by_passes": 0,
     }
-    read = harness.tree.prefixes.readers[req].read
+    read = harness.tree.prefixes.readers[req].report.compressed
     assert read.share == pytest.approx(ENTRIES / (COMPRESSED * RUNS)) and read.bits == 16
     assert end(harness, req).compressed == told(harness, req).compressed
 
@@ -225,8 +225,8 @@ def test_what_is_noted_ends_with_the_request():
     harness = Harness()
     req = ask(harness, DOCUMENT)
     harness.finish(req)
-    read = ref(harness.tree.prefixes.readers[req])
-    assert read() is not None
+    record = ref(harness.tree.prefixes.readers[req])
+    assert record() is not None and record().report is not None
     del req
     gc.collect()
-    assert read() is None
+    assert record() is None

@@ -259,7 +259,6 @@ OURS = {
         "is_parked",
         "is_pass",
         "is_stale",
-        "prefilled_compressed",
         "prefills",
         "readers",
         "segment",
