@@ -1,4 +1,4 @@
-"""Prepare prefixes on a running server: prefill, score and compress them before requests read them."""
+"""For programs that talk to a server: prepare prefixes, and see what answers were read from."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from sgl_kvevict.cache_report import CacheReport
 from sgl_kvevict.errors import ConfigError, KVEvictError, cut
 from sgl_kvevict.request import REQUEST_KEY, ticket_digest
+
+__all__ = ["CacheReport", "WarmError", "Warmed", "warm"]
 
 POLL_SECONDS = 0.1
 _UNDER_WAY = "queued"

@@ -22,6 +22,7 @@ BASE = {
     "config_file",
     "fields",
     "request",
+    "cache_report",
     "long_prompts",
     "widths",
 }

@@ -360,7 +360,8 @@ def by_bits(parts: Any) -> list[int]:
 def make_harness(**options: Any) -> Harness:
     """The example's pool, with its configuration and scores that are known."""
     policy = build_policy("distilled", {})
-    harness = Harness(POOL, max_tokens=POOL, config=KVEvictConfig(score_after_matches=1), policy=policy, bits="auto", **options)
+    config = KVEvictConfig(score_after_matches=1)
+    harness = Harness(POOL, max_tokens=POOL, config=config, policy=policy, bits="auto", **options)
     compressor: Any = harness.tree.compressor
     compressor.learned = random_scores(harness.geometry, compressor.rotary)
     return harness

@@ -24,14 +24,13 @@ from rich.table import Table
 from kvevict_tools.launcher import STRICT_CHECK_ENV, RunningServer, kvevict_system, launch
 from kvevict_tools.measure import flush, idle_gauges, plugin_state
 from kvevict_tools.models import made_model
+from sgl_kvevict.client import CacheReport
 from sgl_kvevict.errors import KVEvictError
 
 POOL_SLOTS = 3500
 """The least: the uncompressed document and a scoring pass. The model's context sets the most."""
 POLL_S = 0.2
 SCORE_TIMEOUT_S = 300.0
-PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
-"""In ``meta_info``: tokens of a prompt that were compressed before its last chunk was computed, in a list."""
 NEXT = """
 Try next
   make serve                     the same server for your own programs (OpenAI API, SGLang's frontend)
@@ -107,7 +106,7 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
         "cached_tokens": sum(answer.meta["cached_tokens"] for answer in answers),
         "pool_slots": pool_slots,
         "long_prompt_tokens": long.meta["prompt_tokens"],
-        "long_prompt_compressed": long.meta[PREFILLED_COMPRESSED][0],
+        "long_prompt_compressed": CacheReport.of(long.meta).prefilled_compressed,
         "long_answer_is_right": long.is_right,
         "pool_leaks": leaks,
         "budget": budget,
@@ -168,7 +167,7 @@ def ask_long(server: RunningServer, console: Console, pool_slots: int) -> Stream
                 status.update(f"prefill: {computed:,} tokens are computed, {free:,} token slots are free")
             time.sleep(POLL_S)
         asked.result()
-    tokens, compressed = answer.meta["prompt_tokens"], answer.meta[PREFILLED_COMPRESSED][0]
+    tokens, compressed = answer.meta["prompt_tokens"], CacheReport.of(answer.meta).prefilled_compressed
     console.print(
         f"{time.monotonic() - started:5.1f} s  {tokens:,} tokens in a pool of {pool_slots:,} token slots; "
         f"{compressed:,} were compressed on the way"

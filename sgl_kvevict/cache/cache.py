@@ -125,6 +125,11 @@ class PrefixCache:
             self.passes.released(reader, why)
             self.resizer.try_wanted(Occasion.RELEASED)
 
+    def note_read(self, reader: Reader, last: Node, num_tokens: int) -> None:
+        """Note for its client what a request reads of its prompt, the first ``num_tokens`` of the path to ``last``."""
+        if self.compressor.policy.compresses:
+            self.readers[reader].has_read(self.spans.compressed_read(path_to(last), num_tokens))
+
     def between_steps(self, passes: PassPort) -> None:
         """The scheduler is between two steps."""
         self.resizer.between_steps()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import Node
+from sgl_kvevict.cache_report import WIDTHS, CompressedRead
 from sgl_kvevict.segments import Segment, Span
 
 
@@ -91,6 +92,29 @@ class Spans(Mapping[Node, Span]):
                 runs += spans[i].runs()
             i += 1
         return tuple(runs)
+
+    def compressed_read(self, path: Sequence[Node], num_tokens: int) -> CompressedRead:
+        """What a request that locks a path reads of the compressed ones among its first ``num_tokens`` tokens.
+
+        From numbers that the host has. They are those of whole segments, so a request that reads a part of a segment
+        reads as much of it as all its readers do on average.
+        """
+        tokens: Counter[Segment] = Counter()
+        for node in path:
+            span = self.at(node)
+            if span is None or span.start >= num_tokens:
+                break
+            tokens[span.segment] += min(span.end, num_tokens) - span.start
+        entries = dict.fromkeys(WIDTHS, 0.0)
+        for segment, num_read in tokens.items():
+            part = num_read / (segment.live_end - segment.start) / segment.geometry.num_runs
+            for rows, count in zip(segment.storage.parts, segment.live_counts, strict=True):
+                entries[rows.bits] += count * part
+        compressed = tokens.total()
+        if not compressed:
+            return CompressedRead()
+        ranked = sum(num_read for segment, num_read in tokens.items() if segment.is_measured)
+        return CompressedRead(compressed, ranked, tuple(entries[bits] / compressed for bits in WIDTHS))
 
     def blocks(self, node: Node) -> bool:
         """Whether no request may stop right after a node: it would read only a part of an unsplittable segment."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from weakref import WeakKeyDictionary
 
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache_report import CacheReport, CompressedRead
 from sgl_kvevict.segments import Generated, PromptObservation
 
 
@@ -36,6 +37,9 @@ class ReaderRecord:
         observation: of its prefill; None before, once the complete prompt was dealt with, and if nothing of it will be
             cached.
         suffix: its generated tokens and their compression; None: they are not compressed.
+        computed_again: of an exact reader: prompt tokens that it computes although the tree has them.
+        report: what its client is told beside tokens by place; of what it has read the least of all times that it was
+            noted; None: its prompt is not complete.
     """
 
     is_live: bool = False
@@ -47,11 +51,24 @@ class ReaderRecord:
     store_start: int | None = None
     observation: PromptObservation | None = None
     suffix: Generated | None = None
+    computed_again: int = 0
+    report: CacheReport | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether the whole prompt was prefilled, and :meth:`Prefills.complete` is due."""
         return self.observation is not None and self.observation.is_complete
+
+    def has_read(self, read: CompressedRead) -> None:
+        """Note what it reads of its prompt now."""
+        if self.report is None:
+            self.report = CacheReport(compressed=read, computed_again=self.computed_again)
+        elif read.lost_bits >= self.report.compressed.lost_bits:
+            self.report = replace(self.report, compressed=read)
+
+    def has_compressed(self, num_tokens: int) -> None:
+        """Note how many tokens that it computed were compressed before its prefill was complete."""
+        self.report = replace(self.report or CacheReport(), prefilled_compressed=num_tokens)
 
     def sources(self, num_tokens: int) -> tuple[int, int, int]:
         """How many of the first ``num_tokens`` tokens, which it has found, came from pool, host and store."""

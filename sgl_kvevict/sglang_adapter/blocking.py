@@ -64,6 +64,10 @@ class BlockingNodes:
             return False
         return self._cache.root_node.children.get(key.child_key_at(0, self._cache.page_size)) in self._spans
 
+    def num_shared(self, key: RadixKey) -> int:
+        """How many of a key's tokens the tree has."""
+        return sum(matched for _, matched in self._walk(key))
+
     def find(self, key: RadixKey) -> UnifiedTreeNode | None:
         """Return the node that a key must not enter (stale, or owner of an unsplittable segment), or None."""
         if self._splittable and not self._stale:

@@ -166,6 +166,17 @@ FEATURES = (
         ),
     ),
     Feature(
+        "clients see what was read",
+        (
+            Hook(
+                target=f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
+                function=f"{_ADAPTER}.cache_details.after_details",
+                why="clients would not learn how much of its prompt an answer was read from, and what exact has cost",
+                until="`BasePrefixCache.cached_tokens_details(req)`, added to the places that SGLang counts",
+            ),
+        ),
+    ),
+    Feature(
         "scoring passes, metrics, inspection",
         (
             Hook(
@@ -292,13 +303,6 @@ FEATURES = (
                 function=f"{_ADAPTER}.long_prompts.after_admission",
                 why="the prompt whose chunks wait for room is unknown to the hooks above, and could wait for ever",
                 until=_LIMIT,
-            ),
-            Hook(
-                target=f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.is_request_level_customized_info_key",
-                function=f"{_ADAPTER}.long_prompts.around_request_level",
-                why="what meta_info says of a prompt prefilled compressed would be divided among the tokens of its "
-                "answer",
-                until="a list of such keys that can be extended",
             ),
         ),
     ),

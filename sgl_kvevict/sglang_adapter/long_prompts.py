@@ -15,13 +15,12 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.long_prompts import LongPrompts
 from sgl_kvevict.sglang_adapter.settings import published
-from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED, KVEvictTree
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
@@ -213,13 +212,6 @@ def after_admission(result: Any, scheduler: Scheduler, *_args: object, **_kwargs
         logger.error("kvevict: request %s: %s", req.rid, STUCK)
         req.discard_output_reason = FINISH_ABORT(STUCK, HTTPStatus.INTERNAL_SERVER_ERROR)
         scheduler._pending_chunked_abort_req = req
-
-
-def around_request_level(
-    original: Callable[[SchedulerOutputStreamer, str], bool], streamer: SchedulerOutputStreamer, key: str
-) -> bool:
-    """Hook around the question which facts of ``meta_info`` belong to a request, not to each of its tokens."""
-    return key == PREFILLED_COMPRESSED or original(streamer, key)
 
 
 def _num_with_logprobs(req: Req) -> int:

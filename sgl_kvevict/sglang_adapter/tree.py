@@ -52,9 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
-"""Key of ``meta_info``: tokens of a prompt that were compressed before the rest was computed."""
-
 
 class UnifiedTreePort:
     """Implements :class:`sgl_kvevict.cache.ports.TreePort`, which describes the methods.
@@ -326,7 +323,9 @@ class KVEvictTree(UnifiedRadixCache):
         if req is not None:
             self.port.adapters.note(req)
             record = self.prefixes.prefills.matched(req, is_cached=not req.skip_radix_cache_insert)
+            record.computed_again = 0
             if record.is_exact and self._blocking.begins_compressed(key):
+                record.computed_again = self._blocking.num_shared(self._allowed(key))
                 key = key[:0]
         key = self._allowed(key)
         result = super().match_prefix(params if key is params.key else replace(params, key=key))
@@ -374,6 +373,8 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
+        if req.finished() or up_to >= len(req.origin_input_ids):
+            self._note_read(req)  # before its path changes
         record, key = self.prefixes.readers[req], self._key_of(req, up_to)
         is_private = record.is_exact and self._blocking.begins_compressed(key)
         if is_private or _keeps_own_chunks(req, up_to):
@@ -407,11 +408,16 @@ class KVEvictTree(UnifiedRadixCache):
         return blocking is not None and not self._blocking.drop_subtree(blocking)
 
     def _report_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
-        """Add to ``meta_info`` how much of a prompt was compressed while it was prefilled."""
+        """Note how much of a prompt was compressed while it was prefilled."""
         num_tokens = self.prefixes.pressure.compressed_tokens(req, path_to(node))
         if num_tokens:
-            req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
+            self.prefixes.readers[req].has_compressed(num_tokens)
             self.prefixes.listener.emit(PrefilledCompressed(num_tokens))
+
+    def _note_read(self, req: Req) -> None:
+        """Note for a request's client what it reads of its prompt now."""
+        last = self.tree_core.node_by_id(req.last_node)
+        self.prefixes.note_read(req, last, len(req.origin_input_ids))
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""
@@ -431,6 +437,8 @@ class KVEvictTree(UnifiedRadixCache):
         if is_finished and req.spec_verify_ct:  # before its path, which may be stale, can be dropped
             path = path_to(self.tree_core.node_by_id(req.last_node))
             self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
+        if not checkpointed:
+            self._note_read(req)
         super().on_release(req, checkpointed=checkpointed)
         self._blocking.drop_unread()
         why = Released.RETRACTED

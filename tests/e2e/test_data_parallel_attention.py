@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import idle_states
 from kvevict_tools.measure import wait_until_scored
+from sgl_kvevict.client import CacheReport
 
 FLAGS = (
     *("--tp-size", "2", "--attn-dp-size", "2", "--dtype", "float32", "--skip-tokenizer-init"),
@@ -49,9 +50,14 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 def answer(server, prompt, rank, count=8):
     """Greedy tokens from the scheduler of one rank."""
+    return reply(server, prompt, rank, count)["output_ids"]
+
+
+def reply(server, prompt, rank, count=8):
+    """The whole answer of :func:`answer`."""
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "routed_dp_rank": rank}
-    return json.loads(server.post("/generate", body))["output_ids"]
+    return json.loads(server.post("/generate", body))
 
 
 def serve(server, ranks):
@@ -102,6 +108,9 @@ def test_prefixes_are_compressed_while_the_other_rank_has_no_requests(start, mod
     idle, busy = sorted(assert_all_slots_are_back(server), key=lambda state: state["span_tokens"])
     assert busy["span_tokens"] >= 284 and busy["span_slots"] < 0.4 * busy["span_tokens"]
     assert idle["span_tokens"] == 0
+    asked = prompts(1, 1)[0]
+    reports = [CacheReport.of(reply(server, asked, rank)["meta_info"]) for rank in (0, 1)]
+    assert reports[0].compressed.num_ranked_by_passes >= 284 and reports[1] == CacheReport()
     _, answers = serve(server, [0, 1, 1, 0, 1, 0])
     assert [len(tokens) for tokens in answers] == [8] * 7
     wait_until_scored(server)

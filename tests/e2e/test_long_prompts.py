@@ -15,6 +15,7 @@ from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import idle_state
 from kvevict_tools.measure import flush, wait_until_scored
+from sgl_kvevict.client import CacheReport
 
 POOL = 400
 SHORT = ("--skip-tokenizer-init", "--max-total-tokens", str(POOL))
@@ -69,7 +70,7 @@ def test_more_than_three_times_the_pool_is_answered_and_found_again(server):
     tokens = prompt(int(3.5 * POOL))
     status, first = ask(server, tokens)
     assert status == 200 and len(first["output_ids"]) == 8
-    (compressed,) = first["meta_info"]["kvevict_prefilled_compressed"]
+    compressed = CacheReport.of(first["meta_info"]).prefilled_compressed
     assert 2.5 * POOL < compressed < 3.5 * POOL
     status, again = ask(server, [*tokens, 5, 6, 7])
     assert status == 200 and again["meta_info"]["cached_tokens"] >= compressed
@@ -78,7 +79,7 @@ def test_more_than_three_times_the_pool_is_answered_and_found_again(server):
 
 def test_a_prompt_that_fits_says_nothing(server):
     status, answer = ask(server, prompt(100, seed=1))
-    assert status == 200 and "kvevict_prefilled_compressed" not in answer["meta_info"]
+    assert status == 200 and CacheReport.of(answer["meta_info"]) == CacheReport()
 
 
 def test_prompts_that_fit_are_answered_as_by_a_server_that_has_none_longer(server, start, tiny_llama, mode):
@@ -161,7 +162,7 @@ def test_ranks_namespaces_passes_and_the_store(ranks):
     for seed, tenant in enumerate(["first", "second"]):
         tokens = prompt(1000 + 100 * seed, seed)
         status, answer = ask(ranks, tokens, extra_key=tenant)
-        assert status == 200 and answer["meta_info"]["kvevict_prefilled_compressed"][0] > 500
+        assert status == 200 and CacheReport.of(answer["meta_info"]).prefilled_compressed > 500
         assert read_again(ranks, tokens, extra_key=tenant) > 500
         assert ask(ranks, tokens, extra_key="third")[1]["meta_info"]["cached_tokens"] == 0
     state = idle_state(ranks)

@@ -15,6 +15,7 @@ from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 from kvevict_tools.measure import wait_until_scored
+from sgl_kvevict.client import CacheReport
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
 
@@ -137,7 +138,10 @@ def test_ranks_load_their_parts_of_a_prefix_after_a_restart(start, tiny_llama, t
         if number == 0:
             generate(server, document, 1)
         reply = generate(server, question, 12)
-        answers.append((reply["output_ids"], reply["meta_info"]["cached_tokens"]))
+        report = CacheReport.of(reply["meta_info"])
+        answers.append((reply["output_ids"], reply["meta_info"]["cached_tokens"], report.compressed))
+        assert (report.storage if number else report.device) >= 384 == report.compressed.num_tokens
+        assert 0.15 < report.compressed.share < 0.6
         state = assert_all_slots_are_back(server)
         assert state["loaded_segments"] == number
         while len(list((tmp_path / "store").rglob("segments/*/*"))) < 2:

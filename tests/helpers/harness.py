@@ -40,6 +40,7 @@ from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.cache.records import OTHERS
 from sgl_kvevict.cache.saving import StoreAccess
+from sgl_kvevict.cache_report import WIDTHS
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy, Rotary
@@ -414,10 +415,25 @@ class Harness:
             if runs.is_counted:
                 start, compressed_len = compressed_len, compressed_len + runs.num_tokens
             self._check_runs(runs, contents, start, compressed_len)
+        self._check_report(req, path, compressed_len)
         assert row[:compressed_len].eq(0).all()
         suffix = row[compressed_len:seq_len].long()
         assert suffix.ne(0).all()
         assert all(torch.equal(arena[:, suffix], sign * contents[:, compressed_len:]) for arena, sign in self.arenas)
+
+    def _check_report(self, req: Req, path: tuple[SpanRuns, ...], compressed_len: int) -> None:
+        """What a client would be told of a path: its compressed tokens, and their entries, counted on the host.
+
+        Of a segment that the path leaves, the host knows the mean of all its tokens.
+        """
+        nodes = path_to(self.tree.tree_core.node_by_id(req.last_node))
+        told = self.tree.spans.compressed_read(nodes, compressed_len)
+        assert told.num_tokens == compressed_len and told.num_ranked_by_passes <= compressed_len
+        segments = {span.segment for node in nodes if (span := self.tree.spans.at(node)) is not None}
+        if compressed_len and compressed_len == sum(each.live_end - each.start for each in segments):
+            num_entries = compressed_len * self.geometry.num_runs
+            read = [sum(int(runs.lens.sum()) for runs in path if runs.bits == bits) for bits in WIDTHS]
+            assert all(map(math.isclose, (share * num_entries for share in told.shares), read))
 
     def _check_runs(self, runs: SpanRuns, contents: torch.Tensor, start: int, end: int) -> None:
         """Check the rows that every (layer, head) reads of the tokens ``[start, end)`` of a path."""

@@ -233,7 +233,6 @@ WRITTEN = {
         "cached_tokens_device",
         "cached_tokens_host",
         "cached_tokens_storage",
-        "customized_info",
         "discard_output_reason",
         "finished_output",
         "logprob_start_len",
@@ -253,6 +252,7 @@ OURS = {
     *Totals.__struct_fields__,
     *(
         "checked",
+        "computed_again",
         "identity",
         "is_exact",
         "is_long",

@@ -10,14 +10,13 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.long_machine import CONFIG
+from sgl_kvevict.sglang_adapter.cache_details import after_details
 from sgl_kvevict.sglang_adapter.long_prompts import (
     admission_of,
     after_admission,
     after_chunked_prefill,
-    around_request_level,
 )
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
-from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED
 
 POOL, CHUNK = 160, 20
 
@@ -48,12 +47,17 @@ def prefill(scheduler: LongPromptScheduler, req) -> int:
     raise AssertionError("the prompt is not served")
 
 
+def told(scheduler: LongPromptScheduler, req) -> dict[str, int] | None:
+    """What its client would be told of a request that found nothing."""
+    return after_details(None, SimpleNamespace(tree_cache=scheduler.tree_cache), req)
+
+
 def test_four_times_the_pool_is_served_and_found_again():
     scheduler = serve()
     tokens = text(4 * POOL)
     first = submit(scheduler, tokens)
     assert prefill(scheduler, first) == 4 * POOL // CHUNK
-    (compressed,) = first.customized_info[PREFILLED_COMPRESSED]
+    compressed = told(scheduler, first)["kvevict_prefilled_compressed"]
     assert compressed > 3 * POOL
     assert scheduler.tree_cache.prefixes.listener.totals.prefilled_compressed == 1
     scheduler.harness.finish(first)
@@ -86,7 +90,7 @@ def test_a_prompt_that_fits_is_not_compressed():
     scheduler = serve()
     req = submit(scheduler, text(POOL - 7 - CHUNK))
     prefill(scheduler, req)
-    assert len(scheduler.tree_cache.spans) == 0 and req.customized_info is None
+    assert len(scheduler.tree_cache.spans) == 0 and told(scheduler, req) is None
 
 
 def test_the_first_chunks_stay_whole_until_room_is_needed():
@@ -129,7 +133,7 @@ def test_with_prefill_budget_chunks_shrink_where_slots_are_ample():
             [before // 2] if before else []
         )
     prefill(scheduler, req)
-    assert req.customized_info == {PREFILLED_COMPRESSED: [200]}
+    assert told(scheduler, req)["kvevict_prefilled_compressed"] == 200
 
 
 def test_with_prefill_budget_neither_exact_requests_nor_what_they_read_shrink():
@@ -333,7 +337,7 @@ def test_tokens_with_log_probabilities_stay_out_of_the_cache_until_the_prompt_is
     req.return_logprob, req.logprob_start_len = True, 2 * POOL - room
     assert room > CHUNK and scheduler.submit(req) is None
     prefill(scheduler, req)
-    (compressed,) = req.customized_info[PREFILLED_COMPRESSED]
+    compressed = told(scheduler, req)["kvevict_prefilled_compressed"]
     assert POOL < compressed <= 2 * POOL - room and not scheduler.aborted
 
 
@@ -391,12 +395,6 @@ def test_stock_s_limit_stays_where_chunks_cannot_shrink(monkeypatch, fields, opt
     scheduler = lifted(monkeypatch, Harness(**{"num_slots": POOL, "config": CONFIG, **fields}), **options)
     assert (scheduler.max_req_len, scheduler.max_req_input_len) == (POOL - 1, POOL - 6)
     assert admission_of(scheduler.token_to_kv_pool_allocator) is None
-
-
-def test_what_meta_info_says_belongs_to_the_request():
-    streamer = SimpleNamespace()
-    assert around_request_level(lambda *_: False, streamer, PREFILLED_COMPRESSED)
-    assert not around_request_level(lambda *_: False, streamer, "other")
 
 
 @pytest.mark.parametrize("shared", [10, 100])
