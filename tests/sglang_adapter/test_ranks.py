@@ -97,7 +97,7 @@ def test_trees_and_slots_stay_equal(policy, seed, bits):
     def run(rank, group):
         harness = cache_of_rank(rank, group, bits, **policy)
         scheduler = MiniScheduler(harness) if policy.get("needs_passes") else None
-        looks = traffic(harness, scheduler, seed, steps=900)
+        looks = traffic(harness, scheduler, seed, steps=900 if bits == 16 else 200)  # each of whose rows is decoded
         return looks, harness.tree.ranks.offered, harness.tree.prefixes.listener.totals, rank_states(harness.tree)
 
     (looks, offered, totals, states), (others_looks, others_offered, others_totals, others_states) = on_two_ranks(run)
@@ -106,7 +106,9 @@ def test_trees_and_slots_stay_equal(policy, seed, bits):
     assert states == others_states and states[0] == states[1]
     assert totals.compressions == others_totals.compressions > 5
     assert (totals.kept_entries, totals.repacks) == (others_totals.kept_entries, others_totals.repacks)
-    if policy.get("splittable", True):
+    if bits != 16:
+        assert totals.splits and totals.repacks and totals.squeezes
+    elif policy.get("splittable", True):
         assert totals.splits > 4 and totals.repacks > 2
         assert offered != others_offered  # without agreement, the ranks would have gone apart
 
