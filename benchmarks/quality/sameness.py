@@ -84,9 +84,10 @@ class Stage:
     filler_tokens: int
 
 
-def stages(config: KVEvictConfig, num_tokens: int, pool_slots: int) -> list[Stage]:
+def stages(config: KVEvictConfig, num_tokens: int, beside: int, pool_slots: int) -> list[Stage]:
     """From ample slots down all shares that a context of ``num_tokens`` takes, and out of the pool.
 
+    ``beside`` token slots hold its questions and their answers, which are cached too.
     With memory of the host what would shrink below the budget is dropped, and comes back from there.
     """
     size = num_tokens - config.tail_tokens
@@ -94,7 +95,8 @@ def stages(config: KVEvictConfig, num_tokens: int, pool_slots: int) -> list[Stag
     held = [size, *(config.slots_at(share, size, 0) for share in shares)]
     found = [Stage(AMPLE, 0)]
     for share, (before, after) in zip(shares, itertools.pairwise(held), strict=True):
-        found.append(Stage(f"{share:g}", pool_slots - config.tail_tokens - (before + after) // 2))
+        left = (before + after) // 2 + config.tail_tokens + beside
+        found.append(Stage(f"{share:g}", max(pool_slots - left, 0)))
     return [*found, Stage(RETURNED, pool_slots - SLACK)]
 
 
@@ -165,10 +167,10 @@ def measure(server: RunningServer, prompts: Prompts, args: argparse.Namespace, s
         questions = [(prompts.question_ids(sample, each), each.max_new_tokens) for each in chosen]
         asker = Asker(server, context_ids, vocabulary, args.seed)
         asker.prepare(is_warm=setup.is_warm)
+        beside = sum(len(ids) + max_new_tokens for ids, max_new_tokens in questions)
+        found = stages(config, len(context_ids), beside, args.tokens + ROOM)
         seen: list[list[tuple[int, ...]]] = [[] for _ in questions]
-        for question, number, stage, answer, report in asker.asks(
-            questions, schedule(stages(config, len(context_ids), args.tokens + ROOM), args.asks)
-        ):
+        for question, number, stage, answer, report in asker.asks(questions, schedule(found, args.asks)):
             if answer not in seen[question]:
                 seen[question].append(answer)
             read = report.compressed

@@ -19,19 +19,19 @@ def sameness():
 
 
 def test_a_filler_leaves_the_context_as_many_slots_as_its_next_share_and_no_more(sameness):
-    """Of 100 tokens and 20 of a tail, in 200 slots: half-way between two shares."""
-    found = sameness.stages(CONFIG.model_copy(update={"host_bytes": 0}), 120, 200)
+    """Of 100 tokens and 20 of a tail, with 30 of questions, in 200 slots: half-way between two shares."""
+    found = sameness.stages(CONFIG.model_copy(update={"host_bytes": 0}), 120, 30, 200)
     left = [(stage.name, 200 - stage.filler_tokens) for stage in found]
-    assert left == [("ample slots", 200), ("0.5", 20 + 75), ("0.2", 20 + 35), ("0.1", 20 + 15), ("returned", 8)]
+    assert left == [("ample slots", 200), ("0.5", 50 + 75), ("0.2", 50 + 35), ("0.1", 50 + 15), ("returned", 8)]
 
 
 def test_with_host_memory_nothing_shrinks_below_the_budget(sameness):
-    names = [stage.name for stage in sameness.stages(CONFIG, 120, 200)]
+    names = [stage.name for stage in sameness.stages(CONFIG, 120, 30, 200)]
     assert names == ["ample slots", "0.5", "0.2", "returned"]
 
 
 def test_every_stage_comes_twice(sameness):
-    found = sameness.stages(CONFIG, 120, 200)
+    found = sameness.stages(CONFIG, 120, 30, 200)
     asked = sameness.schedule(found, 30)
     assert len(asked) == 30 and asked[:6] == [found[0]] * 3 + [found[1]] * 3
     assert asked[12:15] == [found[0]] * 3 and asked[24:] == [found[0]] * 3 + [found[1]] * 3
