@@ -183,6 +183,7 @@ class Everything(Server):
         return Running(turn, None)
 
     def start(self, running: Running) -> bool:
+        """Find what any prompt or answer had before; all are admitted."""
         prompt = running.turn.prompt
         while running.found < len(prompt) - 1 and prompt[running.found] in self._units:
             running.found += 1
@@ -190,6 +191,7 @@ class Everything(Server):
         return True
 
     def prefilled(self, running: Running) -> float:
+        """Keep the prompt for good."""
         self._units.update(running.turn.prompt)
         return len(running.turn.prompt)
 

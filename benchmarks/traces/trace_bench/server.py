@@ -105,6 +105,7 @@ class TreeServer(Server):
         self._number = 0
 
     def submit(self, turn: Turn, session: str) -> Running:
+        """Make SGLang's request; it names its session if the system is told."""
         self._number += 1
         sampling = SamplingParams(max_new_tokens=len(turn.answer) + 1, temperature=0)
         session_id = session if self._tells else None
@@ -112,6 +113,7 @@ class TreeServer(Server):
         return Running(turn, req)
 
     def start(self, running: Running) -> bool:
+        """Match and lock the prompt; admitted if free and evictable slots suffice for it and all answers under way."""
         req, turn = running.req, running.turn
         before_matching(req, self.tree)
         req.init_next_round_input(self.tree)
@@ -141,6 +143,7 @@ class TreeServer(Server):
         return True
 
     def prefilled(self, running: Running) -> float:
+        """Insert the prompt into the tree, as SGLang does after its last chunk."""
         req = running.req
         req.extend_end = len(running.turn.prompt)
         if isinstance(self.tree, KVEvictTree):
@@ -150,6 +153,7 @@ class TreeServer(Server):
         return self._kept(req).num_bytes
 
     def finish(self, running: Running) -> None:
+        """Give the answer its slots, all at once, and release the request."""
         req, turn = running.req, running.turn
         self._promised -= len(turn.answer) + 1
         if turn.answer:
