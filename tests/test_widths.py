@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevict_kernels.row_codec import WIDTHS, rows_per_slot
@@ -79,6 +79,7 @@ def test_no_entry_gets_wider_rows_than_it_has() -> None:
     assert rows_that_fit(of, 900, 1000, "auto", num_whole=0, num_wide=400) == ((8, 400), (4, 600))
 
 
+@settings(deadline=None)
 @given(
     num_runs=st.integers(1, 9),
     num_slots=st.integers(1, 60),

@@ -106,7 +106,9 @@ class Harness:
     num_rows: int = 8
     max_tokens: int = 512
     config: KVEvictConfig = field(
-        default_factory=lambda: KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+        default_factory=lambda: KVEvictConfig(
+            budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1
+        )
     )
     policy: PseudoRandomPolicy | Policy | None = field(default_factory=PseudoRandomPolicy)
     group: ProcessGroup | None = None

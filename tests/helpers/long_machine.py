@@ -11,7 +11,7 @@ from helpers.admission import LongPromptScheduler
 from helpers.machines import BASES, PressureMachine
 from sgl_kvevict.config import KVEvictConfig
 
-CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12)
+CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12, score_after_matches=1)
 LONG_BASES = tuple([base[i % 48] for i in range(800)] for base in BASES)
 
 

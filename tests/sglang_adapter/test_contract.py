@@ -259,6 +259,7 @@ OURS = {
         "is_parked",
         "is_pass",
         "is_stale",
+        "on_superseded",
         "prefills",
         "readers",
         "segment",

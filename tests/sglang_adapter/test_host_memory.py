@@ -200,7 +200,7 @@ def test_without_learned_scores_they_are_computed_again():
 
 
 def test_nothing_is_squeezed_below_the_budget_while_the_host_has_room():
-    config = KVEvictConfig(budget=0.2, min_budget=0.05, tail_tokens=4, min_prefix_tokens=6)
+    config = KVEvictConfig(budget=0.2, min_budget=0.05, tail_tokens=4, min_prefix_tokens=6, score_after_matches=1)
     policy = PseudoRandomPolicy(needs_passes=True)
     documents = [[(i * step + step) % 11 for i in range(60)] for step in range(2, 10)]
 

@@ -19,6 +19,7 @@ WARM = {"warm": True, "ticket": TICKET}
 def cache(**fields) -> tuple[Harness, MiniScheduler]:
     """A cache in which any range can be compressed at any time."""
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
+    values |= {"score_after_matches": 1}
     policy = PseudoRandomPolicy(needs_passes=True)
     harness = Harness(num_slots=400, config=KVEvictConfig(**(values | fields)), policy=policy, scores_any_range=True)
     return harness, MiniScheduler(harness)
