@@ -15,8 +15,6 @@ from helpers.event_sockets import wait_until
 from kvevict_tools.measure import plugin_state, wait_until_scored
 from sgl_kvevict.client import CacheReport
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-
 HANDBOOK = (Path(__file__).resolve().parents[2] / "examples" / "data" / "station_handbook.txt").read_text()
 DOCUMENT, OTHER = HANDBOOK[:4000], HANDBOOK[4000:8000]
 PREFIX = f"<|im_start|>system\n{DOCUMENT}"
@@ -47,7 +45,7 @@ def told(answer: dict[str, Any]) -> CacheReport:
 @pytest.fixture(scope="module")
 def server(start, demo_model):
     """The document is in its pool, uncompressed."""
-    server = start(demo_model, "--max-total-tokens", "1800", "--enable-cache-report", config={})
+    server = start(demo_model, "--max-total-tokens", "1800", "--enable-cache-report", config={"score_after_matches": 1})
     first = generate(server, PREFIX)
     assert told(first) == CacheReport() and first["meta_info"]["cached_tokens"] == 0
     return server

@@ -39,7 +39,7 @@ def test_a_prefix_shrinks_when_slots_are_short_and_answers(start, demo_model):
     """Without any pass: nobody has asked about it twice."""
     text = HANDBOOK.read_text()
     document = document_of(text[:4000])
-    with start(demo_model, "--max-total-tokens", "1800", config={}) as server:
+    with start(demo_model, "--max-total-tokens", "1800", config={"score_after_matches": 1}) as server:
         assert "kvevict: learned scores of" in server.log()
         ask(server, document)
         state = plugin_state(server)

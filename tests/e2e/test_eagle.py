@@ -84,7 +84,9 @@ def test_compressed_prefixes_are_found_and_outlive_their_server(start, target, t
     flags += ("--constrained-json-disable-any-whitespace",)  # random weights would fill an answer with blanks
     found = []
     for patch in (None, overlapped_drafts.__name__):
-        server = start(model, *FLAGS, *flags, config={"store": str(tmp_path / "store")}, patch=patch)
+        server = start(
+            model, *FLAGS, *flags, config={"store": str(tmp_path / "store"), "score_after_matches": 1}, patch=patch
+        )
         if patch is None:
             compress(server)
         results = [generate(server, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]

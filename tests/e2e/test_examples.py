@@ -69,7 +69,9 @@ def test_demo(server, monkeypatch):
     assert figures["right_answers"] == figures["answers"] == figures["sharers"] == 8
     assert figures["prefix_slots"] <= 0.22 * figures["prefix_tokens"] and figures["pool_leaks"] == 0
     assert figures["cached_tokens"] >= 8 * HANDBOOK_TOKENS
-    assert figures["long_prompt_tokens"] > figures["pool_slots"] == POOL and figures["long_prompt_compressed"] > 1000
+    assert (
+        figures["long_prompt_compressed"] >= figures["long_prompt_tokens"] - POOL > 0 and figures["pool_slots"] == POOL
+    )
     assert "station_handbook.txt" in shown.getvalue() and "Tomas Brandt" in shown.getvalue()
     server.post("/flush_cache?timeout=60")  # the others count what they compress themselves
 

@@ -20,7 +20,7 @@ from sgl_kvevict.client import CacheReport
 POOL = 400
 SHORT = ("--skip-tokenizer-init", "--max-total-tokens", str(POOL))
 FLAGS = (*SHORT, "--context-length", "4096")
-CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64}
+CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64, "score_after_matches": 1}
 MODES = {
     "overlap": ("--chunked-prefill-size", "1024"),
     "mixed chunks, no overlap": ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--disable-overlap-schedule"),

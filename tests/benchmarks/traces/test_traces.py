@@ -21,7 +21,6 @@ from trace_bench.systems import SYSTEMS
 
 from helpers.harness import publish_server_args
 
-pytestmark = pytest.mark.sglang
 TOOLS = list(range(1, 9))
 NUM_TURNS, GROWTH = 6, 40
 
