@@ -45,8 +45,8 @@ OUT = ROOT / "docs" / "results" / "traces"
 SHARES = tuple(2.0**-power for power in range(6, -1, -1))
 CLIENTS = 128
 """Agents at once: so many that 1/64 of the working set holds the longest prompt."""
-REQUESTS = 1280
-WARM_UP = 384
+REQUESTS = 512
+WARM_UP = 153
 """Of these requests the first, which are not counted: caches fill."""
 SEEDS = (1, 2, 3)
 ABOUT = """\
