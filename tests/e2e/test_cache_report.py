@@ -81,7 +81,7 @@ def test_a_whole_answer_and_every_part_of_a_stream(shrunk, expected):
 
 def test_a_prefix_that_shrinks_while_it_is_streamed(start, demo_model):
     """The first parts say that nothing was compressed, the last one that it was."""
-    with start(demo_model, "--max-total-tokens", "1800", config={}) as server:
+    with start(demo_model, "--max-total-tokens", "1800", config={"score_after_matches": 1}) as server:
         generate(server, PREFIX)
         parts = stream(server, f"{PREFIX} Who?", 300)
         assert told(next(parts)).compressed.num_tokens == 0
