@@ -77,7 +77,7 @@ def test_serve_on_a_cpu(capsys: pytest.CaptureFixture[str], model_folder: str, m
     assert values["policy"] == "snapkv" and values["budget"] == 0.1 and values["tail_tokens"] == 16
     assert values["policy_options"] == {"window_size": 16}
     assert len(err.splitlines()) == 1
-    for part in (model_folder, "policy snapkv", "window_size=16", "keeps 0.1 of the entries", "cpu"):
+    for part in (model_folder, "policy snapkv", "window_size=16", "keeps 0.1 of the bytes", "cpu"):
         assert part in err
 
 
