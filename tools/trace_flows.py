@@ -52,7 +52,7 @@ ALLOCATORS = SGLANG / "srt" / "mem_cache" / "allocator"
 """Whose ``free`` releases token slots."""
 
 SHOT, LEARNED = "ada-snapkv", "distilled"
-"""A policy that compresses a prompt at once, and the default, which compresses when slots are short."""
+"""A policy that compresses a prompt at once, and the default, here with passes: it compresses when slots are short."""
 DOCUMENT = [token * 7 % 50 for token in range(300)]
 
 
@@ -223,7 +223,7 @@ class Tracer:
 
 def make(policy: str, **options: Any) -> Driver:
     """A driver with a policy of ours; its learned scores, if it has some, are known."""
-    config = KVEvictConfig(policy=policy, tail_tokens=8, min_prefix_tokens=32)
+    config = KVEvictConfig(policy=policy, tail_tokens=8, min_prefix_tokens=32, score_after_matches=1)
     driver = Driver(num_slots=2000, max_tokens=1000, config=config, policy=build_policy(policy, {}), **options)
     if policy == LEARNED:
         compressor = driver.tree.compressor
