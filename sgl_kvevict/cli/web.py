@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, partial
@@ -92,6 +93,11 @@ class WebServer(ThreadingHTTPServer):
         """Stop listening, and end the connection to the watched server."""
         super().server_close()
         self._connection.close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print an error as usual, but not that a page was closed in the middle of an answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def tree(self) -> Mapping[str, object]:
         """Return the whole tree, without what heads kept."""
