@@ -30,7 +30,7 @@ from sgl_kvevict.cli.web import WebServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "results" / "top-web.png"
-WIDTH, HEIGHT = 1200, 1500
+WIDTH, HEIGHT = 1200, 2200  # the page is shorter: its end is cut off
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 FLAGS = (*FLAGS, "--disable-background-networking", "--disable-component-update")
 SELECT = """
@@ -40,10 +40,10 @@ SELECT = """
   const whole = [...nodes.values()].sort((a, b) => b.tokens - a.tokens)[0];
   document.querySelector(`#icicle button[data-node="${whole.id}"]`).click();
   while ($("text").hidden) await later(200);
-  return document.body.scrollHeight;
+  return Math.ceil($("node").getBoundingClientRect().bottom) + 20;
 })()
 """
-"""Selects the demo's document, waits until all of it is shown, and returns the height of the page."""
+"""Selects the demo's document, waits until all of it is shown, and returns where the page ends."""
 
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 
