@@ -29,17 +29,34 @@ find_python() {
     return 1
 }
 
-step() { # step LABEL COMMAND...: run quietly, show a sign of life every ten seconds, the end of the log on failure
-    local label=$1 started=$SECONDS pid
+pip_progress() { # pip_progress LINE: how far pip has come since that line of the log, in packages
+    local output names found
+    output=$(tail -n "+$1" "$log")
+    if names=$(grep -m 1 '^Installing collected packages: ' <<<"$output"); then
+        echo "installed $(find "$venv"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$log.step" | wc -l)" \
+            "of $(tr -cd , <<<"$names," | wc -c) packages"
+    elif found=$(grep -cE '^(Collecting|Processing) ' <<<"$output"); then
+        echo "found $found packages" \
+            "$(sed -nE 's/^ +Downloading ([^-]+-[^-]+)-.*(\([^)]*\))$/(last: \1 \2)/p' <<<"$output" | tail -n 1)"
+    fi
+}
+
+step() { # step LABEL COMMAND...: run quietly, say every five seconds how far it is, the end of the log on failure
+    local label=$1 started=$SECONDS shown="" now pid begin
     shift
     echo "setup: $label"
+    touch "$log.step"
+    begin=$(($(wc -l <"$log") + 1))
     "$@" >>"$log" 2>&1 &
     pid=$!
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.5
-        if ((SECONDS - started >= 10 && (SECONDS - started) % 10 == 0 && SECONDS != ${last_sign:-0})); then
-            last_sign=$SECONDS
-            echo "setup:   $((SECONDS - started)) s: $(grep -v '^WARNING' "$log" | tail -n 1 | cut -c 1-90)"
+        if ((SECONDS - started >= 5 && (SECONDS - started) % 5 == 0)); then
+            now=$(pip_progress "$begin") || true
+            if [[ $now != "$shown" ]]; then
+                shown=$now
+                echo "setup:   $((SECONDS - started)) s: $now"
+            fi
         fi
     done
     if ! wait "$pid"; then

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -91,26 +94,97 @@ def test_entry_points_resolve_as_declared(project: dict[str, Any], group: str) -
         assert callable(installed[name].load())
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source distribution, and the wheel that is built from it, as `pip install` of the former does."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for folder in ("sgl_kvevict", "kernels", "tests"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
+    for name in ("sgl_kvevict", "kernels", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source / file)
+    python(f"import setuptools.build_meta as b; b.build_sdist({str(folder)!r})", source)
+    (sdist,) = folder.glob("*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
-    command += ["--no-index", "--wheel-dir", str(tmp_path), str(source)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command += ["--no-index", "--wheel-dir", str(folder), str(sdist)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    (wheel,) = folder.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_both_packages_and_nothing_else(built: tuple[Path, Path], project: dict[str, Any]) -> None:
+    sdist, wheel = built
+    version = project["project"]["version"]
+    assert sdist.name == f"sgl_kvevict-{version}.tar.gz" and wheel.name == f"sgl_kvevict-{version}-py3-none-any.whl"
+    names = zipfile.ZipFile(wheel).namelist()
     for folder, package in ((ROOT, "sgl_kvevict"), (ROOT / "kernels", "kvevict_kernels")):
         modules = {path.relative_to(folder).as_posix() for path in (folder / package).rglob("*.py")}
         assert modules <= set(names)
         assert f"{package}/py.typed" in names
-    assert "sgl_kvevict/cli/inspect_page.html" in names
+    assert {"sgl_kvevict/cli/inspect_page.html", "sgl_kvevict/sglang_adapter/signatures.json"} <= set(names)
+    weights = [path.name for path in (ROOT / "sgl_kvevict" / "distill" / "known").glob("*.safetensors")]
+    assert weights and {f"sgl_kvevict/distill/known/{name}" for name in weights} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"sgl_kvevict", "kvevict_kernels"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_a_clean_environment(
+    built: tuple[Path, Path], project: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its dependencies are those of this environment, found behind it; this checkout is not."""
+    clean = tmp_path / "clean"
+    venv.create(clean, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(clean), "install", "--quiet", "--no-deps", "--no-index"]
+    done = subprocess.run([*pip, str(built[1])], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (packages,) = clean.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [str(clean / "bin" / command[0]), *command[1:]], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert project["project"]["version"] in run("sgl-kvevict", "--version")
+    assert "distilled" in run("sgl-kvevict", "policies")
+    code = "import sgl_kvevict, kvevict_kernels; from importlib.metadata import entry_points as e; "
+    code += (
+        "from sgl_kvevict.sglang_adapter.plugin import register; print(sgl_kvevict.__file__, kvevict_kernels.__file__, "
+    )
+    code += "*(p.value for p in e(group='sglang.srt.plugins') if p.name == 'kvevict'))"
+    *files, entry = run("python", "-c", code).split()
+    assert [Path(file).parents[1] for file in files] == [packages] * 2
+    assert entry == project["project"]["entry-points"]["sglang.srt.plugins"]["kvevict"]
+
+
+def test_lines_that_install_this_package_name_extras_that_exist(project: dict[str, Any]) -> None:
+    extras = set(project["project"]["optional-dependencies"])
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    named = [extra for page in pages for extra in re.findall(r'pip install "?\.\[(\w+)\]', page.read_text())]
+    assert named and set(named) <= extras
+
+
+def test_the_changelog_has_a_section_of_this_version(project: dict[str, Any]) -> None:
+    spec = importlib.util.spec_from_file_location("release_notes", ROOT / "tools" / "release_notes.py")
+    assert spec is not None and spec.loader is not None
+    notes = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(notes)
+    assert notes.version() == project["project"]["version"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    date, text = notes.section(changelog, notes.version())
+    assert date == "not released yet" or re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
+    assert "### Added" in text and "\n## " not in text
+    two = "# Changelog\n\n## [1.1.0] - 2027-01-02\n\nB\n\n## [1.0.0] - 2026-12-24\n\nA\n"
+    assert notes.section(two, "1.1.0") == ("2027-01-02", "B\n")
+    assert notes.section(two, "1.0.0") == ("2026-12-24", "A\n")
+    with pytest.raises(ValueError, match=r"no section '## \[2\.0\.0\] - DATE'"):
+        notes.section(two, "2.0.0")
 
 
 def test_without_the_tools_of_a_checkout_the_command_runs_and_says_what_is_missing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A document compressed before your eyes, eight questions at once on the one copy, a document longer than the pool.
+"""The dial: the same eight questions about one document, at all of its bytes, at a fifth, and at a twentieth.
 
 Progress and answers go to stderr; the last line of stdout is one JSON object. `compare.py` measures beside stock.
 """
@@ -9,39 +9,113 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from kvevict_demo.ask import Streamed, ask, ask_all, prefix_text
+from kvevict_demo.ask import Streamed, ask, ask_all, prefix_text, question_text, reading
 from kvevict_demo.log import LOG_QUESTION, log_text
 from kvevict_demo.questions import BRANCH_QUESTIONS
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvevict_tools.launcher import STRICT_CHECK_ENV, RunningServer, kvevict_system, launch
-from kvevict_tools.measure import flush, idle_gauges, plugin_state
+from kvevict_tools.measure import flush, plugin_state
 from kvevict_tools.models import made_model
 from sgl_kvevict.client import CacheReport
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import KVEvictError
 
-POOL_SLOTS = 3500
-"""The least: the uncompressed document and a scoring pass. The model's context sets the most."""
-POLL_S = 0.2
-SCORE_TIMEOUT_S = 300.0
+POOL_SLOTS = 3300
+"""The least: the uncompressed document with eight questions and answers. The model's context sets the most."""
+OTHER_SLOTS = 70
+"""Token slots of the requests beside the document and the log: two short questions, and what is generated."""
+POLL_S = 0.1
+COMPRESSED_WITHIN_S = 60.0
+ANSWER_COLUMNS = 21
 NEXT = """
 Try next
   make serve                     the same server for your own programs (OpenAI API, SGLang's frontend)
   make compare                   stock SGLang beside ours, measured in turn: 6 to 12 minutes
   make demo ARGS="--budget 0.1"  keep a tenth
-  make demo ARGS="--stay"        leave this server up; then: .venv/bin/sgl-kvevict inspect"""
+  make demo ARGS="--stay"        leave this server up; then: .venv/bin/sgl-kvevict top --web 5660"""
+
+
+@dataclass
+class Reading:
+    """The answers of all questions, and the size of the document that they were read from.
+
+    Attributes:
+        share: what the document was to take of its bytes.
+        slots: token slots that it took, its uncompressed tail included.
+        answers: of the questions, while they grow.
+    """
+
+    share: float
+    slots: int
+    answers: Sequence[Streamed] = ()
+
+    @property
+    def num_right(self) -> int:
+        """Right answers."""
+        return sum(answer.is_right for answer in self.answers)
+
+    @property
+    def share_of_entries(self) -> float:
+        """Part of the entries of the compressed tokens that was read."""
+        return fmean(CacheReport.of(answer.meta).compressed.share for answer in self.answers)
+
+    @property
+    def bits(self) -> float:
+        """Their mean bits per number."""
+        return fmean(CacheReport.of(answer.meta).compressed.bits for answer in self.answers)
+
+    def figures(self) -> dict[str, Any]:
+        """What the last line of output has of it."""
+        return {
+            "share": self.share,
+            "slots": self.slots,
+            "share_of_entries": round(self.share_of_entries, 3),
+            "bits": round(self.bits, 2),
+            "right_answers": self.num_right,
+            "cached_tokens": sum(answer.meta["cached_tokens"] for answer in self.answers),
+        }
+
+
+class Screen:
+    """What is shown: finished steps, below them the table of answers, and below it what is being done.
+
+    Args:
+        live: display to write on.
+        shares: of the columns.
+    """
+
+    def __init__(self, live: Live, shares: Sequence[float]) -> None:
+        self.readings: list[Reading] = []
+        self._live, self._shares, self._doing = live, shares, ""
+        self._started = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """Write a line that stays, with the seconds since the beginning."""
+        self._live.console.print(f"{time.monotonic() - self._started:5.1f} s  {text}")
+
+    def doing(self, text: str) -> None:
+        """Say what is being done."""
+        self._doing = text
+        self.draw()
+
+    def draw(self) -> None:
+        """Show the readings as they are now."""
+        self._live.update(Group(dial_table(self._shares, self.readings), Text(self._doing)))
 
 
 def main(
     model: Annotated[str, typer.Option(help="Model folder, or a name of 'make model ARGS=--list'.")] = "demo",
-    budget: Annotated[float, typer.Option(help="Share of entries kept.", min=0.01, max=1.0)] = 0.2,
+    budget: Annotated[float, typer.Option(help="Share of its bytes that is kept.", min=0.1, max=0.5)] = 0.2,
     pool_slots: Annotated[int, typer.Option(help="KV pool, in token slots.", min=POOL_SLOTS, max=7000)] = POOL_SLOTS,
     stay: Annotated[bool, typer.Option(help="Leave the server up until Ctrl-C.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("out/demo"),
@@ -65,124 +139,129 @@ def main(
 
 
 def run(server: RunningServer, console: Console, budget: float, pool_slots: int) -> dict[str, Any]:
-    """Compress the document, ask about it, serve one that is longer than the pool, and count.
+    """Ask the questions at each size of the document, and count.
 
     Returns:
         The figures of the last line of output; token slots and tokens are different units.
 
     Raises:
-        LaunchError: the server died, or the document was not compressed in time.
+        RuntimeError: the document was not compressed in time.
+        LaunchError: the server died.
     """
     flush(server)
-    empty = idle_gauges(server).evictable
-    tokens = cache_document(server, console)
-    slots = idle_gauges(server).evictable - empty
-    state = plugin_state(server) or {}
-    console.print(draw_tree(tokens, state["span_tokens"], state["span_slots"]))
-    console.print("Eight questions at once; all read the one compressed copy:")
+    config = KVEvictConfig(budget=budget)
+    *_, above_least, least = config.shares
     with Live(console=console, refresh_per_second=8) as live:
-        answers = ask_all(server.url, BRANCH_QUESTIONS, lambda growing: live.update(answers_table(growing)))
-        live.update(answers_table(answers))
-    sharers = int((plugin_state(server) or {})["max_sharers"])
-    long = ask_long(server, console, pool_slots)
-    after = plugin_state(server) or {}
+        screen = Screen(live, (1.0, budget, least))
+        screen.doing("prefill of a handbook")
+        with reading(server, prefix_text(), is_exact=True) as meta:
+            tokens = int(meta["prompt_tokens"])
+            screen.note(
+                f"{tokens:,} tokens of a handbook: {tokens:,} token slots. A request with `exact` keeps them so."
+            )
+            ask_about(server, screen, tokens, 1.0, is_exact=True)
+        slots = wait_until_compressed(server, tokens)
+        screen.note(f"That request is gone, and the handbook was compressed: {slots:,} token slots.")
+        ask_about(server, screen, tokens, budget)
+        state = plugin_state(server) or {}
+        screen.doing("prefill of a log, which needs slots while another request reads the handbook")
+        compressed = int(state["span_tokens"])
+        room = (config.slots_at(above_least, compressed, 0) + config.slots_at(least, compressed, 0)) // 2
+        log = log_of(server, pool_slots - (tokens - compressed) - room - OTHER_SLOTS)
+        with reading(server, prefix_text() + question_text(BRANCH_QUESTIONS[0])):
+            pressing = Streamed(LOG_QUESTION)
+            ask(server.url, log, pressing, is_exact=True)
+            slots = held_slots(server, tokens)
+        screen.note(
+            f"A log of {pressing.meta['prompt_tokens']:,} tokens needed slots while another request read the handbook, "
+            f"which shrank: {slots:,}."
+        )
+        ask_about(server, screen, tokens, least)
+        screen.doing("")
     server.check_alive()
+    after = plugin_state(server) or {}
     leaks = abs(int(after["leaked_slots"])) + len(server.leak_messages())
-    num_right = sum(answer.is_right for answer in answers)
-    console.print(f"\n{num_right + long.is_right} of {len(answers) + 1} answers are right; pool leaks: {leaks}.")
-    console.print(
-        f"The document holds {slots:,} of {pool_slots:,} token slots; stock SGLang: {tokens:,} (computed, one a token)."
-    )
+    console.print(f"\nThe pool has {pool_slots:,} token slots; leaks: {leaks}.")
     console.print(NEXT)
     return {
         "prefix_tokens": tokens,
-        "prefix_slots": slots,
-        "stock_prefix_slots": tokens,
-        "compressed_tokens": state["span_tokens"],
-        "compressed_slots": state["span_slots"],
-        "sharers": sharers,
-        "right_answers": num_right,
-        "answers": len(answers),
-        "cached_tokens": sum(answer.meta["cached_tokens"] for answer in answers),
+        "compressed_tokens": compressed,
+        "dial": [each.figures() for each in screen.readings],
+        "answers": len(BRANCH_QUESTIONS),
+        "sharers": int(after["max_sharers"]),
         "pool_slots": pool_slots,
-        "long_prompt_tokens": long.meta["prompt_tokens"],
-        "long_prompt_compressed": CacheReport.of(long.meta).prefilled_compressed,
-        "long_answer_is_right": long.is_right,
+        "pressing_tokens": pressing.meta["prompt_tokens"],
+        "pressing_answer_is_right": pressing.is_right,
         "pool_leaks": leaks,
         "budget": budget,
         "policy": state["policy"],
     }
 
 
-def cache_document(server: RunningServer, console: Console) -> int:
-    """Send the document as SGLang's frontend language does (no answer wanted), and wait until it is compressed.
+def ask_about(server: RunningServer, screen: Screen, tokens: int, share: float, *, is_exact: bool = False) -> None:
+    """Ask all questions about the document, which has ``tokens`` tokens, as it is in the cache now."""
+    now = Reading(share, held_slots(server, tokens))
+    screen.readings.append(now)
+    screen.doing("eight questions at once")
 
-    Returns:
-        Its length in tokens.
+    def on_word(answers: Sequence[Streamed]) -> None:
+        now.answers = answers
+        screen.draw()
+
+    now.answers = ask_all(server.url, BRANCH_QUESTIONS, on_word, prefix_tokens=tokens, is_exact=is_exact)
+    screen.draw()
+
+
+def held_slots(server: RunningServer, tokens: int) -> int:
+    """Token slots of the document, while nothing else is compressed."""
+    state = plugin_state(server) or {}
+    return int(tokens - state["span_tokens"] + state["span_slots"])
+
+
+def wait_until_compressed(server: RunningServer, tokens: int) -> int:
+    """Return the token slots of the document once it is compressed.
 
     Raises:
-        RuntimeError: it was not compressed in time.
+        RuntimeError: not in time.
     """
-    started = time.monotonic()
-    with console.status("prefill of the document") as status:
-        body = {"text": prefix_text(), "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
-        tokens = int(json.loads(server.post("/generate", body))["meta_info"]["prompt_tokens"])
-        console.print(
-            f"{time.monotonic() - started:5.1f} s  {tokens:,} tokens are in the cache, {tokens:,} token slots"
-        )
-        while not (state := plugin_state(server) or {}).get("spans"):
-            if time.monotonic() - started > SCORE_TIMEOUT_S:
-                raise RuntimeError(f"the document was not compressed within {SCORE_TIMEOUT_S:.0f} s: {state}")
-            status.update("the model repeats the document in extra passes, to find out which entries it needs")
-            time.sleep(POLL_S)
-    held = state["span_slots"] + tokens - state["span_tokens"]
-    console.print(f"{time.monotonic() - started:5.1f} s  scored and compressed: {held:,} token slots\n")
-    return tokens
+    begin = time.monotonic()
+    while (slots := held_slots(server, tokens)) == tokens:
+        if time.monotonic() - begin > COMPRESSED_WITHIN_S:
+            raise RuntimeError(f"the document was not compressed within {COMPRESSED_WITHIN_S:.0f} s")
+        time.sleep(POLL_S)
+    return slots
 
 
-def draw_tree(tokens: int, span_tokens: int, span_slots: int) -> str:
-    """The radix tree with the document, before its questions."""
-    tail = tokens - span_tokens
-    return (
-        "  the radix tree                    tokens    token slots\n"
-        "         |                       (logical)         (held)\n"
-        f"  station_handbook.txt              {span_tokens:6,}         {span_slots:6,}    compressed\n"
-        f"         |                          {tail:6,}         {tail:6,}    its tail, uncompressed\n"
-        "  +--+--+--+--+--+--+--+\n"
-        "  8 questions\n"
-    )
+def log_of(server: RunningServer, num_tokens: int) -> str:
+    """The station's log, of as many days as have about ``num_tokens`` tokens of the served model."""
+    num_days = 100
+    tokens = json.loads(server.post("/tokenize", {"prompt": log_text(num_days)}))["count"]
+    return log_text(round(num_days * num_tokens / tokens))
 
 
-def ask_long(server: RunningServer, console: Console, pool_slots: int) -> Streamed:
-    """Ask about the station's log, which has more tokens than the pool has slots; its chunks shrink as they come."""
-    console.print("\nA document longer than the pool; stock SGLang refuses it:")
-    answer = Streamed(LOG_QUESTION)
-    started = time.monotonic()
-    with ThreadPoolExecutor(1) as pool, console.status("prefill of the station's log") as status:
-        asked = pool.submit(ask, server.url, log_text(pool_slots), answer)
-        while not asked.done():
-            state = plugin_state(server) or {}
-            computed, free = state["long_prompt_computed"], state["free_slots"]
-            if computed:
-                status.update(f"prefill: {computed:,} tokens are computed, {free:,} token slots are free")
-            time.sleep(POLL_S)
-        asked.result()
-    tokens, compressed = answer.meta["prompt_tokens"], CacheReport.of(answer.meta).prefilled_compressed
-    console.print(
-        f"{time.monotonic() - started:5.1f} s  {tokens:,} tokens in a pool of {pool_slots:,} token slots; "
-        f"{compressed:,} were compressed on the way"
-    )
-    console.print(answers_table([answer]))
-    return answer
-
-
-def answers_table(answers: Sequence[Streamed]) -> Table:
-    """Questions with what is answered so far."""
-    table = Table(show_header=False, box=None, padding=(0, 1))
-    for answer in answers:
-        mark = "[green]✓[/]" if answer.is_right else " "
-        table.add_row(mark, answer.question.text, (answer.question.lead + " " + answer.text).replace("[", "\\["))
+def dial_table(shares: Sequence[float], readings: Sequence[Reading]) -> Table:
+    """Questions, and for each share of the document's bytes what was answered so far."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("share of the handbook's bytes", no_wrap=True)
+    for share in shares:
+        table.add_column(f"{share:g}", width=ANSWER_COLUMNS, no_wrap=True, overflow="ellipsis")
+    for number, question in enumerate(BRANCH_QUESTIONS):
+        cells = [_answer(reading.answers[number]) for reading in readings if reading.answers]
+        table.add_row(question.text, *cells)
+    table.add_row()
+    done = [reading for reading in readings if all(answer.meta for answer in reading.answers) and reading.answers]
+    table.add_row("token slots", *(f"{reading.slots:,}" for reading in readings))
+    read = (f"{reading.share_of_entries:.0%}, {reading.bits:.1f} bits each" for reading in done)
+    table.add_row("entries read", *read)
+    right = (f"[green]{reading.num_right} of {len(reading.answers)}[/]" for reading in done)
+    table.add_row("right answers", *right)
     return table
+
+
+def _answer(answer: Streamed) -> str:
+    is_done = answer.meta and answer.meta["finish_reason"] is not None
+    mark = "[green]✓[/]" if answer.is_right else "✗" if is_done else " "
+    return f"{mark} " + answer.text.replace("[", "\\[")
 
 
 def wait_for_interrupt(server: RunningServer) -> None:

@@ -40,6 +40,7 @@ class ReaderRecord:
         computed_again: of an exact reader: prompt tokens that it computes although the tree has them.
         report: what its client is told beside tokens by place; of what it has read the least of all times that it was
             noted; None: its prompt is not complete.
+        is_counted: its prompt is complete, and in the totals.
     """
 
     is_live: bool = False
@@ -53,6 +54,7 @@ class ReaderRecord:
     suffix: Generated | None = None
     computed_again: int = 0
     report: CacheReport | None = None
+    is_counted: bool = False
 
     @property
     def is_complete(self) -> bool:

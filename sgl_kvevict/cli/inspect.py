@@ -40,64 +40,56 @@ class Snapshot:
     tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
-def take_snapshot(
-    endpoint: str, *, limit: int, num_maps: int = 0, bins: int = 256, with_tokens: bool = False, timeout_s: float = 10.0
+async def ask_snapshot(
+    client: InspectClient, *, limit: int, num_maps: int = 0, bins: int = 256, with_tokens: bool = False
 ) -> Snapshot:
     """Ask a server about its tree, node by node; it answers between two of its steps.
 
     Nodes that are dropped meanwhile are left out.
 
     Args:
-        endpoint: the server's event socket.
+        client: connected to the server.
         limit: nodes at most.
         num_maps: number of compressed nodes, largest first, to fetch maps of.
         bins: resolution of these maps.
         with_tokens: ask for token ids if the server exposes them.
-        timeout_s: seconds to wait for each answer.
 
     Raises:
-        ConfigError: the endpoint is not an address.
         ServerSilentError: no answer.
     """
-
-    async def ask_all(client: InspectClient) -> Snapshot:
-        about = await client.ask(questions.Describe(), Description)
-        tree = await client.ask(questions.Tree(limit), TreeReport)
-        status = await client.ask(questions.Status(limit=0), StatusReport)
-        compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
-        kept = await client.ask_each([questions.Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
-        maps = {node.id: report for node, report in zip(compressed, kept, strict=False) if report}
-        tokens: dict[int, Sequence[int]] = {}
-        if with_tokens and about.expose_tokens:
-            texts = await client.ask_each([questions.Tokens(node.id) for node in tree.nodes], questions.TokensReport)
-            tokens = {node.id: report.token_ids for node, report in zip(tree.nodes, texts, strict=True) if report}
-        return Snapshot(client.endpoint, about, tree, status, maps, tokens)
-
-    return _with_client(endpoint, timeout_s, ask_all)
+    about = await client.ask(questions.Describe(), Description)
+    tree = await client.ask(questions.Tree(limit), TreeReport)
+    status = await client.ask(questions.Status(limit=0), StatusReport)
+    compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
+    kept = await client.ask_each([questions.Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
+    maps = {node.id: report for node, report in zip(compressed, kept, strict=False) if report}
+    tokens: dict[int, Sequence[int]] = {}
+    if with_tokens and about.expose_tokens:
+        texts = await client.ask_each([questions.Tokens(node.id) for node in tree.nodes], questions.TokensReport)
+        tokens = {node.id: report.token_ids for node, report in zip(tree.nodes, texts, strict=True) if report}
+    return Snapshot(client.endpoint, about, tree, status, maps, tokens)
 
 
-def look_at(
-    endpoint: str, node: int, *, bins: int, timeout_s: float
+async def ask_node(
+    client: InspectClient, node: int, *, bins: int
 ) -> tuple[Description, KeptReport | None, Sequence[int] | None]:
-    """Ask about one node: what its heads kept (None: it is uncompressed or gone), its tokens (None: not exposed).
+    """Ask about one node: what its heads kept (None: it is uncompressed or gone), its tokens (None: not exposed)."""
+    about = await client.ask(questions.Describe(), Description)
+    (kept,) = await client.ask_each([questions.Kept(node, bins)], KeptReport)
+    if not about.expose_tokens:
+        return about, kept, None
+    (text,) = await client.ask_each([questions.Tokens(node)], questions.TokensReport)
+    return about, kept, None if text is None else text.token_ids
+
+
+def asked(endpoint: str, timeout_s: float, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
+    """Return what ``ask`` returns of the server at an event socket; ``timeout_s``: seconds to wait for each answer.
 
     Raises:
         ConfigError: the endpoint is not an address.
         ServerSilentError: no answer.
     """
 
-    async def ask_all(client: InspectClient) -> tuple[Description, KeptReport | None, Sequence[int] | None]:
-        about = await client.ask(questions.Describe(), Description)
-        (kept,) = await client.ask_each([questions.Kept(node, bins)], KeptReport)
-        (text,) = (
-            await client.ask_each([questions.Tokens(node)], questions.TokensReport) if about.expose_tokens else (None,)
-        )
-        return about, kept, None if text is None else text.token_ids
-
-    return _with_client(endpoint, timeout_s, ask_all)
-
-
-def _with_client(endpoint: str, timeout_s: float, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
     async def run() -> T:
         async with InspectClient(check_endpoint(endpoint), timeout_s) as client:
             return await ask(client)

@@ -71,7 +71,7 @@ def inspect(
     if html is not None and (as_json or node is not None):
         raise ConfigError(f"{'--json' if as_json else '--node'} and --html: give one of them")
     if node is not None:
-        about, kept, _ = inspection.look_at(endpoint, node, bins=1, timeout_s=timeout)
+        about, kept, _ = inspection.asked(endpoint, timeout, lambda client: inspection.ask_node(client, node, bins=1))
         if kept is None:
             raise ConfigError(f"--node: got {node}; allowed: the number of a compressed node of the tree")
         if as_json:
@@ -81,13 +81,13 @@ def inspect(
 
         print_table(inspection.HEAD_COLUMNS, inspection.head_rows(about, kept))
         return
-    snapshot = inspection.take_snapshot(
+    num_maps, with_tokens = 0 if html is None else maps, as_json or html is not None
+    snapshot = inspection.asked(
         endpoint,
-        limit=limit,
-        num_maps=0 if html is None else maps,
-        bins=bins,
-        with_tokens=as_json or html is not None,
-        timeout_s=timeout,
+        timeout,
+        lambda client: inspection.ask_snapshot(
+            client, limit=limit, num_maps=num_maps, bins=bins, with_tokens=with_tokens
+        ),
     )
     if as_json:
         typer.echo(inspection.as_json(snapshot))

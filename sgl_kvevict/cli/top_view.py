@@ -31,6 +31,8 @@ _POOL_PARTS = (
     ("free", "free", "░", "bright_black"),
 )
 _RATES = (
+    ("prompt_tokens", "prompt tokens"),
+    ("found_tokens", "of them found"),
     ("compressions", "compressions"),
     ("compressed_tokens", "tokens compressed"),
     ("released_slots", "slots released"),
@@ -48,7 +50,8 @@ class TopState:
     Attributes:
         sort: order of the largest prefixes.
         silent: why there is no newer report; None while the server answers.
-        events: time (seconds since the epoch) and event, newest last.
+        events: time (seconds since the epoch) and event, newest last; without prompts, which would displace all others
+            and are in the totals.
         missed: events that did not arrive.
     """
 
@@ -72,7 +75,8 @@ class TopState:
             if batch.started == status.started and batch.end > self._next_event:
                 self.missed += max(batch.first - self._next_event, 0)
                 part = batch.since(max(batch.first, self._next_event))
-                self.events.extend((part.ts, event) for event in part.events)
+                others = (event for event in part.events if not isinstance(event, types.PromptComplete))
+                self.events.extend((part.ts, event) for event in others)
                 self._next_event = part.end
         self.missed += max(status.next_event - self._next_event, 0)
         self._next_event = max(status.next_event, self._next_event)
@@ -243,6 +247,8 @@ def describe(event: AnyEvent) -> str:
         case types.Squeezed():
             evicted = f", {event.evicted_entries:,} entries evicted" if event.evicted_entries else ""
             return f"shrank node {event.node} into {_size(event)}, {event.released_slots:,} released{evicted}"
+        case types.PromptComplete():
+            return f"found {event.found:,} of {event.tokens:,} tokens of a prompt"
         case types.PrefilledCompressed():
             return f"compressed {event.tokens:,} tokens of a prompt while it was prefilled"
         case types.ScoringPass():

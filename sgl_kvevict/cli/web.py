@@ -1,27 +1,67 @@
 """``sgl-kvevict top --web``: the page of ``inspect --html``, live, on this machine's loopback only.
 
-Three answers: ``/`` is the page, ``/tree`` and ``/node/ID`` are the JSON that it asks for. Nothing is read from disk by
-name, and nothing can be changed. Pages of other sites get no answer: neither one whose name leads here (DNS rebinding:
-another name in ``Host``), nor one that embeds ours (``Sec-Fetch-Site``).
+All open pages ask the watched server over one connection to its event socket. Three answers: ``/`` is the page,
+``/tree`` and ``/node/ID`` are the JSON that it asks for. Nothing is read from disk by name, and nothing can be changed.
+Pages of other sites get no answer: neither one whose name leads here (DNS rebinding: another name in ``Host``), nor one
+that embeds ours (``Sec-Fetch-Site``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache, partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 
 import msgspec
+import uvloop
 
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.events.client import check_endpoint
+from sgl_kvevict.events.client import InspectClient, check_endpoint
 
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 _NODE = re.compile(r"/node/(\d{1,18})")
 _NUM_NODES, _NUM_BINS = 5000, 256
+T = TypeVar("T")
+
+
+class _Connection:
+    """One client of an event socket, for several threads: it asks in a thread of its own, one question at a time."""
+
+    def __init__(self, endpoint: str, timeout_s: float) -> None:
+        self._client: InspectClient | None = None
+        self._endpoint, self._timeout_s = endpoint, timeout_s
+        self._loop = uvloop.new_event_loop()
+        self._turn = asyncio.Lock()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def ask(self, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
+        """Return what ``ask`` returns. Raises :class:`ServerSilentError`: no answer in time."""
+        return asyncio.run_coroutine_threadsafe(self._ask(ask), self._loop).result()
+
+    async def _ask(self, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
+        async with self._turn:
+            if self._client is None:  # its socket belongs to the loop's thread
+                self._client = InspectClient(self._endpoint, self._timeout_s)
+            return await ask(self._client)
+
+    async def _close(self) -> None:
+        if self._client is not None:
+            await self._client.__aexit__(None, None, None)
+
+    def close(self) -> None:
+        """End the connection and its thread."""
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 class WebServer(ThreadingHTTPServer):
@@ -42,21 +82,31 @@ class WebServer(ThreadingHTTPServer):
     def __init__(self, endpoint: str, port: int, interval_s: float, timeout_s: float) -> None:
         self.endpoint = check_endpoint(endpoint)
         self.interval_s = interval_s
-        self.timeout_s = timeout_s
         self._decoder = cache(inspection.load_decoder)
+        self._connection = _Connection(self.endpoint, timeout_s)
         try:
             super().__init__(("127.0.0.1", port), _Handler)
-        except OSError as error:
+        except OSError as error:  # `server_close` was called
             raise ConfigError(f"--web: got {port}: {error.strerror}; allowed: a free port, or 0 to take one") from error
+
+    def server_close(self) -> None:
+        """Stop listening, and end the connection to the watched server."""
+        super().server_close()
+        self._connection.close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print an error as usual, but not that a page was closed in the middle of an answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def tree(self) -> Mapping[str, object]:
         """Return the whole tree, without what heads kept."""
-        snapshot = inspection.take_snapshot(self.endpoint, limit=_NUM_NODES, timeout_s=self.timeout_s)
-        return inspection.tree_content(snapshot)
+        ask = partial(inspection.ask_snapshot, limit=_NUM_NODES)
+        return inspection.tree_content(self._connection.ask(ask))
 
     def node(self, number: int) -> Mapping[str, object]:
         """Return what heads kept of a node (None: everything, or it is gone), and its tokens if they are exposed."""
-        about, kept, ids = inspection.look_at(self.endpoint, number, bins=_NUM_BINS, timeout_s=self.timeout_s)
+        about, kept, ids = self._connection.ask(partial(inspection.ask_node, node=number, bins=_NUM_BINS))
         tokens = None if ids is None else (self._decoder(about.tokenizer) or inspection.as_numbers)(ids)
         return {"map": kept, "tokens": tokens}
 

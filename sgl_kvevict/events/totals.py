@@ -20,6 +20,7 @@ from sgl_kvevict.events.types import (
     MovedIn,
     MovedOut,
     PrefilledCompressed,
+    PromptComplete,
     Refused,
     Repacked,
     ScoringPass,
@@ -37,6 +38,9 @@ ENTRIES = "entries_"
 class Totals(msgspec.Struct):
     """Counters since the server started: sums over the events."""
 
+    prompts: Annotated[int, Meta(description="Prompts of requests that were prefilled.")] = 0
+    prompt_tokens: Annotated[int, Meta(description="Tokens of them.")] = 0
+    found_tokens: Annotated[int, Meta(description="Those that were in the pool, the host's memory or the store.")] = 0
     compressions: Annotated[int, Meta(description="Segments written.")] = 0
     compressed_tokens: Annotated[int, Meta(description="Tokens that went into them.")] = 0
     compression_seconds: Annotated[float, Meta(description="Host time of compressions (on a GPU: launching only).")] = (
@@ -101,6 +105,10 @@ class Totals(msgspec.Struct):
                 self.squeezes += 1
                 self.squeezed_slots += event.released_slots
                 self.evicted_entries += event.evicted_entries
+            case PromptComplete():
+                self.prompts += 1
+                self.prompt_tokens += event.tokens
+                self.found_tokens += event.found
             case PrefilledCompressed():
                 self.prefilled_compressed += 1
             case ScoringPass():

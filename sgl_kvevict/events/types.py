@@ -80,6 +80,13 @@ class Squeezed(Event):
     evicted_entries: int  # entries that were stored before and are not now; 0: rows got fewer bits
 
 
+class PromptComplete(Event):
+    """A request's prompt is prefilled."""
+
+    tokens: int  # its length
+    found: int  # tokens of it that were in the pool, the host's memory or the store
+
+
 class PrefilledCompressed(Event):
     """A prompt is complete whose first chunks were compressed before its last one was computed."""
 
@@ -161,6 +168,7 @@ AnyEvent = (
     | Dropped
     | Repacked
     | Squeezed
+    | PromptComplete
     | PrefilledCompressed
     | ScoringPass
     | Refused

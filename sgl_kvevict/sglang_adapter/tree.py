@@ -30,7 +30,7 @@ from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_
 from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.cache.sessions import SessionKey
-from sgl_kvevict.events.types import PrefilledCompressed, Refused
+from sgl_kvevict.events.types import PrefilledCompressed, PromptComplete, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk
@@ -375,6 +375,7 @@ class KVEvictTree(UnifiedRadixCache):
             return
         if req.finished() or up_to >= len(req.origin_input_ids):
             self._note_read(req)  # before its path changes
+            self._count(req)
         record, key = self.prefixes.readers[req], self._key_of(req, up_to)
         is_private = record.is_exact and self._blocking.begins_compressed(key)
         if is_private or _keeps_own_chunks(req, up_to):
@@ -418,6 +419,13 @@ class KVEvictTree(UnifiedRadixCache):
         """Note for a request's client what it reads of its prompt now."""
         last = self.tree_core.node_by_id(req.last_node)
         self.prefixes.note_read(req, last, len(req.origin_input_ids))
+
+    def _count(self, req: Req) -> None:
+        """Count the prompt of a user's request, once."""
+        record = self.prefixes.readers[req]
+        if not (record.is_pass or record.is_counted):
+            record.is_counted = True
+            self.prefixes.listener.emit(PromptComplete(len(req.origin_input_ids), req.cached_tokens))
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""

@@ -144,6 +144,20 @@ SIZES = msgspec.convert(
 )
 
 
+TOTALS = Totals(
+    prompts=3,
+    prompt_tokens=4000,
+    found_tokens=3000,
+    moved_out_segments=7,
+    moved_in_segments=3,
+    moved_in_tokens=1200,
+    stored_segments=2,
+    stored_bytes=1_500_000,
+    loaded_segments=1,
+    loaded_tokens=64,
+)
+
+
 def snapshot() -> inspection.Snapshot:
     """Two branches below a compressed root; head 1 of layer 0 keeps the root's tokens 10 to 19 and nothing else."""
     kept = np.zeros((4, 50), np.uint8)
@@ -158,9 +172,7 @@ def snapshot() -> inspection.Snapshot:
         endpoint="tcp://127.0.0.1:1",
         about=msgspec.structs.replace(description_of(EventsConfig()), model=EVIL),
         tree=TreeReport(1.8e9, Pool(100, 50, 14, 30, 6), nodes, 3),
-        status=StatusReport(
-            1.8e9, 1.0, 0, SIZES, Totals(moved_out_segments=7, moved_in_segments=3, moved_in_tokens=1200), []
-        ),
+        status=StatusReport(1.8e9, 1.0, 0, SIZES, TOTALS, []),
         maps={5: KeptReport(5, 0, 50, 50, 4, kept.tobytes(), {16: [0, 10, 0, 0], 4: [0, 0, 30, 0]})},
         tokens={5: list(range(50)), 6: list(range(30))},
     )
@@ -172,9 +184,11 @@ const result = {}, at = (element, x, y) => element.dispatchEvent(new MouseEvent(
   clientX: element.getBoundingClientRect().left + x, clientY: element.getBoundingClientRect().top + y}));
 const buttons = [...document.querySelectorAll("#icicle button")];
 result.title = document.title;
-result.sizes = [$("dial").textContent, $("host").textContent, $("long").textContent];
+result.sizes = [$("dial").textContent, $("host-text").textContent, $("long").textContent];
 result.model = $("model").textContent;
-result.nodes = buttons.map((b) => [+b.dataset.node, b.offsetLeft, b.offsetTop, b.offsetWidth, b.style.background]);
+result.nodes = buttons.map((b) => [+b.dataset.node, b.offsetLeft, b.offsetTop, b.offsetWidth, b.offsetHeight]);
+result.fills = Object.fromEntries(buttons.map((b) => [b.dataset.node, b.style.background]));
+result.found = [$("found-text").textContent, $("found").hidden, $("store").textContent];
 result.width = $("icicle").clientWidth;
 result.selected = $("title").textContent;
 at($("map"), map.left + 12.5 * map.cellWidth, map.y(1) + 1);
@@ -186,12 +200,14 @@ result.half = $("tip").textContent;
 const pixel = (row, bin) => [...$("map").getContext("2d").getImageData(
   map.left + bin * map.cellWidth, map.y(row), 1, 1).data].slice(0, 3);
 result.pixels = [pixel(1, 12), pixel(0, 12), pixel(1, 20), pixel(2, 45)];
+result.gone = [...$("text").children].filter((s) => s.className === "gone").map((s) => s.textContent);
 buttons.find((b) => b.dataset.node === "6").click();
 result.clicked = [$("title").textContent, $("facts").textContent, $("text").textContent, $("heat-note").textContent];
 buttons.find((b) => b.dataset.node === "7").click();
 result.unmapped = $("heat-note").textContent;
 $("zoom").click();
-result.zoomed = [...document.querySelectorAll("#icicle button")].map((b) => [+b.dataset.node, b.offsetWidth]);
+const zoomed = [...document.querySelectorAll("#icicle button")];
+result.zoomed = zoomed.map((b) => [+b.dataset.node, b.offsetWidth, b.offsetHeight]);
 $("all").click();
 result.all = document.querySelectorAll("#icicle button").length;
 const out = document.createElement("pre");
@@ -229,13 +245,21 @@ def test_the_page_in_a_browser(tmp_path):
         "Host memory: 4 segments, 4.2 MB of 9 MB; 7 moved out, 3 found and moved back (1,200 tokens), "
     )
     assert "A prompt of 3,648 tokens" in long and ": 1,311 are computed" in long
-    nodes = {node: (left, top, width) for node, left, top, width, _ in result["nodes"]}
-    scale = result["width"] / 44  # slots: 10 + 30 + 4
-    assert nodes[5] == (0, 0, pytest.approx(44 * scale, abs=1))
-    assert nodes[6] == (0, 26, pytest.approx(30 * scale, abs=1))  # the wider child first
-    assert nodes[7] == (pytest.approx(30 * scale, abs=1), 26, pytest.approx(4 * scale, abs=1))
-    colours = {node: colour for node, *_, colour in result["nodes"]}
-    assert colours[6] == "rgb(8, 48, 107)" and colours[5] == colours[7] != colours[6]
+    boxes = {node: tuple(box) for node, *box in result["nodes"]}
+    wide, high = result["width"] / 80, 400 / (5120 + 15360 + 2048)  # the longest path has 80 tokens
+    assert boxes[5] == pytest.approx((0, 0, 50 * wide, 400), abs=1)
+    assert boxes[6] == pytest.approx((50 * wide, 0, 30 * wide, 15360 * high), abs=1)  # the larger branch first
+    assert boxes[7] == pytest.approx((50 * wide, 15360 * high, 20 * wide, 2048 * high), abs=1)
+    fills = result["fills"]
+    assert fills["6"].startswith("linear-gradient(rgb(33, 113, 181) 100%")  # 16 bits, everything
+    own = 100 * 5120 / (5120 + 15360 + 2048)
+    colour, _, filled = fills["5"].removeprefix("linear-gradient(").split("%")[0].rpartition(" ")
+    assert float(filled) == pytest.approx(own, abs=0.1)  # of its height: its own bytes
+    assert colour not in fills["6"] and colour not in fills["7"]  # 7 bits on average; 16 bits, a fifth
+    found, is_hidden, store = result["found"]
+    assert found == "Since the start 75 % of 4,000 tokens of 3 prompts were found; the others were computed."
+    assert is_hidden and store == "Store: 2 segments written (1.5 MB), 1 read (64 tokens)."
+    assert "".join(result["gone"]).startswith("w0 w1 ") and EVIL not in "".join(result["gone"])
 
     assert result["selected"] == "Node 5"
     assert result["hover"] == f"layer 0, head 1: 100 % kept here; in all 10 entries of 16 bits\ntoken 12\n{EVIL}"
@@ -253,7 +277,7 @@ def test_the_page_in_a_browser(tmp_path):
     )
     assert tokens.startswith("w0 w1 ") and EVIL in tokens and "keeps everything" in note
     assert "No map was taken" in result["unmapped"]
-    assert result["zoomed"] == [[7, result["width"]]] and result["all"] == 3
+    assert result["zoomed"] == [[7, result["width"], 400]] and result["all"] == 3
     assert (
         "taken over" not in re.sub(r"<pre.*?</pre>", "", dom, flags=re.DOTALL).split("<title>")[1].split("</title>")[0]
     )

@@ -9,6 +9,9 @@ import shutil
 import socket
 import subprocess
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,6 +20,7 @@ from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.web import WebServer
+from sgl_kvevict.events.client import InspectClient
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -37,12 +41,19 @@ def web(tmp_path, request, monkeypatch):
         harness.finish(harness.run(DOCUMENT, namespace))
         harness.finish(harness.run(DOCUMENT[:20] + [9] * 30, namespace))
         watched.keep_turning(with_traffic=has_traffic)
-        with WebServer(watched.service.config.endpoint, 0, 1.0, 20.0) as server:
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-            thread.start()
+        with serving(WebServer(watched.service.config.endpoint, 0, 1.0, 20.0)) as server:
             yield server
-            server.shutdown()
-            thread.join()
+
+
+@contextmanager
+def serving(server: WebServer) -> Iterator[WebServer]:
+    """Serve in a thread of its own."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 def get(
@@ -111,11 +122,21 @@ def test_a_broken_request_ends_its_own_connection_only(web):
     assert get(web, "/tree")[0] == 200
 
 
-def test_a_silent_server_is_named(web, tmp_path):
-    web.endpoint, web.timeout_s = f"ipc://{tmp_path}/nobody", 0.1
-    for path in ("/tree", "/node/1"):
-        status, body = get(web, path)
-        assert status == 502 and "no answer from ipc://" in json.loads(body)["error"]
+def test_a_silent_server_is_named(tmp_path):
+    with serving(WebServer(f"ipc://{tmp_path}/nobody", 0, 1.0, 0.1)) as server:
+        for path in ("/tree", "/node/1"):
+            status, body = get(server, path)
+            assert status == 502 and "no answer from ipc://" in json.loads(body)["error"]
+
+
+def test_pages_at_once_share_one_connection(web, monkeypatch):
+    made = []
+    number = nodes(web)[0]["id"]  # the connection is made by the first question
+    monkeypatch.setattr(InspectClient, "__init__", lambda *arguments: made.append(arguments))
+    with ThreadPoolExecutor(8) as pool:
+        paths = ["/tree", f"/node/{number}"] * 8
+        assert {status for status, _ in pool.map(lambda path: get(web, path), paths)} == {200}
+    assert made == []
 
 
 def test_a_port_that_is_taken_and_options_that_do_not_go_together(capsys, web):
@@ -139,10 +160,11 @@ PROBE = """
   button().click();
   await until(() => !$("text").hidden);
   const first = hits(), words = $("text").textContent, shades = [...$("text").children].map((s) => +s.style.opacity);
-  await until(() => hits() !== first);
+  await until(() => hits() !== first && !$("found").hidden && samples.at(-1).tokens > samples[0].tokens);
   const out = document.createElement("pre");
   out.id = "result";
-  out.textContent = JSON.stringify({ words, shades, first, later: hits(), silent: $("silent").hidden });
+  const found = $("found-text").textContent;
+  out.textContent = JSON.stringify({ words, shades, first, later: hits(), silent: $("silent").hidden, found });
   document.body.append(out);
 })();
 </script>
@@ -164,3 +186,4 @@ def test_the_live_page_in_a_browser(web, tmp_path, monkeypatch):
     result = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">"))
     assert result["words"].startswith("".join(f"<w{token}> " for token in DOCUMENT[:20])[:40])
     assert min(result["shades"]) < 0.9 and int(result["later"]) > int(result["first"]) and result["silent"]
+    assert re.fullmatch(r"Since the start 0 % of [\d,]+ tokens of [\d,]+ prompts were found; .*", result["found"])

@@ -63,16 +63,20 @@ def test_demo(server, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES / "demo"))
     spec = importlib.util.spec_from_file_location("demo_run", EXAMPLES / "demo" / "run.py")
     demo = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, demo)  # its dataclasses look their module up
     spec.loader.exec_module(demo)
     shown = io.StringIO()
     figures = demo.run(server, Console(file=shown, width=120), 0.2, POOL)
-    assert figures["right_answers"] == figures["answers"] == figures["sharers"] == 8
-    assert figures["prefix_slots"] <= 0.22 * figures["prefix_tokens"] and figures["pool_leaks"] == 0
-    assert figures["cached_tokens"] >= 8 * HANDBOOK_TOKENS
-    assert (
-        figures["long_prompt_compressed"] >= figures["long_prompt_tokens"] - POOL > 0 and figures["pool_slots"] == POOL
-    )
-    assert "station_handbook.txt" in shown.getvalue() and "Tomas Brandt" in shown.getvalue()
+    whole, fifth, least = figures["dial"]
+    assert whole["slots"] == figures["prefix_tokens"] and (whole["share_of_entries"], whole["bits"]) == (1, 16)
+    tail = figures["prefix_tokens"] - figures["compressed_tokens"]
+    assert [round((each["slots"] - tail) / figures["compressed_tokens"], 3) for each in (fifth, least)] == [0.2, 0.05]
+    assert fifth["right_answers"] == whole["right_answers"] == figures["answers"] == figures["sharers"] == 8
+    assert 0 <= least["right_answers"] <= 8 and least["share_of_entries"] < fifth["share_of_entries"] < 1
+    assert [each["cached_tokens"] for each in figures["dial"]] == [8 * figures["prefix_tokens"]] * 3
+    assert figures["pressing_answer_is_right"] and figures["pressing_tokens"] < figures["pool_slots"] == POOL
+    assert figures["pool_leaks"] == 0
+    assert shown.getvalue().count("Tomas Brandt") >= 2 and "8 of 8" in shown.getvalue()
     server.post("/flush_cache?timeout=60")  # the others count what they compress themselves
 
 

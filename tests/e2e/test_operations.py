@@ -22,7 +22,7 @@ from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
 from kvevict_tools.launcher import free_port
 from sgl_kvevict.cli import main
-from sgl_kvevict.cli.inspect import take_snapshot
+from sgl_kvevict.cli.inspect import ask_snapshot, asked
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
 from sgl_kvevict.events.types import Compressed, Dropped, EventBatch, Repacked, Split, Squeezed
@@ -161,7 +161,7 @@ def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server, kv_subscribe
                     blocks[block] = before
     assert kinds[BlockStored] > 20 and kinds[BlockRemoved] > 20
 
-    snapshot = take_snapshot(ENDPOINT, limit=20_000, with_tokens=True)
+    snapshot = asked(ENDPOINT, 10.0, lambda client: ask_snapshot(client, limit=20_000, with_tokens=True))
     assert any(node.compressed for node in snapshot.tree.nodes)
     cached = []
     path: dict[int, tuple[int, ...]] = {0: ()}

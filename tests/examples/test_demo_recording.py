@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,8 @@ def test_the_committed_picture_is_of_the_committed_run() -> None:
     title, lines = visible(picture)
     assert title == {"$ make demo", f"{int(figures['seconds'])} s"}
     shown = "\n".join(lines)
-    named = {"prefix_tokens", "prefix_slots", "compressed_tokens", "pool_slots", "long_prompt_tokens"}
-    assert [name for name in named if f"{figures[name]:,}" not in shown] == []
-    assert f"{figures['right_answers'] + figures['long_answer_is_right']} of 9 answers are right" in shown
+    named = [figures["prefix_tokens"], figures["pool_slots"], figures["pressing_tokens"]]
+    named += [each["slots"] for each in figures["dial"]]
+    assert [number for number in named if f"{number:,}" not in shown] == []
+    right = [f"{each['right_answers']} of {figures['answers']}" for each in figures["dial"]]
+    assert re.search(r"^right answers\s+" + r"\s+".join(right), shown, re.MULTILINE)

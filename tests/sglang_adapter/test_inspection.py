@@ -24,7 +24,16 @@ from sgl_kvevict.events.questions import (
     Tree,
     TreeReport,
 )
-from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, Split, Squeezed
+from sgl_kvevict.events.types import (
+    Cleared,
+    Compressed,
+    Dropped,
+    PromptComplete,
+    Refused,
+    Repacked,
+    Split,
+    Squeezed,
+)
 from sgl_kvevict.segments.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitoring.start import events_of_rank
 
@@ -50,8 +59,8 @@ def ask(watched: WatchedHarness, request, answer):
 
 
 def published(watched: WatchedHarness) -> list:
-    """Events since the last call."""
-    events = list(watched.emitted)
+    """Changes of the cache since the last call."""
+    events = [event for event in watched.emitted if not isinstance(event, PromptComplete)]
     watched.emitted.clear()
     return events
 
@@ -108,6 +117,26 @@ def test_what_could_not_be_done_is_published_with_its_reason(watched, tmp_path):
         published(other)
         other.harness.run(DOCUMENT[:20] + [9] * 20)
         assert published(other) == [Refused("not-cached", 40)]
+
+
+def test_each_prompt_of_a_request_is_counted_once_with_what_it_has_found(watched):
+    harness = watched.harness
+    for prompt, found in ((DOCUMENT, 0), (DOCUMENT[:20] + [9] * 30, 20)):
+        req = harness.request(prompt)
+        req.cached_tokens = found  # as SGLang's scheduler counts them
+        harness.admit(req)
+        harness.prefill(req, 30)
+        harness.prefill(req)
+        harness.decode(req)
+        harness.finish(req)
+    a_pass = harness.request([*DOCUMENT, 1, 2])
+    harness.tree.prefixes.readers[a_pass].is_pass = True
+    harness.admit(a_pass)
+    harness.prefill(a_pass)
+    prompts = [event for event in watched.emitted if isinstance(event, PromptComplete)]
+    assert prompts == [PromptComplete(60, 0), PromptComplete(50, 20)]
+    totals = watched.listener.totals
+    assert (totals.prompts, totals.prompt_tokens, totals.found_tokens) == (2, 110, 20)
 
 
 def test_totals_are_the_sums_of_the_events(watched):

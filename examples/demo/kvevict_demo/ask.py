@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import secrets
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
+
+from kvevict_tools.launcher import RunningServer
 
 from .questions import Question, system_prompt
 
 ANSWER_TOKENS = 12
+HELD_TOKENS = 64
+"""Tokens that a request generates which is to read a prompt for a while: two seconds or more."""
+EXACT: Mapping[str, Any] = {"custom_params": {"kvevict": {"exact": True}}}
+"""Sampling parameters of a request that reads nothing compressed."""
 
 
 @dataclass
@@ -44,33 +54,54 @@ def question_text(question: Question) -> str:
     return f"<|im_start|>user\n{question.text}<|im_end|>\n<|im_start|>assistant\n{question.lead}"
 
 
-def ask_all(url: str, questions: Sequence[Question], on_word: Callable[[Sequence[Streamed]], None]) -> list[Streamed]:
-    """Ask all questions at the same time, streamed.
+def ask_all(
+    url: str,
+    questions: Sequence[Question],
+    on_word: Callable[[Sequence[Streamed]], None],
+    *,
+    prefix_tokens: int,
+    is_exact: bool = False,
+) -> list[Streamed]:
+    """Ask all questions about the document at the same time, streamed.
 
     Args:
         url: address of the server.
         questions: one request each, all with the same prefix.
         on_word: called with all answers whenever one of them has grown; from several threads.
+        prefix_tokens: length of the document's part of the prompts. What follows is computed even if it is cached,
+            because the same question may have been computed behind another size of the document.
+        is_exact: read nothing compressed.
 
     Raises:
         OSError: the server is gone, or refused a request.
     """
     answers = [Streamed(question) for question in questions]
+    anew = {"return_logprob": True, "logprob_start_len": prefix_tokens}  # SGLang matches no token from there on
     with ThreadPoolExecutor(len(answers)) as pool:
-        list(pool.map(lambda answer: ask(url, prefix_text(), answer, lambda: on_word(answers)), answers))
+        ask_one = partial(ask, url, prefix_text(), on_word=lambda: on_word(answers), is_exact=is_exact, fields=anew)
+        list(pool.map(ask_one, answers))
     return answers
 
 
-def ask(url: str, prefix: str, answer: Streamed, on_word: Callable[[], None] = lambda: None) -> None:
-    """Ask one question behind a prefix; ``answer`` grows with every word.
+def ask(
+    url: str,
+    prefix: str,
+    answer: Streamed,
+    on_word: Callable[[], None] = lambda: None,
+    *,
+    is_exact: bool = False,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Ask one question behind a prefix; ``answer`` grows with every word. ``fields``: further ones of the request.
 
     Raises:
         OSError: the server is gone, or refused the request.
     """
     body = {
         "text": prefix + question_text(answer.question),
-        "sampling_params": {"max_new_tokens": ANSWER_TOKENS, "temperature": 0},
+        "sampling_params": {"max_new_tokens": ANSWER_TOKENS, "temperature": 0, **(EXACT if is_exact else {})},
         "stream": True,
+        **fields,
     }
     for chunk in _stream(f"{url}/generate", body):
         answer.text = " ".join(chunk["text"].split())
@@ -78,7 +109,25 @@ def ask(url: str, prefix: str, answer: Streamed, on_word: Callable[[], None] = l
         on_word()
 
 
-def _stream(url: str, body: dict[str, Any]) -> Any:
+@contextmanager
+def reading(server: RunningServer, prompt: str, *, is_exact: bool = False) -> Iterator[dict[str, Any]]:
+    """Have a request read a prompt while the block runs; yields the ``meta_info`` of its first token.
+
+    Raises:
+        OSError: the server is gone, or refused the request.
+    """
+    name = secrets.token_hex(8)
+    sampling = {"max_new_tokens": HELD_TOKENS, "ignore_eos": True, "temperature": 0, **(EXACT if is_exact else {})}
+    parts = _stream(
+        f"{server.url}/generate", {"rid": name, "text": prompt, "sampling_params": sampling, "stream": True}
+    )
+    yield next(parts)["meta_info"]
+    server.post("/abort_request", {"rid": name})
+    for _ in parts:  # to its end: only then no token of it is computed any more
+        pass
+
+
+def _stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Decoded server-sent events of a streamed request."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as response:

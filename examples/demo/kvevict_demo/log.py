@@ -1,4 +1,4 @@
-"""The station's log: as many days as it takes to be longer than a pool; one of them says how a whale was named."""
+"""The station's log: as many days as somebody needs; one of them says how a whale was named."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from datetime import date, timedelta
 
 from .questions import Question
 
-TOKENS_PER_DAY = 27
-"""Fewer than a day of the log has, in the demo model's tokens."""
 _FIRST_DAY = date(2031, 3, 1)
 _WINDS = ("south-west", "north", "west by north", "east", "south", "north-east")
 _SKIES = ("fog until noon", "showers", "a clear night", "low cloud", "sleet", "long swell from the open sea")
@@ -27,10 +25,9 @@ LOG_QUESTION = Question("What did we name the whale?", ("Ophelia",), "A whale ca
 _HIDDEN = "A whale came into the bay; we named it Ophelia."
 
 
-def log_text(pool_slots: int) -> str:
-    """A system message of a little more tokens than ``pool_slots``, in the demo model's chat template."""
+def log_text(num_days: int) -> str:
+    """A system message of so many days, in the demo model's chat template."""
     chosen = random.Random(0)
-    num_days = pool_slots // TOKENS_PER_DAY + 1
     days = []
     for number in range(num_days):
         day = (
