@@ -21,6 +21,8 @@ PERCENT = {bits: f"kvevict_percent_{bits}_bits" for bits in WIDTHS}
 RANKED_BY_PASSES = "kvevict_ranked_by_passes"
 COMPUTED_AGAIN = "kvevict_computed_again"
 PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
+RETAINED = "kvevict_retained"
+DEMOTED = "kvevict_demoted"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ class CacheReport:
         computed_again: of a request with ``exact``: prompt tokens that it has computed although the pool had them.
         prefilled_compressed: prompt tokens that the request has computed, and that were compressed before its prefill
             was complete (prompts longer than the pool, ``prefill_budget``).
+        retained: of a request with ``retain``: tokens of its prompt that stay, 0 if it was not done; None: not asked.
+        demoted: the same of ``demote``: tokens that left the pool for the host's memory, or shrank; None: not asked, or
+            the request has not ended.
     """
 
     device: int = 0
@@ -76,6 +81,8 @@ class CacheReport:
     compressed: CompressedRead = CompressedRead()
     computed_again: int = 0
     prefilled_compressed: int = 0
+    retained: int | None = None
+    demoted: int | None = None
 
     @staticmethod
     def of(meta_info: Mapping[str, object]) -> CacheReport:
@@ -110,7 +117,9 @@ class CacheReport:
             tuple(number(PERCENT[bits]) / 100 for bits in WIDTHS),
         )
         places = number("device"), number("host"), number("storage")
-        return CacheReport(*places, compressed, number(COMPUTED_AGAIN), number(PREFILLED_COMPRESSED))
+        costs = number(COMPUTED_AGAIN), number(PREFILLED_COMPRESSED)
+        hints = (number(key) if key in details else None for key in (RETAINED, DEMOTED))
+        return CacheReport(*places, compressed, *costs, *hints)
 
     @cached_property
     def details(self) -> dict[str, int]:
@@ -121,4 +130,6 @@ class CacheReport:
             details |= {PERCENT[bits]: round(100 * share) for bits, share in zip(WIDTHS, read.shares, strict=True)}
             details[RANKED_BY_PASSES] = read.num_ranked_by_passes
         costs = {COMPUTED_AGAIN: self.computed_again, PREFILLED_COMPRESSED: self.prefilled_compressed}
-        return details | {key: num_tokens for key, num_tokens in costs.items() if num_tokens}
+        hints = {RETAINED: self.retained, DEMOTED: self.demoted}
+        details |= {key: num_tokens for key, num_tokens in costs.items() if num_tokens}
+        return details | {key: num_tokens for key, num_tokens in hints.items() if num_tokens is not None}

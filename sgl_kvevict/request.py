@@ -14,10 +14,23 @@ REQUEST_KEY = "kvevict"
 MIN_TICKET_CHARS = 16
 MAX_TICKET_CHARS = 128
 _FIELD = f"custom_params.{REQUEST_KEY}"
+_EXCLUSIVE = (("exact", "warm"), ("retain", "exact"), ("demote", "exact"), ("demote", "retain"), ("demote", "warm"))
+MAX_RETAIN_S = 86_400
 _ALLOWED = (
     "an object with 'warm' (true or false), 'questions' (a list of strings, only with warm), 'ticket' (a string of "
-    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm) and 'exact' (true or false, not with warm)"
+    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm), 'exact' (true or false, not with warm), "
+    f"'retain' (an object with 'seconds', above 0 and at most {MAX_RETAIN_S}, and maybe 'share', above 0 and at most "
+    "the server's budget) and 'demote' (true or false)"
 )
+
+
+class Retain(BaseModel):
+    """How long, and at which share of its bytes at least, a prefix stays; see :class:`RequestOptions`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    seconds: float = Field(gt=0, le=MAX_RETAIN_S, description="from the end of the prefill")
+    share: float | None = Field(default=None, gt=0, le=1, description="null: the server's budget")
 
 
 class RequestOptions(BaseModel):
@@ -39,6 +52,13 @@ class RequestOptions(BaseModel):
         default=False,
         description="read nothing compressed: match what is uncompressed, compute the rest again",
     )
+    retain: Retain | None = Field(
+        default=None, description="for so long the prompt is not dropped, and does not shrink below a share"
+    )
+    demote: bool = Field(
+        default=False,
+        description="when the request has ended, what only its session has read moves to the host's memory",
+    )
 
 
 def parse_request_options(custom_params: object, config: KVEvictConfig) -> RequestOptions | None:
@@ -51,8 +71,8 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
     if values is None:
         return None
     if isinstance(values, Mapping):
-        if len(values) > len(RequestOptions.model_fields):
-            raise ConfigError(f"{_FIELD}: got {len(values)} options ({shown(values)}); allowed: {_ALLOWED}")
+        _check_size(_FIELD, values, RequestOptions)
+        _check_size(f"{_FIELD}.retain", values.get("retain"), Retain)
         _check_questions(values.get("questions"), config)
     try:
         options = RequestOptions.model_validate(values)
@@ -63,14 +83,25 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
     for name in ("questions", "ticket"):
         if getattr(options, name) and not options.warm:
             raise ConfigError(f"{_FIELD}.{name}: got {shown(getattr(options, name))}; allowed: {_ALLOWED}")
-    if options.exact and options.warm:
-        raise ConfigError(f"{_FIELD}.exact: got True together with warm; allowed: {_ALLOWED}")
+    for name, other in _EXCLUSIVE:
+        if getattr(options, name) and getattr(options, other):
+            raise ConfigError(f"{_FIELD}.{name}: got {shown(values[name])} together with {other}; allowed: {_ALLOWED}")
+    share = None if options.retain is None else options.retain.share
+    if share is not None and (not config.shares or share > config.budget):
+        allowed = f"above 0 and at most {config.budget} (the server's budget)" if config.shares else "null"
+        raise ConfigError(f"{_FIELD}.retain.share: got {share}; allowed: {allowed}")
     return options
 
 
 def ticket_digest(ticket: str) -> str:
     """Return the hash under which a ticket's outcome is published: only the sender can relate it to a request."""
     return hashlib.sha256(ticket.encode()).hexdigest()
+
+
+def _check_size(field: str, values: object, model: type[BaseModel]) -> None:
+    """Refuse an object with more options than there are before each of them is validated."""
+    if isinstance(values, Mapping) and len(values) > len(model.model_fields):
+        raise ConfigError(f"{field}: got {len(values)} options ({shown(values)}); allowed: {_ALLOWED}")
 
 
 def _check_questions(questions: object, config: KVEvictConfig) -> None:

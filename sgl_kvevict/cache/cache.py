@@ -11,6 +11,7 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.adoption import Adoption
 from sgl_kvevict.cache.generation import Generations, NoGenerations
+from sgl_kvevict.cache.hints import Hints
 from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.cache.loading import Loading
@@ -46,6 +47,7 @@ class PrefixCache:
 
     Attributes:
         generations: what requests generate (``decode_block``).
+        hints: prefixes that clients want to stay, or to go.
         saving: None without a store.
         loading: None if nothing is loaded from it.
         max_sharers: most requests that ever read one span in one forward.
@@ -85,7 +87,9 @@ class PrefixCache:
         self.host = HostMemory(tree, table, readers, compressor, guard, adoption, host)
         self.recency.has_host_room = self.host.has_room_for
         self.sessions = Sessions(table)
-        self.recency.superseded = table.superseded
+        self.recency.superseded, self.recency.retained = table.superseded, table.retained
+        num_slots = packer.geometry.num_token_slots
+        self.hints = Hints(tree, table, readers, config, resizer, pressure, self.host, num_slots)
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if access is not None:
@@ -135,6 +139,7 @@ class PrefixCache:
         self.resizer.between_steps()
         self.generations.between_steps()
         self.passes.between_steps(passes)
+        self.hints.between_steps(passes.now)
         if self.saving is not None:
             self.saving.between_steps()
         self.listener.between_steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,6 +79,8 @@ class Pressure:
     They shrink in steps (``KVEvictConfig.shares``): in place they are ranked and packed at the light share, then they
     give up bits and entries by the order that they have, to the budget and to ``min_budget``. Those in place shrink
     from the root down.
+
+    A segment of a retained prefix does not shrink below its share (:class:`~sgl_kvevict.cache.hints.Hints`).
     """
 
     def __init__(
@@ -144,10 +147,11 @@ class Pressure:
 
     # ---- reclaimable slots ------------------------------------------------------------------------------------
 
-    def reclaimable(self) -> int:
+    def reclaimable(self, *, with_retained: bool = False) -> int:
         """Token slots that readers hold and that shrinking would release, so that others can have them at any time.
 
-        Prefixes without readers do not count: they can be dropped. Never more than :meth:`reclaim` releases.
+        Prefixes without readers do not count: they can be dropped. Never more than :meth:`reclaim` releases, unless
+        ``with_retained``: also those that only a retention keeps.
         """
         if not self._shrinking:
             return 0
@@ -156,12 +160,14 @@ class Pressure:
             if node in self._shrinking:
                 span = self._spans.of(node)
                 assert span is not None
-                num_reclaimable += self._reclaimable_of(span.segment)
+                num_reclaimable += self.reclaimable_of(span.segment, with_retained=with_retained)
         return num_reclaimable
 
-    def _reclaimable_of(self, segment: Segment) -> int:
+    def reclaimable_of(self, segment: Segment, *, with_retained: bool = False) -> int:
+        """Token slots that shrinking a segment, which can, would release."""
+        shares = self._config.shares if with_retained else self._shares_of(segment)
         if segment.packed is not None:
-            least = self._least_slots(segment.start, segment.num_tokens)
+            least = self._least_slots(shares, segment.start, segment.num_tokens)
             return 0 if segment.order is None else max(segment.num_slots - least, 0)
         if not self._resizer.is_long_enough(segment.num_tokens):
             return 0  # it comes along with what is below it
@@ -173,20 +179,52 @@ class Pressure:
             sizes[-1] += len(node.key)
             above = node
         for num_tokens in sizes:
-            num_reclaimable += num_tokens - self._least_slots(start, num_tokens)
+            num_reclaimable += num_tokens - self._least_slots(shares, start, num_tokens)
             start += num_tokens
         return num_reclaimable
 
-    def _least_slots(self, start: int, num_tokens: int) -> int:
+    def _least_slots(self, shares: Sequence[float], start: int, num_tokens: int) -> int:
         """Token slots of a segment that begins at ``start``, once it has shrunk as far as it can."""
         config = self._config
-        return (
-            config.slots_at(config.shares[-1], num_tokens, start)
-            if config.shares
-            else config.num_slots(num_tokens, start)
-        )
+        return config.slots_at(shares[-1], num_tokens, start) if shares else config.num_slots(num_tokens, start)
+
+    def _shares_of(self, segment: Segment) -> Sequence[float]:
+        """Shares to which a segment may shrink: it keeps as many slots as the share of its retained tokens takes."""
+        shares, retained = self._config.shares, self._table.retained
+        nodes = [node for node in self._table.nodes_of(segment) if node in retained] if retained else []
+        if not nodes or not shares:
+            return shares
+        (_, share), slots_at = retained[nodes[0]], self._resizer.slots_at
+        least = self._config.slots_at(share, length_of(nodes), segment.start)
+        return [each for each in shares if slots_at(segment, each) >= least]
 
     # ---- shrinking --------------------------------------------------------------------------------------------
+
+    def lower(self, node: Node) -> None:
+        """A node is no longer retained, so that its segment may shrink further."""
+        self._heap.lower(node)
+
+    def squeeze(self, nodes: Sequence[Node], least: float) -> int:
+        """Shrink the segments of the last nodes of a path to a share, in steps; return the token slots released.
+
+        Not those of which nodes above them have a part, or that are packed together with these.
+        """
+        num_released, own = 0, set(nodes)
+        while True:
+            slots = sum(self._shrink(node, 0) for node in nodes if self._is_larger(node, least, own))
+            num_released += slots
+            if not slots:
+                return num_released
+
+    def _is_larger(self, node: Node, least: float, own: set[Node]) -> bool:
+        """Whether a node stands for a segment of these nodes alone that may still shrink to a share."""
+        span = self._spans.of(node) if node in self._shrinking else None
+        if span is None:
+            return False
+        if span.segment.packed is None:
+            return own.issuperset(self._spans.uncompressed(path_to(node)))
+        share = self._next_share(span.segment)
+        return share is not None and share >= least and own.issuperset(self._table.nodes_of(span.segment))
 
     def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
@@ -208,6 +246,8 @@ class Pressure:
         while num_released < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top
             priority = tuple(rank)
+            if priority[0] == math.inf:  # it is retained, like all that follow
+                break
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
                 break
             self._heap.pop()
@@ -232,6 +272,8 @@ class Pressure:
         segment = span.segment
         if segment.packed is None:
             return False, *self._recency.priority(node, self._losses.packing)
+        if node in self._table.retained and self._next_share(segment) is None:
+            return True, math.inf, node.last_access_time
         is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
         loss = self._loss_of_step(segment) * self._recency.saved(node)
         if not is_light:
@@ -240,7 +282,7 @@ class Pressure:
 
     def _next_share(self, segment: Segment) -> float | None:
         """The share to which a packed segment shrinks next; None: it does not shrink any more."""
-        shares = () if segment.order is None else self._config.shares
+        shares = () if segment.order is None else self._shares_of(segment)
         return next((share for share in shares if self._resizer.slots_at(segment, share) < segment.num_slots), None)
 
     def _loss_of_step(self, segment: Segment) -> float:

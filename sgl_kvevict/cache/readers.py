@@ -72,6 +72,12 @@ class ReaderRecord:
         """Note how many tokens that it computed were compressed before its prefill was complete."""
         self.report = replace(self.report or CacheReport(), prefilled_compressed=num_tokens)
 
+    def was_hinted(self, *, retained: int | None = None, demoted: int | None = None) -> None:
+        """Note how many tokens a hint of it concerned (None: it is another hint)."""
+        report = self.report or CacheReport()
+        retained = report.retained if retained is None else retained
+        self.report = replace(report, retained=retained, demoted=demoted)
+
     def sources(self, num_tokens: int) -> tuple[int, int, int]:
         """How many of the first ``num_tokens`` tokens, which it has found, came from pool, host and store."""
         store_start = num_tokens if self.store_start is None else min(self.store_start, num_tokens)
@@ -124,6 +130,11 @@ class ReaderTable:
         if len(readers) != self._tree.num_locks(node) or any(self[reader].is_exact for reader in readers):
             return None
         return readers
+
+    @property
+    def num_running(self) -> int:
+        """Readers that lock a path; those that wait for admission do not."""
+        return sum(self._tree.locked_by(reader) is not None for reader in self)
 
     def movable_nodes(self) -> list[Node]:
         """Locked nodes whose readers, and those of all nodes above, are movable; root side first."""

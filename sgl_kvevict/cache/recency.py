@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 
 from sgl_kvevict.cache.nodes import Node, NodeSet
 from sgl_kvevict.segments import Segment, Span
@@ -38,11 +39,13 @@ class CostAwareRecency:
         has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped, after what lies
             below it, before it shrinks below the budget, which would lose entries for good.
         superseded: nodes that are dropped before all others (:class:`~sgl_kvevict.cache.sessions.Sessions`).
+        retained: nodes that are dropped after all others (:class:`~sgl_kvevict.cache.hints.Hints`).
     """
 
     def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
         self.has_host_room: Callable[[Segment], bool] = lambda segment: False
         self.superseded: Set[Node] = frozenset()
+        self.retained: Container[Node] = frozenset()
         self._spans = spans
         self._clock = clock
         self._times: list[float] = []
@@ -50,6 +53,8 @@ class CostAwareRecency:
 
     def get_priority(self, node: Node) -> Priority:
         """Priority of dropping a leaf; grows when the leaf is used."""
+        if node in self.retained:
+            return math.inf, node.last_access_time
         if node in self.superseded:
             return -1.0, node.last_access_time
         return self.priority(node, self._loss_of_dropping(node))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,18 @@ OTHERS = Session()
 """Stands for several sessions, and for requests without one."""
 
 
+class Retention(NamedTuple):
+    """A prefix that a request wants to stay; see :class:`~sgl_kvevict.cache.hints.Hints`.
+
+    Attributes:
+        until: milliseconds of the ranks' common clock.
+        share: of the bytes that its tokens take uncompressed, which its segments keep.
+    """
+
+    until: int
+    share: float
+
+
 @dataclass(eq=False, slots=True)
 class PrefixRecord:
     """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
@@ -50,6 +62,7 @@ class PrefixRecord:
         is_stale: it was compressed with other weights, and must not be matched.
         job: its scoring passes, waiting or under way.
         session: the only session whose prompts have the node; OTHERS: several, or requests without one; None: none yet.
+        retention: for how long it stays at least, and how much of it. No node has more than the one above it.
     """
 
     span: Span | None = None
@@ -57,6 +70,7 @@ class PrefixRecord:
     is_stale: bool = False
     job: ScoringJob | None = None
     session: Session | None = None
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,11 @@ class Queue(Generic[T]):
     def values(self) -> list[T]:
         """The parts, oldest first."""
         return [value for _, value in self]
+
+    def __getitem__(self, node: Node) -> T:
+        """The part of a node's record, which has one."""
+        value: T = getattr(self._records[node], self._part)
+        return value
 
     def get(self, node: Node) -> T | None:
         """The part of a node's record; None if it has none."""
@@ -180,7 +199,7 @@ class PrefixTable:
             move, with those above them; oldest first.
         shrinking: one node of each segment that may shrink when slots are short: the last one of a segment in place,
             the owner of a packed one.
-        jobs: see :class:`PrefixRecord`, like ``stale``.
+        jobs: see :class:`PrefixRecord`, like ``stale`` and ``retained``.
         superseded: nodes that only one session has read, and its newer prompts have left.
     """
 
@@ -198,6 +217,7 @@ class PrefixTable:
         self.prompts = Prompts()
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
         self.stale: Queue[bool] = Queue(self._records, "is_stale")
+        self.retained: Queue[Retention] = Queue(self._records, "retention")
 
     def count_match(self, node: Node) -> int:
         """Count one more prompt that found the prefix; return the new count."""
@@ -390,6 +410,8 @@ class PrefixTable:
                     self.shrinking.add(upper)
         if lower in self.stale:
             self.stale.put(upper, value=True)
+        if (retention := self.retained.get(lower)) is not None:
+            self.retained.put(upper, retention)
 
     @accounting()
     def drop(self, node: Node) -> DropResult:
@@ -403,7 +425,7 @@ class PrefixTable:
         if record is None:
             return DropResult()
         span = record.span
-        for queue in (self.jobs, self.stale):
+        for queue in (self.jobs, self.stale, self.retained):
             queue.take(node)
         may_shrink = node in self.shrinking
         self.shrinking.discard(node)
@@ -447,8 +469,9 @@ class PrefixTable:
 
     def forget(self) -> None:
         """Remove everything but packed spans and stale marks: the weights have changed."""
-        for node, _ in self.jobs:
-            self.jobs.take(node)
+        for queue in (self.jobs, self.retained):
+            for node, _ in queue:
+                queue.take(node)
         for segment in list(self.in_place):
             for node in self.nodes_of(segment):
                 self._records[node].span = None

@@ -60,6 +60,12 @@ class Sessions:
             self._table.superseded.add(each)
             self.on_superseded(each)
 
+    def own(self, key: SessionKey | None, path: Sequence[Node]) -> list[Node]:
+        """The last nodes of a path, as far as no other session's request, and none without a session, has read them."""
+        session = None if key is None else self._sessions.get(key)
+        own = [node for node in path if session is not None and self._table.session_of(node) is session]
+        return own if path[-1:] == own[-1:] else []
+
     def _session(self, key: SessionKey) -> Session:
         session = self._sessions.setdefault(key, Session())
         self._sessions.move_to_end(key)

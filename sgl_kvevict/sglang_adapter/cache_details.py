@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sgl_kvevict.cache_report import CacheReport
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 NOTHING_FOUND: dict[str, int | str] = {"device": 0, "host": 0}
 """Places of a request that found nothing; SGLang reports none then."""
+NOTHING_READ = CacheReport().details
+"""Of a request that read nothing compressed, and asked for nothing."""
 
 
 def after_details(
@@ -26,4 +29,4 @@ def after_details(
     if report is None:
         return found
     details = report.details
-    return found if found is None and not any(details.values()) else {**(found or NOTHING_FOUND), **details}
+    return found if found is None and details == NOTHING_READ else {**(found or NOTHING_FOUND), **details}

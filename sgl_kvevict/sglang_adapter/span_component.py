@@ -90,8 +90,13 @@ class SpanComponent(FullComponent):
             self.tree_core.evictable_device_leaves = leaves = NodeSet(self.tree_core.evictable_device_leaves)
             self._heap = NodeHeap(leaves, order.get_priority)
 
-    def superseded(self, node: UnifiedTreeNode) -> None:
-        """A leaf, or what will be one, is to be dropped before all others."""
+    @property
+    def is_ours(self) -> bool:
+        """Whether leaves are dropped in our order, not in one that SGLang was given."""
+        return self._heap is not None
+
+    def lowered(self, node: UnifiedTreeNode) -> None:
+        """A leaf, or what will be one, is to be dropped earlier than it was: it is superseded, or no more retained."""
         if self._heap is not None:
             self._heap.lower(node)
 
@@ -112,15 +117,21 @@ class SpanComponent(FullComponent):
         """Shrink prefixes, or return the next leaf to drop; neither if enough slots came back or nothing is left."""
         if tracker[FULL] >= self._wanted:
             return None
-        top = None if self._heap is None else self._heap.top()
-        num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL])
-        if num_released:
-            tracker[FULL] += num_released
-            return None
-        if self._heap is None:
-            return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
-        leaf = self._heap.pop()
-        return None if leaf is None else leaf.id
+        while True:
+            top = None if self._heap is None else self._heap.top()
+            if top is not None and top[1] in self._prefixes.table.retained:  # like all leaves that follow
+                top = None
+            num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL])
+            if num_released:
+                tracker[FULL] += num_released
+                return None
+            if self._heap is None:
+                return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+            if top is not None:
+                leaf = self._heap.pop()
+                return None if leaf is None else leaf.id
+            if not self._prefixes.hints.give_way():
+                return None
 
     def evict_device_end(self) -> None:
         """End the eviction."""

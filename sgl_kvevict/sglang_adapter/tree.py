@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.adoption import Prompt
-from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_of
+from sgl_kvevict.cache.nodes import NamespaceKey, length_of, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.cache.sessions import SessionKey
@@ -113,6 +113,10 @@ class UnifiedTreePort:
     def charge(self, node: UnifiedTreeNode, num_slots: int) -> None:
         """Add ``num_slots`` to a node's size in SGLang's accounting."""
         self._cache.tree_core.adjust_component_size(node.id, FULL, num_slots)
+
+    def drop(self, node: UnifiedTreeNode) -> bool:
+        """Drop a leaf; False: it has readers."""
+        return self._cache.drop(node)
 
     def free(self, token_slots: torch.Tensor) -> None:
         """Release full-attention token slots only, also if the pool's allocator couples them with window slots."""
@@ -215,7 +219,9 @@ class KVEvictTree(UnifiedRadixCache):
         super().__init__(params)
         self._weighs_recency = isinstance(self.tree_core.eviction_strategy, LRUStrategy)
         self._order_leaves()
-        self.prefixes.sessions.on_superseded = self.components[FULL].superseded
+        full, hints = self.components[FULL], self.prefixes.hints
+        self.prefixes.sessions.on_superseded = hints.on_lowered = full.lowered
+        hints.is_on = full.is_ours and len(self.components) == 1 and compressor.splittable
 
     @property
     def ranks(self) -> TensorRanks:
@@ -261,6 +267,10 @@ class KVEvictTree(UnifiedRadixCache):
         dropped = [self._blocking.drop_subtree(child) for child in parts]
         return any(dropped)
 
+    def drop(self, node: UnifiedTreeNode) -> bool:
+        """Drop a node and what lies below it; False: it has readers."""
+        return self._blocking.drop_subtree(node)
+
     # ---- nodes and sizes --------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[UnifiedTreeNode]:
@@ -276,12 +286,15 @@ class KVEvictTree(UnifiedRadixCache):
         return int(self.components[FULL].reclaimable_value_len(node))
 
     def evictable_size(self) -> int:
-        """Token slots that can be released at any time: those of nodes without readers, and reclaimable ones."""
-        return int(super().evictable_size()) + self.prefixes.pressure.reclaimable()
+        """Token slots that can be released at any time: those of nodes without readers, and reclaimable ones.
+
+        Not those that retained prefixes keep; :meth:`protected_size` has these.
+        """
+        return int(super().evictable_size()) + self.prefixes.hints.reclaimable()
 
     def protected_size(self) -> int:
-        """Token slots of nodes with readers, without reclaimable ones."""
-        return int(super().protected_size()) - self.prefixes.pressure.reclaimable()
+        """Token slots of nodes with readers, without reclaimable ones, and those that retained prefixes keep."""
+        return int(super().protected_size()) - self.prefixes.hints.reclaimable()
 
     def held_slots(self) -> int:
         """Token slots that the tree holds, evictable or protected."""
@@ -391,8 +404,12 @@ class KVEvictTree(UnifiedRadixCache):
             self.prefixes.sessions.reached(_session_of(req), node)
         if record.is_complete:
             self._report_compressed(req, node)
+            options, num_tokens = self._options_of(req), min(len(req.origin_input_ids), length_of(path_to(node)))
             with self.guard.at(Place.PROMPT) as attempt:
-                self.prefixes.prefills.complete(req, node, self._options_of(req))
+                self.prefixes.prefills.complete(req, node, options)
+                if options.retain is not None:
+                    num_tokens -= self.compressor.config.tail_tokens
+                    record.was_hinted(retained=self.prefixes.hints.retain(path_to(node), num_tokens, options.retain))
             if attempt.failed:
                 record.observation = None
         elif not req.finished():
@@ -447,20 +464,25 @@ class KVEvictTree(UnifiedRadixCache):
             self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
         if not checkpointed:
             self._note_read(req)
-        super().on_release(req, checkpointed=checkpointed)
-        self._blocking.drop_unread()
         why = Released.RETRACTED
         if is_finished:
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
+        is_demoted = why is Released.FINISHED and self._options_of(req).demote
+        path = path_to(self.tree_core.node_by_id(req.last_node)) if is_demoted else []
+        super().on_release(req, checkpointed=checkpointed)
+        if is_demoted:
+            with self.guard.at(Place.RELEASE):
+                own = self.prefixes.sessions.own(_session_of(req), path)
+                self.prefixes.readers[req].was_hinted(demoted=self.prefixes.hints.demote(own))
+        self._blocking.drop_unread()
         self.prefixes.released(req, why)
 
     def _options_of(self, req: Req) -> RequestOptions:
         """The request's cache options; ``max_new_tokens=0`` without log-probabilities means ``warm``."""
         options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
         wants_nothing = req.sampling_params.max_new_tokens == 0 and not req.return_logprob
-        if wants_nothing and (options is None or not options.warm):
-            return RequestOptions(warm=True)
-        return options or RequestOptions()
+        options = options or RequestOptions()
+        return options.model_copy(update={"warm": True}) if wants_nothing and not options.demote else options
 
     # ---- what a forward reads ---------------------------------------------------------------------------------
 

@@ -1,0 +1,226 @@
+"""What clients ask for the prefix of a prompt: that it stays for a while (``retain``), or goes now (``demote``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from sgl_kvevict.cache.host import HostMemory
+from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, namespace_of, path_to
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.pressure import Pressure
+from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.records import PrefixTable, Retention
+from sgl_kvevict.cache.resize import Resizer
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.request import Retain
+from sgl_kvevict.segments import Segment
+
+MAX_NODES = 1024
+"""Nodes that may be retained, of one namespace at most half of them: each admission of a request looks at all."""
+MS = 1000
+"""Of a second."""
+
+
+class Hints:
+    """Follows retained prefixes, and demotes others.
+
+    A retained node is not dropped, and its segment does not shrink below its share, until the time has passed. If a
+    segment also has other tokens, it keeps at least as many slots as the retained ones take at that share. All retained
+    nodes together keep at most ``retain_share`` of the pool's slots, those of a namespace half of that. A hint
+    that would exceed it is not followed; where prefixes have grown beyond it since, the retention that ends first ends.
+
+    Admission counts the slots that are kept as taken. So requests wait, or are retracted, as if another request held
+    them. But a request that runs alone gets them, and so does a prefill that was admitted before they were kept: no
+    request fails, or waits for ever, for another one's hint. What ends first gives way first.
+
+    Ranks of tensor parallelism have clocks of their own. The largest reading of all ranks is the common one: it is
+    exchanged in each turn in which anything is retained, and with each new retention.
+
+    Attributes:
+        is_on: whether prefixes can be retained: they leave the pool in the order of :class:`CostAwareRecency`, can be
+            split, and have token slots alone, no windows or states.
+        on_lowered: called with each node that is no longer retained.
+    """
+
+    def __init__(
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        readers: ReaderTable,
+        config: KVEvictConfig,
+        resizer: Resizer,
+        pressure: Pressure,
+        host: HostMemory,
+        num_slots: int,
+    ) -> None:
+        self.is_on = False
+        self.on_lowered: Callable[[Node], None] = lambda node: None
+        self._tree = tree
+        self._table = table
+        self._spans = table.spans
+        self._retained = table.retained
+        self._readers = readers
+        self._config = config
+        self._resizer = resizer
+        self._pressure = pressure
+        self._host = host
+        self._most_slots = int(config.retain_share * num_slots)
+        self._most_running = 1
+        self._own_ms = 0
+
+    # ---- retain -----------------------------------------------------------------------------------------------
+
+    def retain(self, path: Sequence[Node], num_tokens: int, hint: Retain) -> int:
+        """Let the first ``num_tokens`` tokens of a path, a prompt without its tail, stay.
+
+        A node that is retained already stays as long, and keeps as much, as either hint says.
+
+        Returns:
+            ``num_tokens``; 0: they are too few, too many slots would be kept, or nothing can be retained here.
+        """
+        if not self.is_on or not self._resizer.is_long_enough(num_tokens):
+            return 0
+        until = self._tree.largest(self._own_ms) + int(hint.seconds * MS)
+        share = hint.share if hint.share is not None else float(self._config.budget if self._config.shares else 1)
+        path = path_to(self._resizer.node_ending_at(path, num_tokens))
+        before = {node: self._retained.get(node) for node in path}
+        for node, old in before.items():
+            new = Retention(until, share)
+            self._put(node, new if old is None else Retention(max(old.until, until), max(old.share, share)))
+        if self._exceeding() is None:
+            return num_tokens
+        for node, old in before.items():
+            self._put(node, old)
+        return 0
+
+    def between_steps(self, now: float) -> None:
+        """End what has lasted its time, or keeps too much; ``now``: seconds of this rank's clock."""
+        self._own_ms = int(now * MS)
+        if not self._retained:
+            return
+        now_ms = self._tree.largest(self._own_ms)
+        for node, retention in self._retained:
+            if retention.until <= now_ms:
+                self._put(node, None)
+        while (namespace := self._exceeding()) is not None:
+            self._end_first(namespace)
+
+    def give_way(self) -> bool:
+        """End the retention that ends first, for a request that runs alone; False: there is none, or others run."""
+        if not self._retained or not self._is_yielding:
+            return False
+        self._end_first(None)
+        return True
+
+    @contextmanager
+    def yielding(self, most_running: int) -> Iterator[None]:
+        """Meanwhile retained prefixes give way if at most so many requests run (otherwise 1)."""
+        self._most_running = most_running
+        try:
+            yield
+        finally:
+            self._most_running = 1
+
+    def reclaimable(self) -> int:
+        """Token slots that readers hold and can be had, less those without readers that cannot; may be negative."""
+        if not self._retained:
+            return self._pressure.reclaimable()
+        if self._is_yielding:
+            return self._pressure.reclaimable(with_retained=True)
+        movable = set(self._readers.movable_nodes())
+        nodes = [node for node, _ in self._retained if self._tree.num_locks(node) == 0]
+        kept = sum(self._kept(node, may_shrink=self._is_movable(node, movable)) for node in nodes)
+        return self._pressure.reclaimable() - kept
+
+    def retained_slots(self) -> int:
+        """Token slots that retained prefixes keep."""
+        return sum(self._kept(node) for node, _ in self._retained)
+
+    @property
+    def _is_yielding(self) -> bool:
+        return self._readers.num_running <= self._most_running
+
+    def _put(self, node: Node, retention: Retention | None) -> None:
+        """Set or remove a node's retention."""
+        if retention is not None:
+            self._retained.put(node, retention)
+        elif self._retained.take(node) is not None:
+            self._pressure.lower(node)
+            self.on_lowered(node)
+
+    def _end_first(self, namespace: NamespaceKey | None) -> None:
+        """End what ends first, of a namespace (None: of all)."""
+        of_it = [(node, each) for node, each in self._retained if namespace in (None, namespace_of(node))]
+        first = min(retention.until for _, retention in of_it)
+        for node, retention in of_it:
+            if retention.until == first:
+                self._put(node, None)
+
+    def _exceeding(self) -> NamespaceKey | None:
+        """The namespace that keeps the most if it, or all of them, keep too much; None: they do not."""
+        slots, nodes = Counter[NamespaceKey](), Counter[NamespaceKey]()
+        for node, _ in self._retained:
+            slots[namespace_of(node)] += self._kept(node)
+            nodes[namespace_of(node)] += 1
+        for counts, most in ((slots, self._most_slots), (nodes, MAX_NODES)):
+            namespace, count = max(counts.items(), key=lambda item: item[1], default=(None, 0))
+            if counts.total() > most or count > most // 2:
+                return namespace
+        return None
+
+    def _kept(self, node: Node, *, may_shrink: bool = True) -> int:
+        """Token slots of a retained node, or of the segment that it stands for, once all that may has been released."""
+        span = self._spans.of(node)
+        if span is None:
+            return len(node.key)
+        segment = span.segment
+        if not span.is_packed:
+            is_last = may_shrink and self._table.in_place[segment] is node
+            return len(node.key) - (self._released_of(segment, node) if is_last else 0)
+        if not span.is_owner:
+            return 0
+        retained = [each for each in self._table.nodes_of(segment) if each in self._retained]
+        return min(segment.num_slots - self._released_of(segment, node), length_of(retained))
+
+    def _released_of(self, segment: Segment, node: Node) -> int:
+        """Token slots that a segment, of which ``node`` stands among those that shrink, can release."""
+        if segment in self._table.wanted and segment.order is not None:
+            return segment.num_slots - self._resizer.slots_at(segment)
+        return self._pressure.reclaimable_of(segment) if node in self._table.shrinking else 0
+
+    def _is_movable(self, node: Node, movable: set[Node]) -> bool:
+        """Whether a segment in place that ends with a node without readers can shrink: no reader above prevents it."""
+        path = path_to(node)
+        span = self._spans.of(node)
+        if span is None or span.is_packed:
+            return True
+        is_whole = all(self._tree.num_locks(each) == 0 for each in self._table.nodes_of(span.segment))
+        locked = [each for each in path if self._tree.num_locks(each) > 0]
+        return is_whole and (not locked or locked[-1] in movable)
+
+    # ---- demote -----------------------------------------------------------------------------------------------
+
+    def demote(self, own: Sequence[Node]) -> int:
+        """Move the last nodes of a path, which one session alone has read, to the host's memory.
+
+        Where there is none they shrink to the least share. Nothing happens to what has readers or is retained.
+
+        Returns:
+            Tokens that left the pool, or of nodes whose segments shrank.
+        """
+        own = [node for node in own if not self._tree.num_locks(node) and node not in self._retained]
+        shares, is_moved, num_tokens = self._config.shares, self._host.is_on, 0
+        if shares:
+            num_released = self._pressure.squeeze(own, float(self._config.budget) if is_moved else shares[-1])
+            num_tokens = length_of([node for node in own if node in self._spans]) if num_released else 0
+        if not is_moved:
+            return num_tokens
+        left = list(own)
+        while left and not left[-1].children:
+            self._host.leaving(left[-1])
+            if not self._tree.drop(left[-1]):
+                break
+            left.pop()
+        return length_of(own) - length_of(left)
