@@ -337,8 +337,11 @@ class Harness:
         """Drop leaves; return what came back, checked against the allocator."""
         before = self.tree.slot_allocator.available_size()
         promised = self.tree.evictable_size()
+        prefixes = self.tree.prefixes
+        staying = {} if prefixes.readers.num_running <= 1 else dict(prefixes.table.retained)
         released = self.tree.evict(EvictParams(num_tokens=num_slots)).num_tokens_evicted
         assert self.tree.slot_allocator.available_size() - before == released >= min(num_slots, promised)
+        assert dict(prefixes.table.retained) == staying or prefixes.readers.num_running <= 1
         self.check()
         return released
 
@@ -489,12 +492,13 @@ class Harness:
             assert owners == [True] + [False] * (len(spans) - 1)
         self._check_in_place()
         self._check_sessions()
+        self._check_retained()
         for req in self.live:
             if req.kv.holds_kv:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
                 held.update(row[req.kv.cache_protected_len : req.kv.kv_allocated_len].tolist())
         assert held == Counter(range(1, self.num_slots + 1))
-        reclaimable = self.tree.prefixes.pressure.reclaimable()
+        reclaimable = self.tree.prefixes.hints.reclaimable()
         counted = (self.tree.protected_size(), self.tree.evictable_size())
         assert counted == (sizes[True] - reclaimable, sizes[False] + reclaimable)
         assert cache_state(self.tree)["leaked_slots"] == 0
@@ -540,6 +544,15 @@ class Harness:
         assert None not in readers and OTHERS not in readers
         for session in self.tree.prefixes.sessions._sessions.values():
             assert session.last is None or table.superseded.isdisjoint(path_to(session.last))
+
+    def _check_retained(self) -> None:
+        """What is retained is in the tree, from its root on; nothing stays longer, or larger, than what is above."""
+        retained, nodes = self.tree.prefixes.table.retained, set(self.tree.nodes())
+        for node, (until, share) in retained:
+            assert node in nodes
+            if node.parent is not self.tree.root_node:
+                assert retained[node.parent].until >= until and retained[node.parent].share >= share
+        assert 0 <= self.tree.prefixes.hints.retained_slots() <= self.tree.held_slots()
 
     def _check_in_place(self) -> None:
         """Segments in place have all tokens of consecutive nodes, below packed ones and above those without one."""

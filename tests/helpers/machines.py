@@ -275,6 +275,39 @@ class SupersedingMachine(HostMachine):
         super()._admit(req, first_chunk)
 
 
+class Hinting(CacheMachine):
+    """Requests want their prefix to stay or, where their session alone has read it, to go."""
+
+    def _admit(self, req, first_chunk):
+        hints = [None, {"retain": {"seconds": 0.2}}, {"demote": True}, {"retain": {"seconds": 9, "share": 0.2}}]
+        hint = hints[sum(req.origin_input_ids) // 4 % 4]
+        req.sampling_params.custom_params = hint and {"kvevict": hint}
+        if hint is None and sum(req.origin_input_ids) % 5 == 0:
+            self.harness.tree.prefixes.readers[req].is_exact = True
+        super()._admit(req, first_chunk)
+
+    @rule(number=st.integers(0, 2**20))
+    def time_passes(self, number):
+        hints, before = self.harness.tree.prefixes.hints, len(self.harness.tree.prefixes.table.retained)
+        self.seconds = getattr(self, "seconds", 0.0) + number % 8 / 8
+        hints.between_steps(self.seconds)
+        assert len(self.harness.tree.prefixes.table.retained) <= before
+
+    @invariant()
+    def bounded(self):
+        hints = self.harness.tree.prefixes.hints
+        hints.between_steps(getattr(self, "seconds", 0.0))
+        assert hints.retained_slots() <= hints._most_slots
+
+
+class HintsMachine(Hinting, SupersedingMachine):
+    """What stays is not dropped beside others, and does not shrink; what goes comes back from the host's memory."""
+
+
+class HintsAloneMachine(Hinting, PressureMachine):
+    """The same without a host."""
+
+
 class CoarsePressureMachine(PressureMachine):
     """Checkpoints stop short of prompts, and prefixes shrink."""
 
@@ -424,6 +457,10 @@ class BesideHostMachine(BesideMachine):
     options: ClassVar[dict[str, Any]] = BesideMachine.options | {"scores_any_range": True, "host_blocks": 16}
 
 
+class BesideHintsMachine(Hinting, BesideHostMachine):
+    """Of what stays entries are still being chosen."""
+
+
 class BesidePressureMachine(BesideMachine, MeasuredPressureMachine):
     """What passes have read is being chosen, and parts of it have to shrink meanwhile."""
 
@@ -464,6 +501,8 @@ MACHINES = (
     HostExactMachine,
     HostMeasuredMachine,
     SupersedingMachine,
+    HintsMachine,
+    HintsAloneMachine,
     WindowsMachine,
     WindowsUnderPressureMachine,
     MeasuredPressureMachine,
@@ -480,6 +519,7 @@ MACHINES = (
     BesideMachine,
     BesideUnsplittableMachine,
     BesideHostMachine,
+    BesideHintsMachine,
     BesidePressureMachine,
     BesideGenerationMachine,
     StockMachine,
