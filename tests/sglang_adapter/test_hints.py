@@ -1,4 +1,4 @@
-"""What clients want to stay stays, within bounds and as long as they said; what they want to go goes if it is theirs."""
+"""What clients want to stay stays, in bounds and as long as they said; what they want to go goes if it is theirs."""
 
 from __future__ import annotations
 
