@@ -170,6 +170,7 @@ class PrefixCache:
         if drop.owner is not None:
             assert drop.span is not None
             slots = self.resizer.repack(drop.owner, drop.span.start)
+            self.pressure.lower(drop.owner)
         num_slots = len(node.key) if slots is None else slots.numel()
         released = num_slots if drop.owner is None else 0
         self.listener.emit(Dropped(node.id, len(node.key), released, drop.span is not None))
@@ -191,6 +192,7 @@ class PrefixCache:
         self.passes.clear()
         self.generations.clear()
         self.host.clear()
+        self.hints.clear()
         self.table.forget()
         self.pressure.clear()
 

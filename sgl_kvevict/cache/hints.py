@@ -107,6 +107,11 @@ class Hints:
         while (namespace := self._exceeding()) is not None:
             self._end_first(namespace)
 
+    def clear(self) -> None:
+        """End all retentions: the tree is flushed, or the weights have changed."""
+        for node, _ in self._retained:
+            self._put(node, None)
+
     def give_way(self) -> bool:
         """End the retention that ends first, for a request that runs alone; False: there is none, or others run."""
         if not self._retained or not self._is_yielding:

@@ -191,8 +191,11 @@ class Pressure:
     def _shares_of(self, segment: Segment) -> Sequence[float]:
         """Shares to which a segment may shrink: it keeps as many slots as the share of its retained tokens takes."""
         shares, retained = self._config.shares, self._table.retained
-        nodes = [node for node in self._table.nodes_of(segment) if node in retained] if retained else []
-        if not nodes or not shares:
+        first = self._table.packed.get(segment)
+        if not retained or not shares or (first is not None and first not in retained):
+            return shares
+        nodes = [node for node in self._table.nodes_of(segment) if node in retained]
+        if not nodes:
             return shares
         (_, share), slots_at = retained[nodes[0]], self._resizer.slots_at
         least = self._config.slots_at(share, length_of(nodes), segment.start)
@@ -201,8 +204,10 @@ class Pressure:
     # ---- shrinking --------------------------------------------------------------------------------------------
 
     def lower(self, node: Node) -> None:
-        """A node is no longer retained, so that its segment may shrink further."""
-        self._heap.lower(node)
+        """A node is no longer retained, or less of its segment is, so that this may shrink further."""
+        span = self._spans.of(node)
+        if span is not None:
+            self._heap.lower(self._spans.owner_of(node) if span.is_packed else self._table.in_place[span.segment])
 
     def squeeze(self, nodes: Sequence[Node], least: float) -> int:
         """Shrink the segments of the last nodes of a path to a share, in steps; return the token slots released.

@@ -469,9 +469,8 @@ class PrefixTable:
 
     def forget(self) -> None:
         """Remove everything but packed spans and stale marks: the weights have changed."""
-        for queue in (self.jobs, self.retained):
-            for node, _ in queue:
-                queue.take(node)
+        for node, _ in self.jobs:
+            self.jobs.take(node)
         for segment in list(self.in_place):
             for node in self.nodes_of(segment):
                 self._records[node].span = None
