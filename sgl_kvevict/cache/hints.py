@@ -12,7 +12,7 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.pressure import Pressure
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable, Retention
-from sgl_kvevict.cache.resize import Resizer
+from sgl_kvevict.cache.resize import Resizer, is_launched
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.request import Retain
 from sgl_kvevict.segments import Segment
@@ -191,9 +191,10 @@ class Hints:
 
     def _released_of(self, segment: Segment, node: Node) -> int:
         """Token slots that a segment, of which ``node`` stands among those that shrink, can release."""
-        if segment in self._table.wanted and segment.order is not None:
-            return segment.num_slots - self._resizer.slots_at(segment)
-        return self._pressure.reclaimable_of(segment) if node in self._table.shrinking else 0
+        if node in self._table.shrinking:
+            return self._pressure.reclaimable_of(segment)
+        is_ranked = segment in self._table.wanted and is_launched(segment)
+        return segment.num_slots - self._resizer.slots_at(segment) if is_ranked else 0
 
     def _is_movable(self, node: Node, movable: set[Node]) -> bool:
         """Whether a segment in place that ends with a node without readers can shrink: no reader above prevents it."""

@@ -279,14 +279,14 @@ class Resizer:
         """Let wanted ranges shrink, oldest first; return the token slots released."""
         num_released = 0
         for segment in list(self._table.wanted):
-            if segment in self._table.wanted and (occasion is Occasion.RELEASED or _is_launched(segment)):
+            if segment in self._table.wanted and (occasion is Occasion.RELEASED or is_launched(segment)):
                 num_released += self._try(segment, occasion) or 0
         return num_released
 
     def between_steps(self) -> None:
         """Use the orders that were computed beside the last step."""
         self._turn += 1
-        if any(map(_is_launched, self._table.wanted)):
+        if any(map(is_launched, self._table.wanted)):
             self.try_wanted(Occasion.TURN)
             self.try_wanted(Occasion.RELEASED)  # those that begin at the same tokens
 
@@ -314,7 +314,7 @@ class Resizer:
             return None
         if self._is_early(segment) and occasion is not Occasion.SHORT:
             return 0
-        if not _is_launched(segment) and any(map(self._is_early, chain[:-1])):
+        if not is_launched(segment) and any(map(self._is_early, chain[:-1])):
             return 0
         pieces = self._regroup(chain)
         todo = [piece for piece in pieces if piece.order is None and self.slots_at(piece) < piece.num_slots]
@@ -514,7 +514,7 @@ class Resizer:
         return self._compressor.merge(source.token_slots, source.start, prompt, selection, state)
 
 
-def _is_launched(segment: Segment) -> bool:
+def is_launched(segment: Segment) -> bool:
     """Whether its order was launched beside the scheduler's stream."""
     return segment.order is not None and segment.order.turn is not None
 

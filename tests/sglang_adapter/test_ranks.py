@@ -260,3 +260,22 @@ def test_learned_scores_are_used_if_all_ranks_found_the_same(found, is_used, cap
 
     assert on_two_ranks(run) == [bool(is_used)] * 2
     assert ("found different score weights" in caplog.text) == (is_used is False)
+
+
+def test_ranks_with_clocks_of_their_own_end_a_retention_in_the_same_turn():
+    """The clocks of different machines begin anywhere, and readings of one turn differ."""
+
+    def run(rank: int, group: distributed.ProcessGroup) -> list[bool]:
+        harness = Harness(num_slots=200, config=CONFIG, group=group)
+        hints, rng = harness.tree.prefixes.hints, random.Random(rank)
+        now = [50_000.0, 0.0][rank]
+        hints.between_steps(now)
+        harness.run(DOCUMENTS[0][:40], options={"retain": {"seconds": 1.0}})
+        found = []
+        for turn in range(20):
+            hints.between_steps(now + turn * 0.1 + rng.random() / 10)
+            found.append(bool(harness.tree.prefixes.table.retained))
+        return found
+
+    first, second = on_two_ranks(run)
+    assert first == second and first[0] and not first[-1]
