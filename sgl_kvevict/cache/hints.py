@@ -209,7 +209,7 @@ class Hints:
     # ---- demote -----------------------------------------------------------------------------------------------
 
     def demote(self, own: Sequence[Node]) -> int:
-        """Move the last nodes of a path, which one session alone has read, to the host's memory.
+        """Move a node and what is below it, root side first, to the host's memory, from its leaves on.
 
         Where there is none they shrink to the least share. Nothing happens to what has readers or is retained.
 
@@ -218,15 +218,11 @@ class Hints:
         """
         own = [node for node in own if not self._tree.num_locks(node) and node not in self._retained]
         shares, is_moved, num_tokens = self._config.shares, self._host.is_on, 0
-        if shares:
-            num_released = self._pressure.squeeze(own, float(self._config.budget) if is_moved else shares[-1])
-            num_tokens = length_of([node for node in own if node in self._spans]) if num_released else 0
+        has_shrunk = shares and self._pressure.squeeze(own, float(self._config.budget) if is_moved else shares[-1])
         if not is_moved:
-            return num_tokens
-        left = list(own)
-        while left and not left[-1].children:
-            self._host.leaving(left[-1])
-            if not self._tree.drop(left[-1]):
-                break
-            left.pop()
-        return length_of(own) - length_of(left)
+            return length_of([node for node in own if node in self._spans]) if has_shrunk else 0
+        for node in reversed(own):
+            if not node.children:
+                self._host.leaving(node)
+                num_tokens += len(node.key) * self._tree.drop(node)
+        return num_tokens

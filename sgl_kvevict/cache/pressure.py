@@ -210,9 +210,9 @@ class Pressure:
             self._heap.lower(self._spans.owner_of(node) if span.is_packed else self._table.in_place[span.segment])
 
     def squeeze(self, nodes: Sequence[Node], least: float) -> int:
-        """Shrink the segments of the last nodes of a path to a share, in steps; return the token slots released.
+        """Shrink the segments of nodes, root side first, to a share, in steps; return the token slots released.
 
-        Not those of which nodes above them have a part, or that are packed together with these.
+        Not those of which other nodes have a part, or that would be packed together with these.
         """
         num_released, own = 0, set(nodes)
         while True:

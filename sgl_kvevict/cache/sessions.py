@@ -61,10 +61,14 @@ class Sessions:
             self.on_superseded(each)
 
     def own(self, key: SessionKey | None, path: Sequence[Node]) -> list[Node]:
-        """The last nodes of a path, as far as no other session's request, and none without a session, has read them."""
+        """Nodes of a path, and below these, that only requests of one session have read; root side first."""
         session = None if key is None else self._sessions.get(key)
-        own = [node for node in path if session is not None and self._table.session_of(node) is session]
-        return own if path[-1:] == own[-1:] else []
+        if session is None:
+            return []
+        own = [node for node in path if self._table.session_of(node) is session][:1]
+        for node in own:
+            own += [child for child in node.children.values() if self._table.session_of(child) is session]
+        return own
 
     def _session(self, key: SessionKey) -> Session:
         session = self._sessions.setdefault(key, Session())

@@ -363,6 +363,16 @@ def test_an_aborted_request_demotes_nothing(harness):
     assert slots(harness, 1) == 22 and harness.tree.prefixes.readers[req].report.demoted is None
 
 
+def test_what_the_session_has_behind_it_goes_with_it():
+    """Answers differ: that of the last request is not all that hangs on the prompt."""
+    harness = cache(options={"host_blocks": 60})
+    long = document(1, 90)
+    ask(harness, [*long, 200, 201, 202], session="mine")
+    ask(harness, [*long, 300, 301, 302], session="mine", num_new=2)
+    assert ask(harness, long, {"demote": True}, session="mine").demoted == 90 + 3 + 3
+    assert harness.tree.held_slots() == 0
+
+
 def test_it_is_demoted_twice():
     harness = cache(options={"host_blocks": 60})
     long = document(1, 90)
