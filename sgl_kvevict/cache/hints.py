@@ -114,7 +114,7 @@ class Hints:
 
     def give_way(self) -> bool:
         """End the retention that ends first, for a request that runs alone; False: there is none, or others run."""
-        if not self._retained or not self._is_yielding:
+        if not self._retained or not self.is_yielding:
             return False
         self._end_first(None)
         return True
@@ -132,7 +132,7 @@ class Hints:
         """Token slots that readers hold and can be had, less those without readers that cannot; may be negative."""
         if not self._retained:
             return self._pressure.reclaimable()
-        if self._is_yielding:
+        if self.is_yielding:
             return self._pressure.reclaimable(with_retained=True)
         movable = set(self._readers.movable_nodes())
         nodes = [node for node, _ in self._retained if self._tree.num_locks(node) == 0]
@@ -144,7 +144,8 @@ class Hints:
         return sum(self._kept(node) for node, _ in self._retained)
 
     @property
-    def _is_yielding(self) -> bool:
+    def is_yielding(self) -> bool:
+        """Whether retained prefixes give way when slots are short."""
         return self._readers.num_running <= self._most_running
 
     def _put(self, node: Node, retention: Retention | None) -> None:

@@ -467,7 +467,8 @@ class KVEvictTree(UnifiedRadixCache):
         why = Released.RETRACTED
         if is_finished:
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
-        is_demoted = why is Released.FINISHED and self._options_of(req).demote
+        has_options = why is Released.FINISHED and req.sampling_params.custom_params is not None
+        is_demoted = has_options and self._options_of(req).demote
         path = path_to(self.tree_core.node_by_id(req.last_node)) if is_demoted else []
         super().on_release(req, checkpointed=checkpointed)
         if is_demoted:

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
 from helpers.admission import LongPromptScheduler
-from helpers.machines import BASES, PressureMachine
+from helpers.machines import BASES, Hinting, PressureMachine
 from sgl_kvevict.config import KVEvictConfig
 
 CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12, score_after_matches=1)
@@ -72,4 +72,12 @@ class PrefillBudgetMachine(LongMachine):
     }
 
 
-LONG_MACHINES = (LongMachine, PrefillBudgetMachine)
+class HintsLongMachine(Hinting, LongMachine):
+    """What others want to stay keeps no prompt from being admitted by an idle pool."""
+
+    options: ClassVar[dict[str, Any]] = LongMachine.options | {
+        "config": CONFIG.model_copy(update={"retain_share": 0.6})
+    }
+
+
+LONG_MACHINES = (LongMachine, PrefillBudgetMachine, HintsLongMachine)
