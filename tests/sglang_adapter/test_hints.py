@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.admission import LongPromptScheduler
 from helpers.documents import document, make_harness, nodes_of
 from helpers.harness import Harness, publish_server_args
 from helpers.passes import MiniScheduler
@@ -225,6 +226,23 @@ def test_admission_of_one_more_request_does_not_count_on_it():
     assert tree.evictable_size() - strict == 5 and running in harness.live
     with hints.yielding(tree.prefixes.readers.num_running):  # what SGLang has admitted gets its slots
         assert tree.evictable_size() - strict == 5
+
+
+def test_sglang_admits_a_large_prompt_once_nothing_else_runs():
+    harness = cache(100, retain_share=0.5)
+    scheduler = LongPromptScheduler(harness, chunk=100)
+    assert [retain(harness, number) for number in (1, 2)] == [20, 20]
+    running, large = harness.run(document(3, 5)), harness.request(document(4, 83))
+    assert scheduler.submit(large) is None
+    assert not scheduler.round() and slots(harness, 1) == slots(harness, 2) == 22  # 10 of these are kept
+    harness.finish(running)
+    assert scheduler.round() == [large] and large.output_ids
+    assert scheduler.queue == [] and harness.tree.prefixes.table.retained
+    while large in harness.live:
+        assert harness.decode(large)
+        if len(large.output_ids) == 8:
+            harness.finish(large)
+    assert slots(harness, 1) + slots(harness, 2) < 20
 
 
 def test_what_its_reader_locks_shrinks_to_the_share_alone_and_an_abort_changes_nothing(harness):
