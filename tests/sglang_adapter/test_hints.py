@@ -232,17 +232,18 @@ def test_sglang_admits_a_large_prompt_once_nothing_else_runs():
     harness = cache(100, retain_share=0.5)
     scheduler = LongPromptScheduler(harness, chunk=100)
     assert [retain(harness, number) for number in (1, 2)] == [20, 20]
-    running, large = harness.run(document(3, 5)), harness.request(document(4, 83))
-    assert scheduler.submit(large) is None
-    assert not scheduler.round() and slots(harness, 1) == slots(harness, 2) == 22  # 10 of these are kept
-    harness.finish(running)
-    assert scheduler.round() == [large] and large.output_ids
-    assert scheduler.queue == [] and harness.tree.prefixes.table.retained
-    while large in harness.live:
-        assert harness.decode(large)
-        if len(large.output_ids) == 8:
-            harness.finish(large)
-    assert slots(harness, 1) + slots(harness, 2) < 20
+    running = harness.run(document(3, 5))
+    for number, length in ((4, 76), (5, 89)):  # with the 10 slots that are kept the first would fit beside the other
+        req = harness.request(document(number, length))
+        assert scheduler.submit(req) is None
+        if running in harness.live:
+            assert not scheduler.round() and len(harness.tree.prefixes.table.retained) == 2
+            harness.finish(running)
+        assert scheduler.round() == [req]
+        while len(req.output_ids) < 8:
+            assert harness.decode(req)
+        harness.finish(req)
+    assert len(harness.tree.prefixes.table.retained) == 2  # it has shrunk itself
 
 
 def test_what_its_reader_locks_shrinks_to_the_share_alone_and_an_abort_changes_nothing(harness):
