@@ -16,7 +16,8 @@ MAX_TICKET_CHARS = 128
 _FIELD = f"custom_params.{REQUEST_KEY}"
 _ALLOWED = (
     "an object with 'warm' (true or false), 'questions' (a list of strings, only with warm), 'ticket' (a string of "
-    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm) and 'exact' (true or false, not with warm)"
+    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm), and without warm at most one of 'exact', "
+    "'complete' (true or false) and 'share' (a number above 0, at most 1)"
 )
 
 
@@ -39,6 +40,18 @@ class RequestOptions(BaseModel):
         default=False,
         description="read nothing compressed: match what is uncompressed, compute the rest again",
     )
+    complete: bool = Field(
+        default=False,
+        description="read all entries of compressed prefixes that pool and host have, with 4 bits at least",
+    )
+    share: float | None = Field(
+        default=None, gt=0, le=1, description="read at least this share of their entries, if they have it"
+    )
+
+    @property
+    def least_share(self) -> float:
+        """Share of the entries of compressed prefixes that the request wants to read; 0: it does not say."""
+        return 1.0 if self.complete else self.share or 0.0
 
 
 def parse_request_options(custom_params: object, config: KVEvictConfig) -> RequestOptions | None:
@@ -63,8 +76,11 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
     for name in ("questions", "ticket"):
         if getattr(options, name) and not options.warm:
             raise ConfigError(f"{_FIELD}.{name}: got {shown(getattr(options, name))}; allowed: {_ALLOWED}")
-    if options.exact and options.warm:
-        raise ConfigError(f"{_FIELD}.exact: got True together with warm; allowed: {_ALLOWED}")
+    given = [name for name in ("warm", "exact", "complete", "share") if getattr(options, name)]
+    if len(given) > 1:
+        name = given[1]
+        got = f"{shown(getattr(options, name))} together with {given[0]}"
+        raise ConfigError(f"{_FIELD}.{name}: got {got}; allowed: {_ALLOWED}")
     return options
 
 

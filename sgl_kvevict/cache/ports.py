@@ -55,6 +55,10 @@ class TreePort(Protocol):
     def alloc(self, num_slots: int) -> Tensor | None:
         """[num_slots], int64, token slots of the pool, for which prefixes shrink or are dropped; None: too few."""
 
+    @property
+    def num_free(self) -> int:
+        """Token slots of the pool that nobody holds."""
+
     def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[Node]:
         """Nodes of the longest path that matches ``tokens``; a node that diverges inside is cut there.
 

@@ -80,6 +80,17 @@ class Squeezed(Event):
     evicted_entries: int  # entries that were stored before and are not now; 0: rows got fewer bits
 
 
+class Grown(Event):
+    """Entries that had been evicted from a segment came back from the host's memory."""
+
+    node: int  # id of the segment's topmost node
+    slots: int  # token slots it takes now
+    taken_slots: int  # token slots among them that it took
+    bytes: int  # of the slots that it takes now
+    entries: dict[int, int]  # entries stored now, by the bits of their rows
+    returned_entries: int  # entries among them that came back
+
+
 class PrefilledCompressed(Event):
     """A prompt is complete whose first chunks were compressed before its last one was computed."""
 
@@ -161,6 +172,7 @@ AnyEvent = (
     | Dropped
     | Repacked
     | Squeezed
+    | Grown
     | PrefilledCompressed
     | ScoringPass
     | Refused

@@ -127,6 +127,11 @@ class UnifiedTreePort:
         slots: torch.Tensor | None = allocator.alloc(num_slots)
         return None if slots is None else slots.long()
 
+    @property
+    def num_free(self) -> int:
+        """Token slots on the allocator's list."""
+        return int(self._cache.slot_allocator.available_size())
+
     def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[UnifiedTreeNode]:
         """Nodes of the longest matching path; SGLang splits a node where the match ends."""
         key = self._key(tokens, namespace)

@@ -73,6 +73,8 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0, next
             host_bytes=2_000_000,
             host_used_bytes=500_000,
             host_segments=3,
+            evicted_entries_kept=700,
+            evicted_bytes_kept=40_000,
             long_prompt_tokens=0,
             long_prompt_computed=0,
         ),
