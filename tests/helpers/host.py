@@ -45,7 +45,7 @@ def check_complements(complements: Complements) -> None:
         for piece in complement.pieces:
             assert segment.start <= piece.start < piece.end <= segment.end
             if not piece.is_lost:
-                (rows,) = complements.get(piece).parts
+                (rows,) = Complements.get(complements, piece).parts  # not what a test has put in its place
                 runs = torch.repeat_interleave(rows.keep_lens.flatten().long())
                 assert rows.positions.ge(piece.start).all() and rows.positions.lt(piece.end).all()
                 by_run = torch.split(rows.positions, rows.keep_lens.flatten().tolist())
