@@ -77,7 +77,7 @@ class PrefixCache:
         complements = self.complements = Complements(table, compressor, guard, host)
         resizer = self.resizer = Resizer(tree, table, readers, compressor, guard, complements)
         pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
-        self.growth = Growth(tree, table, guard, resizer, packer.geometry)
+        self.growth = Growth(tree, table, guard, resizer, pressure, packer.geometry)
         self.passes = ScoringPasses(tree, table, readers, compressor, guard, resizer, pressure)
         self.generations = NoGenerations()
         if config.decode_block is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.pressure import Pressure
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.geometry import KVGeometry
@@ -16,27 +17,36 @@ MAX_PARTS = 8
 """Parts of a segment, each of which attention reads as a span of its own; with more it does not grow until it has
 shrunk, which writes its rows anew."""
 AMPLE_SHARE = 1 / 8
-"""Part of the pool's slots that stays free when segments grow by themselves: running requests and the next prompts
-take theirs there, so that nothing shrinks again at once."""
+"""Slots are ample while this part of the pool stays free of what segments take by themselves: running requests and the
+next prompts take theirs there, so that nothing shrinks again at once."""
 
 
 class Growth:
     """Decides when segments grow, and by how much.
 
     A segment grows piece by piece: by what one resize has evicted, the last one first, so that it goes through the
-    sizes that it had. It grows when a request asks (:meth:`to_share`), and by itself when slots are ample
-    (:meth:`between_steps`). What cannot be read, or has no room, is as if it had not been kept.
+    sizes that it had. It grows when a request asks (:meth:`to_share`), and by itself (:meth:`between_steps`) when
+    requests have read it since it shrank, and slots are ample or held by what is worth less: a server that has run for
+    long has few free slots, because leaves stay until others need theirs. What cannot be read, or has no room, is as if
+    it had not been kept.
 
     Decisions follow from numbers that tensor-parallel ranks share; how many slots a piece takes they agree on.
     """
 
     def __init__(
-        self, tree: TreePort, table: PrefixTable, guard: Guard, resizer: Resizer, geometry: KVGeometry
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        guard: Guard,
+        resizer: Resizer,
+        pressure: Pressure,
+        geometry: KVGeometry,
     ) -> None:
         self._tree = tree
         self._table = table
         self._guard = guard
         self._resizer = resizer
+        self._pressure = pressure
         self._complements = resizer.complements
         self._reserve = int(geometry.num_token_slots * AMPLE_SHARE)
 
@@ -47,8 +57,9 @@ class Growth:
         """
         spans = (self._table.spans.at(node) for node in path)
         for segment in dict.fromkeys(span.segment for span in spans if span is not None):
-            while self._can_grow(segment) and self._lacks(segment, share) and self.grow(segment, is_asked=True):
-                pass
+            while self._can_grow(segment) and self._lacks(segment, share):
+                if not self.grow(segment, is_asked=True):
+                    break
 
     def _lacks(self, segment: Segment, share: float) -> bool:
         """Whether a segment has less than a share of its entries, on some rank."""
@@ -65,14 +76,21 @@ class Growth:
         )
 
     def between_steps(self) -> None:
-        """Let one segment grow if slots are ample: the one that requests have read most since it shrank."""
+        """Let one segment grow, of those that have room the one that requests have read most since it shrank.
+
+        For a segment for which slots are not ample, less valuable prefixes shrink and uncompressed leaves are dropped.
+        Compressed ones are not. If these are too few, their slots are free for the next prompt.
+        """
         if not self._complements.found:
             return
-        room = self._tree.num_free - self._reserve
         found = sorted(self._complements.found, key=lambda segment: -self._complements[segment].num_found)
         for segment in found:
             piece = self._complements.last(segment)
-            if piece is not None and piece.copy.num_slots <= room and self._can_grow(segment):
+            if piece is None or not self._can_grow(segment):
+                continue
+            taken = piece.copy.num_slots
+            priority = self._pressure.priority_of_growth(segment, segment.num_slots + taken)
+            if self._tree.num_free >= taken + self._reserve or self._tree.make_room(taken, priority):
                 self.grow(segment, is_asked=False)
                 return
 
@@ -82,7 +100,8 @@ class Growth:
         ``is_asked``: other prefixes may shrink or be dropped for it.
         """
         piece = self._complements.last(segment)
-        assert piece is not None
+        if piece is None or not self._can_grow(segment):
+            return False
         entries: CopiedEntries | None = None
         with self._guard.at(Place.HOST):
             entries = self._complements.get(piece)

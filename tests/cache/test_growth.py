@@ -156,8 +156,45 @@ def test_what_was_read_grows_where_slots_are_ample():
     assert segment.num_entries < num_entries(segment)
 
 
-def test_nothing_grows_into_the_reserve():
+@pytest.mark.parametrize("is_old", [True, False])
+def test_leaves_that_were_not_used_for_long_make_room(is_old):
+    """A pool without free slots: a segment at its least share is worth more than a leaf that was used before it."""
+    harness = harness_of(num_slots=200, scores_any_range=True)
+    segment = shrunk(harness, 0.3, 0.1)
+    size = segment.num_entries
+
+    def fill():
+        tokens = 0
+        while harness.allocator.available_size() > 12:
+            tokens += 1
+            req = harness.uncached_request([10, tokens % 11, *[tokens % 7] * 8])
+            req.skip_radix_cache_insert = False
+            assert harness.admit(req) and harness.prefill(req)
+            harness.finish(req)
+
+    def read():
+        for _ in range(3):
+            serve(harness, [*TEXT[:60], 5])
+
+    fill() if is_old else read()
+    if is_old:
+        harness.tree.prefixes.recency.raise_level((1.0,))
+        read()
+    else:
+        harness.tree.prefixes.recency.raise_level((5.0,))
+        fill()
+    free, nodes = harness.allocator.available_size(), len(list(harness.tree.nodes()))
+    harness.turn()
+    assert (segment.num_entries > size) is is_old
+    assert (len(list(harness.tree.nodes())) < nodes) is is_old
+    assert is_old or harness.allocator.available_size() == free
+    harness.tree.prefixes.growth.between_steps()
+    harness.check()
+
+
+def test_nothing_grows_into_the_reserve(monkeypatch):
     harness = harness_of()
+    monkeypatch.setattr(harness.tree.port, "make_room", lambda *args: False)
     segment = shrunk(harness, 0.3)
     serve(harness, [*TEXT[:60], 5, 5])
     (piece,) = harness.tree.prefixes.complements[segment].pieces
