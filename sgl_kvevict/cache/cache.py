@@ -148,9 +148,9 @@ class PrefixCache:
         if not self.compressor.policy.compresses:
             return
         path, record = path_to(last), self.readers[reader]
-        record.has_read(self.spans.compressed_read(path, num_tokens))
-        if not record.is_pass:
+        if record.report is None and not record.is_pass:  # else it has found them before
             self.complements.read(dict.fromkeys(self.spans[node].segment for node in path if node in self.spans))
+        record.has_read(self.spans.compressed_read(path, num_tokens))
 
     def between_steps(self, passes: PassPort) -> None:
         """The scheduler is between two steps."""
