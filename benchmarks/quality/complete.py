@@ -1,7 +1,7 @@
 """What a request with ``complete`` costs, and what it answers, beside one with ``exact``, on a compressed prefix.
 
-Run: python benchmarks/quality/complete.py [--model demo]; writes docs/results/quality/complete.csv and complete.md. Rows
-of the model replace those that are there.
+Run: python benchmarks/quality/complete.py [--model demo]; writes docs/results/quality/complete.csv and complete.md.
+Rows of the model replace those that are there.
 
 A context is prefilled alone, with the default configuration, so it is compressed at once to a fifth of its bytes. The
 first request that asks about it has ``complete``: the evicted entries come back from the host's memory. Further ones
@@ -95,11 +95,11 @@ def page(rows: Rows) -> str:
     lines = [
         "# Complete answers from a compressed prefix",
         "",
-        "Written by `python benchmarks/quality/complete.py`. A context is compressed to a fifth of its bytes. A request",
-        "with `complete` loads the evicted entries from the host's memory, one with `exact` computes the context again,",
-        "as an uncompressed cache would have it. *First token*: seconds of the first request of each context, medians,",
-        "and the median of the ratios. *Score*: of `complete`, of `exact`, and their ratio. *Same*: answers that are",
-        "equal, token by token. *Share*: of the entries, that was read with `complete`, the least.",
+        "Written by `python benchmarks/quality/complete.py`. A context is compressed to a fifth of its bytes. A",
+        "request with `complete` loads the evicted entries from the host's memory, one with `exact` computes the",
+        "context again, as an uncompressed cache would have it. *First token*: seconds of the first request of each",
+        "context, medians, and the median of the ratios. *Score*: of `complete`, of `exact`, and their ratio. *Same*:",
+        "answers that are equal, token by token. *Share*: of the entries, that was read with `complete`, the least.",
         "",
         "| model | task | questions | first token, complete | exact | ratio | score, complete | exact | ratio | same "
         "| share | commit |",
