@@ -23,11 +23,13 @@ class Complement:
 
     Attributes:
         pieces: first what was evicted first, which is worth least; lost ones, too.
-        num_found: how often requests have read the segment since it shrank last.
+        num_found: how many prompts have found the segment since it shrank last.
+        num_returned: pieces that it has taken back since its rows were written; each is a part of its own.
     """
 
     pieces: list[Piece] = field(default_factory=list)
     num_found: int = 0
+    num_returned: int = 0
 
 
 class Complements:
@@ -36,16 +38,16 @@ class Complements:
     A segment has each entry once: in the pool, in one of its pieces, or nowhere, once it is lost. A resize adds one
     piece, of rows with the fewest bits that the configuration allows; growth takes back whole pieces, the last one
     first. Nothing is kept of segments that cannot be split (entries may be merged into others), of generated tokens,
-    of weights that have changed, and without memory of the host.
+    of weights that have changed, without memory of the host, and where prefixes do not shrink when slots are short.
 
     Attributes:
-        found: segments with pieces that requests have read since they shrank last.
+        found: segments with pieces that a prompt has found since they shrank, or were last tried to grow.
     """
 
     def __init__(self, table: PrefixTable, compressor: Compressor, guard: Guard, host: HostSegments) -> None:
         self.found: dict[Segment, None] = {}
         self._table = table
-        self._policy = compressor.policy
+        self._is_on = host.num_blocks > 0 and compressor.policy.splittable and len(compressor.config.shares) > 1
         self._packer = compressor.packer
         self._guard = guard
         self._host = host
@@ -65,8 +67,7 @@ class Complements:
 
     def evicted(self, nodes: Sequence[Node], sources: Sources) -> CopiedEntries | None:
         """Copy what a resize of these nodes is about to evict, on the pool's device; None: nothing is kept."""
-        is_kept = self._host.num_blocks > 0 and self._policy.splittable
-        is_kept = is_kept and path_to(nodes[0])[0] not in self._table.stale
+        is_kept = self._is_on and path_to(nodes[0])[0] not in self._table.stale
         if not is_kept or sources.num_entries == sum(sources.counts):
             return None
         copied: CopiedEntries | None = None
@@ -98,7 +99,7 @@ class Complements:
             self._of.pop(other, None)
             self.found.pop(other, None)
         complement.pieces += pieces
-        complement.num_found = 0
+        complement.num_found = complement.num_returned = 0
         self.found.pop(segment, None)
         if not complement.pieces:
             del self._of[segment]
@@ -117,10 +118,11 @@ class Complements:
 
     def take(self, segment: Segment, piece: Piece) -> None:
         """A piece is in the pool again, or cannot be read."""
-        pieces = self[segment].pieces
-        pieces.remove(piece)
+        complement = self[segment]
+        complement.pieces.remove(piece)
+        complement.num_returned += 1
         self._host.release([piece])
-        if not pieces:
+        if not complement.pieces:
             self.forget(segment)
 
     def attach(self, segment: Segment, pieces: Sequence[Piece]) -> None:
@@ -132,7 +134,7 @@ class Complements:
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
     def read(self, segments: Iterable[Segment]) -> None:
-        """A request has read segments."""
+        """A prompt has found segments."""
         for segment in segments:
             if segment in self._of:
                 self._of[segment].num_found += 1

@@ -13,9 +13,9 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import CopiedEntries, Segment
 
-MAX_PARTS = 8
-"""Parts of a segment, each of which attention reads as a span of its own; with more it does not grow until it has
-shrunk, which writes its rows anew."""
+MAX_RETURNED = 6
+"""Pieces that a segment takes back until it has shrunk, which writes its rows anew: attention reads each as a span of
+its own."""
 AMPLE_SHARE = 1 / 8
 """Slots are ample while this part of the pool stays free of what segments take by themselves: running requests and the
 next prompts take theirs there, so that nothing shrinks again at once."""
@@ -71,28 +71,30 @@ class Growth:
             segment in self._table.packed
             and segment.order is not None
             and segment.readers is None
-            and len(segment.storage.parts) < MAX_PARTS
+            and self._complements[segment].num_returned < MAX_RETURNED
             and self._complements.last(segment) is not None
         )
 
     def between_steps(self) -> None:
-        """Let one segment grow, of those that have room the one that requests have read most since it shrank.
+        """Let one segment grow: of those that prompts have found since they shrank, the one that most have found.
 
-        For a segment for which slots are not ample, less valuable prefixes shrink and uncompressed leaves are dropped.
-        Compressed ones are not. If these are too few, their slots are free for the next prompt.
+        If slots are not ample, less valuable prefixes shrink for it and uncompressed leaves are dropped, but no
+        compressed ones. If these are too few, their slots are free for the next prompt, and the segment is tried again
+        when a prompt has found it.
         """
-        if not self._complements.found:
+        found = self._complements.found
+        segment = max(found, key=lambda each: self._complements[each].num_found, default=None)
+        if segment is None:
             return
-        found = sorted(self._complements.found, key=lambda segment: -self._complements[segment].num_found)
-        for segment in found:
-            piece = self._complements.last(segment)
-            if piece is None or not self._can_grow(segment):
-                continue
-            taken = piece.copy.num_slots
-            priority = self._pressure.priority_of_growth(segment, segment.num_slots + taken)
-            if self._tree.num_free >= taken + self._reserve or self._tree.make_room(taken, priority):
-                self.grow(segment, is_asked=False)
-                return
+        piece = self._complements.last(segment)
+        if piece is None or not self._can_grow(segment):
+            del found[segment]
+            return
+        num_slots = piece.copy.num_slots
+        priority = self._pressure.priority_of_growth(segment, segment.num_slots + num_slots)
+        has_room = self._tree.num_free >= num_slots + self._reserve or self._tree.make_room(num_slots, priority)
+        if not (has_room and self.grow(segment, is_asked=False)):
+            found.pop(segment, None)
 
     def grow(self, segment: Segment, *, is_asked: bool) -> bool:
         """Give a segment back what was evicted from it last; return whether it has it.
@@ -111,6 +113,9 @@ class Growth:
         geometry = segment.geometry
         num_slots = geometry.slots_for(geometry.head_slots_for(entries.sizes))
         num_slots = self._tree.largest(num_slots, segment.start, segment.num_slots)
+        if not num_slots:  # all its entries were of tokens that were cut off
+            self._complements.take(segment, piece)
+            return True
         if not is_asked and num_slots > self._tree.num_free:
             return False
         slots = self._tree.alloc(num_slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy
-from sgl_kvevict.cache.growth import AMPLE_SHARE, MAX_PARTS
+from sgl_kvevict.cache.growth import AMPLE_SHARE, MAX_RETURNED
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.config import KVEvictConfig
 
@@ -205,6 +205,9 @@ def test_nothing_grows_into_the_reserve(monkeypatch):
     assert segment.num_entries == size
     harness.allocator.free(taken[:1])
     harness.tree.prefixes.growth.between_steps()
+    assert segment.num_entries == size  # it is tried again when a prompt has found it
+    harness.tree.prefixes.complements.read([segment])
+    harness.tree.prefixes.growth.between_steps()
     assert segment.num_entries == num_entries(segment)
 
 
@@ -291,7 +294,10 @@ def test_many_parts_are_not_added_to():
     segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
     while harness.tree.prefixes.growth._can_grow(segment):
         harness.tree.prefixes.growth.grow(segment, is_asked=False)
-    assert len(segment.storage.parts) == MAX_PARTS and segment.num_entries < num_entries(segment)
+    assert len(segment.storage.parts) == 1 + MAX_RETURNED and segment.num_entries < num_entries(segment)
+    prefixes = harness.tree.prefixes
+    prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, 0.1))
+    assert len(segment.storage.parts) == 1 and prefixes.growth.grow(segment, is_asked=False)
 
 
 @pytest.mark.parametrize("fault", ["put_evicted", "get_evicted"])
