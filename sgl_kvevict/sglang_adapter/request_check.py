@@ -65,8 +65,10 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
                 why = f"nothing of a request with {why_uncached(req)} is cached"
                 raise ConfigError(f"custom_params.{REQUEST_KEY}.warm: got True; allowed: False, because {why}")
             _check_questions(options, req, scheduler, tree, config)
-            reads = tree.prefixes.readers[req]
-            reads.is_exact, reads.least_share = options.exact, options.least_share
+            if options.exact:
+                tree.prefixes.readers[req].is_exact = True
+            if options.least_share:
+                tree.prefixes.readers[req].least_share = options.least_share
     except ConfigError as error:
         return str(error)
     return length_error(admission_of(tree.token_to_kv_pool_allocator), tree, req)
