@@ -31,7 +31,8 @@ def test_ranks_drop_and_load_the_same(host_blocks):
             harness.decode(req)
             harness.finish(req)
             harness.turn()
-        held = {(each.record.start, each.record.end, len(each.copy.blocks), len(each.pieces)) for each in harness.host._segments.values()}
+        copies = [(each, each.record) for each in harness.host._segments.values()]
+        held = {(one.start, one.end, len(each.copy.blocks), len(each.pieces)) for each, one in copies}
         totals = harness.tree.prefixes.listener.totals
         evicted = [(copy.start, copy.end, len(copy.blocks), copy.num_slots) for copy in harness.host.evicted]
         grown = totals.growths, totals.grown_slots, evicted
