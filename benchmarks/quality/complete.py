@@ -152,9 +152,9 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="a name of `make model ARGS=--list`")
-    parser.add_argument("--tasks", nargs="*", default=["table", "needle-multi-key", "reading"])
+    parser.add_argument("--tasks", nargs="*", default=["needle-single", "needle-multi-key", "table", "reading"])
     parser.add_argument("--tokens", type=int, default=2800, help="of a context")
-    parser.add_argument("--contexts", type=int, default=3, help="of a task")
+    parser.add_argument("--contexts", type=int, default=2, help="of a task")
     parser.add_argument("--questions", type=int, default=4, help="of a context")
     parser.add_argument("--seed", type=int, default=62)
     return parser.parse_args()
