@@ -59,7 +59,7 @@ class Complements:
         return self._of.get(segment) or Complement()
 
     def last(self, segment: Segment) -> Piece | None:
-        """What comes back first when a segment grows; None: nothing can. Lost pieces before it are forgotten."""
+        """What comes back first when a segment grows: the last piece that is not lost; None: nothing can."""
         pieces = self[segment].pieces
         return next((piece for piece in reversed(pieces) if not piece.is_lost), None)
 
