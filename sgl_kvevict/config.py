@@ -186,7 +186,7 @@ class KVEvictConfig(BaseModel):
     host_bytes: ByteSize | None = Field(
         default=None,
         ge=0,
-        description="host memory of each rank, allocated at start, for prefixes that the pool drops: they come back by "
+        description="host memory of each rank, allocated at start, for what the pool drops or evicts: it comes back by "
         "a copy. null: all ranks together take at most a quarter of the free memory (docs/design.md#host-memory)",
         json_schema_extra={
             "allowed": "null (twice the pool), 0 (off), or an amount like 64MiB, 40GB or a number of bytes"

@@ -14,13 +14,19 @@ REQUEST_KEY = "kvevict"
 MIN_TICKET_CHARS = 16
 MAX_TICKET_CHARS = 128
 _FIELD = f"custom_params.{REQUEST_KEY}"
-_EXCLUSIVE = (("exact", "warm"), ("retain", "exact"), ("demote", "exact"), ("demote", "retain"), ("demote", "warm"))
+_EXCLUSIVE = (
+    *(("exact", "warm"), ("complete", "warm"), ("complete", "exact")),
+    *(("share", "warm"), ("share", "exact"), ("share", "complete")),
+    *(("retain", "exact"), ("demote", "exact"), ("demote", "retain"), ("demote", "warm")),
+)
+"""Options of which a request has the first or the second."""
 MAX_RETAIN_S = 86_400
 _ALLOWED = (
     "an object with 'warm' (true or false), 'questions' (a list of strings, only with warm), 'ticket' (a string of "
-    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm), 'exact' (true or false, not with warm), "
-    f"'retain' (an object with 'seconds', above 0 and at most {MAX_RETAIN_S}, and maybe 'share', above 0 and at most "
-    "the server's budget) and 'demote' (true or false)"
+    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm), without warm at most one of 'exact', "
+    "'complete' (true or false) and 'share' (a number above 0, at most 1), 'retain' (not with exact: an object with "
+    f"'seconds', above 0 and at most {MAX_RETAIN_S}, and maybe 'share', above 0 and at most the server's budget) and "
+    "'demote' (true or false, not with exact, warm or retain)"
 )
 
 
@@ -59,6 +65,18 @@ class RequestOptions(BaseModel):
         default=False,
         description="when the request has ended, what only its session has read moves to the host's memory",
     )
+    complete: bool = Field(
+        default=False,
+        description="read all entries of compressed prefixes that pool and host have, with 4 bits at least",
+    )
+    share: float | None = Field(
+        default=None, gt=0, le=1, description="read at least this share of their entries, if they have it"
+    )
+
+    @property
+    def least_share(self) -> float:
+        """Share of the entries of compressed prefixes that the request wants to read; 0: it does not say."""
+        return 1.0 if self.complete else self.share or 0.0
 
 
 def parse_request_options(custom_params: object, config: KVEvictConfig) -> RequestOptions | None:

@@ -49,6 +49,15 @@ def test_a_wish_with_everything() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "share"),
+    [({}, 0.0), ({"exact": True}, 0.0), ({"share": 0.5}, 0.5), ({"share": 1}, 1.0), ({"complete": True}, 1.0)],
+)
+def test_how_much_a_request_wants_to_read(values: dict[str, object], share: float) -> None:
+    options = parse_request_options({"kvevict": values}, CONFIG)
+    assert options is not None and options.least_share == share
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ("warm", "custom_params.kvevict: got 'warm'; allowed: an object with"),
@@ -58,6 +67,15 @@ def test_a_wish_with_everything() -> None:
         ({"warm": True, "questions": "who?"}, "custom_params.kvevict.questions: got 'who?'; allowed"),
         ({"warm": True, "questions": ["a", 2]}, "custom_params.kvevict.questions.1: got 2; allowed"),
         ({"questions": ["a"]}, "custom_params.kvevict.questions: got ['a']; allowed"),
+        ({"share": 0}, "custom_params.kvevict.share: got 0; allowed: an object with"),
+        ({"share": 1.01}, "custom_params.kvevict.share: got 1.01; allowed"),
+        ({"share": float("nan")}, "custom_params.kvevict.share: got nan; allowed"),
+        ({"share": True}, "custom_params.kvevict.share: got True; allowed"),
+        ({"complete": 1}, "custom_params.kvevict.complete: got 1; allowed"),
+        ({"exact": True, "complete": True}, "custom_params.kvevict.complete: got True together with exact; allowed"),
+        ({"complete": True, "share": 0.5}, "custom_params.kvevict.share: got 0.5 together with complete; allowed"),
+        ({"share": 0.5, "warm": True}, "custom_params.kvevict.share: got 0.5 together with warm; allowed"),
+        ({"exact": True, "warm": True}, "custom_params.kvevict.exact: got True together with warm; allowed"),
         ({"warm": True, "ticket": "short"}, "custom_params.kvevict.ticket: got 'short'; allowed"),
         ({"ticket": "x" * 20}, f"custom_params.kvevict.ticket: got '{'x' * 20}'; allowed"),
         ({"warm": True, "questions": ["a"] * 4}, "kvevict.questions: got 4 questions; allowed: at most 3"),

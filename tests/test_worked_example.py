@@ -84,6 +84,7 @@ class Story:
         self._leave([b, c])
         self._return()
         self._branch_off()
+        self._grow()
         assert self.server.writer.drain(300)
         self._restart(folder)
         self._longer_prompt()
@@ -219,8 +220,9 @@ class Story:
         for each in host._segments.values():
             record = each.record
             in_pool = self._pool_bytes(record.end - record.start)
-            row = [record.end - record.start, in_pool, len(each.blocks) * host.block_bytes]
-            self.tables[COPY][NAMES[record.start, record.end]] = row
+            evicted = sum(len(piece.copy.blocks) for piece in each.pieces)
+            row = [record.end - record.start, in_pool, len(each.copy.blocks) * host.block_bytes]
+            self.tables[COPY][NAMES[record.start, record.end]] = [*row, evicted * host.block_bytes]
         self._say(f"{host.used_bytes:,} bytes of host memory")
         num_rows, beside = 2 * self.harness.geometry.num_runs, 6
         assert host.block_bytes == num_rows * (self._row_bytes + beside)
@@ -246,6 +248,26 @@ class Story:
         self._say(f"computes its other {len(D) - d.prefix_len_found} tokens")
         self._note("22 D branches off")
         self.harness.finish(d)
+
+    def _grow(self) -> None:
+        prefixes = self.harness.tree.prefixes
+        before = {name: segment for name, segment in self._named() if segment.packed is not None}
+        sizes = {name: (segment.num_slots, segment.num_entries) for name, segment in before.items()}
+        req = self.harness.request(A)
+        prefixes.readers[req].least_share = 1.0  # as for `exact`
+        assert self.harness.admit(req)
+        found = req.prefix_len
+        assert self.harness.prefill(req)
+        self._note("23 A is asked with `complete`")
+        self._read("A with `complete`", req)
+        for name, segment in before.items():
+            (slots, entries), runs = sizes[name], segment.geometry.num_runs
+            assert segment.num_entries == segment.num_tokens * runs
+            self._say(
+                f"the {name} takes {segment.num_slots - slots} slots for {segment.num_entries - entries:,} entries"
+            )
+        self._say(f"SGLang finds {found} tokens, and computes {len(A) - found} token")
+        self.harness.finish(req)
 
     def _restart(self, folder: Path) -> None:
         server = self._start(folder)
@@ -324,12 +346,12 @@ class Story:
     def _slots_at_budget(self, segment: Segment) -> int:
         return self.config.num_slots(segment.num_tokens, segment.start)
 
-    def _share_of(self, segment: Segment) -> float:
+    def _share_of(self, segment: Segment) -> float | str:
         def slots(share: float) -> int:
             return self.config.slots_at(share, segment.num_tokens, segment.start)
 
-        (share,) = [share for share in self.config.shares if slots(share) == segment.num_slots]
-        return share
+        shares = [share for share in self.config.shares if slots(share) == segment.num_slots]
+        return shares[0] if shares else "complete"
 
     def _note(self, step: str) -> None:
         tree = self.harness.tree
@@ -353,8 +375,7 @@ class Story:
 
 def by_bits(parts: Any) -> list[int]:
     """Entries of 16, 8 and 4 bits."""
-    counts = {part.bits: part.rows.numel() for part in parts}
-    return [counts.get(bits, 0) for bits in (16, 8, 4)]
+    return [sum(part.rows.numel() for part in parts if part.bits == bits) for bits in (16, 8, 4)]
 
 
 def make_harness(**options: Any) -> Harness:

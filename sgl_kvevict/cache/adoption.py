@@ -18,6 +18,7 @@ from sgl_kvevict.guard import accounting
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.segments import CopiedEntries, Segment, SegmentPacker
 from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
+from sgl_kvevict.store.host import Piece
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Adoption:
         self._packer = packer
         self._resizer = resizer
 
-    def place(self, record: SegmentRecord, prompt: Prompt) -> int:
+    def place(self, record: SegmentRecord, prompt: Prompt, pieces: Sequence[Piece] = ()) -> int:
         """Put a segment, and its tail if the prompt goes on like that, into the tree; return as :meth:`adopt`."""
         rest = prompt.tokens[record.end :]
-        num_tokens = self.adopt(record, prompt.namespace, rest)
+        num_tokens = self.adopt(record, prompt.namespace, rest, pieces)
         tail = record.tail
         if num_tokens and tail is not None and _continues_with(prompt, record.tokens, tail):
             self.adopt_tail(record, tail, prompt.namespace, rest)
@@ -57,10 +58,16 @@ class Adoption:
         tokens = list(prompt.tokens[: prompt.num_tokens])
         return Lookup(tokens, identity.namespace(*prompt.namespace), self._spans.compressed_len(path), length_of(path))
 
-    def adopt(self, record: SegmentRecord, namespace: NamespaceKey, rest: Sequence[int] = ()) -> int:
+    def adopt(
+        self,
+        record: SegmentRecord,
+        namespace: NamespaceKey,
+        rest: Sequence[int] = (),
+        pieces: Sequence[Piece] = (),
+    ) -> int:
         """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
 
-        ``rest`` is what follows in the prompt that looked for it.
+        ``rest`` is what follows in the prompt that looked for it; ``pieces`` are what had been evicted from it.
 
         Returns how many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing
         was added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
@@ -79,7 +86,7 @@ class Adoption:
         slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
-        if self._install(record, tokens, slots, namespace):
+        if self._install(record, tokens, slots, namespace, pieces):
             return record.end - record.start
         self._tree.free(slots)
         return 0
@@ -111,7 +118,14 @@ class Adoption:
         return True
 
     @accounting()
-    def _install(self, record: SegmentRecord, tokens: Sequence[int], slots: Tensor, namespace: NamespaceKey) -> bool:
+    def _install(
+        self,
+        record: SegmentRecord,
+        tokens: Sequence[int],
+        slots: Tensor,
+        namespace: NamespaceKey,
+        pieces: Sequence[Piece],
+    ) -> bool:
         there = self._tree.find(tokens, namespace)
         if not self._fits(record, there):
             return False
@@ -127,7 +141,9 @@ class Adoption:
             return False
         freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
         nodes = self._spans.uncompressed(path_to(last))
-        self._resizer.exchange(nodes, self._segment(record, slots), readers)
+        segment = self._segment(record, slots)
+        self._resizer.exchange(nodes, segment, readers)
+        self._resizer.complements.attach(segment, pieces)
         self._tree.free(freed)
         return True
 

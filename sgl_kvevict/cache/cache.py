@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.cache.adoption import Adoption
+from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.generation import Generations, NoGenerations
+from sgl_kvevict.cache.growth import Growth
 from sgl_kvevict.cache.hints import Hints
 from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.listener import CacheListener
@@ -74,8 +76,10 @@ class PrefixCache:
         self.recency = CostAwareRecency(self.spans, clock)
         if state_slots is not None:
             self.recency = StatefulRecency(self.spans, clock, state_slots)
-        resizer = self.resizer = Resizer(tree, table, readers, compressor, guard)
+        complements = self.complements = Complements(table, compressor, guard, host)
+        resizer = self.resizer = Resizer(tree, table, readers, compressor, guard, complements)
         pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
+        self.growth = Growth(tree, table, guard, resizer, pressure, packer.geometry)
         self.passes = ScoringPasses(tree, table, readers, compressor, guard, resizer, pressure)
         self.generations = NoGenerations()
         if config.decode_block is not None:
@@ -84,7 +88,7 @@ class PrefixCache:
             tree, table, readers, compressor, guard, resizer, pressure, self.passes, self.generations
         )
         adoption = Adoption(tree, table, readers, packer, resizer)
-        self.host = HostMemory(tree, table, readers, compressor, guard, adoption, host)
+        self.host = HostMemory(tree, table, readers, compressor, guard, adoption, complements, host)
         self.recency.has_host_room = self.host.has_room_for
         self.sessions = Sessions(table)
         self.recency.superseded, self.recency.retained = table.superseded, table.retained
@@ -129,14 +133,33 @@ class PrefixCache:
             self.passes.released(reader, why)
             self.resizer.try_wanted(Occasion.RELEASED)
 
+    def admitting(self, reader: Reader, prompt: Prompt) -> None:
+        """A request is about to match its prompt: at the first of these calls, load what the pool lacks of it.
+
+        Segments whose entries it asked for grow, too.
+        """
+        record = self.readers[reader]
+        if record.is_loaded or record.is_exact or record.is_pass:
+            return
+        record.is_loaded = True
+        self.host.load(reader, prompt)
+        if record.least_share:
+            tokens = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]
+            self.growth.to_share(self._tree.find(tokens, prompt.namespace), record.least_share)
+
     def note_read(self, reader: Reader, last: Node, num_tokens: int) -> None:
         """Note for its client what a request reads of its prompt, the first ``num_tokens`` of the path to ``last``."""
-        if self.compressor.policy.compresses:
-            self.readers[reader].has_read(self.spans.compressed_read(path_to(last), num_tokens))
+        if not self.compressor.policy.compresses:
+            return
+        path, record = path_to(last), self.readers[reader]
+        if record.report is None and not record.is_pass:  # else it has found them before
+            self.complements.read(dict.fromkeys(self.spans[node].segment for node in path if node in self.spans))
+        record.has_read(self.spans.compressed_read(path, num_tokens))
 
     def between_steps(self, passes: PassPort) -> None:
         """The scheduler is between two steps."""
         self.resizer.between_steps()
+        self.growth.between_steps()
         self.generations.between_steps()
         self.passes.between_steps(passes)
         self.hints.between_steps(passes.now)
@@ -167,8 +190,11 @@ class PrefixCache:
         self.passes.dropped(node)
         drop = self.table.drop(node)
         slots = drop.slots
+        if drop.span is not None and drop.owner is None:
+            self.complements.forget(drop.span.segment)
         if drop.owner is not None:
             assert drop.span is not None
+            self.complements.end_at(drop.span.segment, drop.span.start)
             slots = self.resizer.repack(drop.owner, drop.span.start)
             self.pressure.lower(drop.owner)
         num_slots = len(node.key) if slots is None else slots.numel()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.export import export_sources, export_views, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.ports import TreePort
@@ -13,9 +14,9 @@ from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
 from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.segments import CacheObservation, Compressor, Segment, Sources, TokenRange
-from sgl_kvevict.store import SegmentRecord
-from sgl_kvevict.store.host import HostSegments
+from sgl_kvevict.segments import CacheObservation, Compressor, CopiedEntries, Segment, Sources, Span, TokenRange
+from sgl_kvevict.store import IndexEntry, SegmentRecord
+from sgl_kvevict.store.host import HostSegments, Piece
 
 MIN_TOKENS = 64
 """Fewer tokens are computed again: looking them up would take as long."""
@@ -36,6 +37,7 @@ class HostMemory:
         compressor: Compressor,
         guard: Guard,
         adoption: Adoption,
+        complements: Complements,
         segments: HostSegments,
     ) -> None:
         self.segments = segments
@@ -48,6 +50,7 @@ class HostMemory:
         self._config = compressor.config
         self._guard = guard
         self._adoption = adoption
+        self._complements = complements
         self._min_tokens = segments.identity.min_prefix_tokens
 
     @property
@@ -57,6 +60,7 @@ class HostMemory:
 
     def clear(self) -> None:
         """Forget everything: the tree was flushed, or the weights have changed."""
+        self._complements.clear()
         self.segments.clear()
 
     def has_room_for(self, segment: Segment) -> bool:
@@ -68,7 +72,9 @@ class HostMemory:
     # ---- out --------------------------------------------------------------------------------------------------
 
     def leaving(self, node: Node) -> None:
-        """Copy what a leaf holds that is about to be dropped: its segment, or the best of its uncompressed tokens.
+        """Copy what a leaf holds that is about to be dropped: its segment, or its uncompressed tokens.
+
+        What the budget keeps of uncompressed tokens is copied as a segment, and the other entries as evicted from it.
 
         Not copied: what is superseded, too short, generated (``decode_block``), or of weights that have changed; the
         rest of an unsplittable segment; uncompressed tokens below others, or without learned scores.
@@ -82,20 +88,37 @@ class HostMemory:
                 return
             span = self._spans.at(node)
             namespace = self.segments.identity.namespace(*namespace_of(node))
+            views = [] if span is None else views_of(path, self._spans)
+            pieces = [
+                piece.within(view.start, view.end) for view in views for piece in self._complements[view.segment].pieces
+            ]
             there = self.segments.covering(tokens_of(path), bounds[0], namespace)
-            if there is not None and (there.is_measured or span is None or not span.segment.is_measured):
+            if there is not None and self._is_as_good(there, span, pieces):
                 self.segments.use(there.key)
                 return
-            if span is None:
-                record = self._best_of(path, *bounds)
-            else:
-                views = views_of(path, self._spans)
+            evicted = None
+            if views:
                 record = export_views(views, path, self._packer, self.segments.identity).copied
+            else:
+                record, evicted = self._best_of(path, *bounds)
             num_evicted = self.segments.num_evicted
-            num_bytes = self.segments.put(record, namespace)
+            num_bytes = self.segments.put(record, namespace, pieces)
             if num_bytes:
+                self.segments.pieces_of(record.key).extend(self._complements.put(evicted, *bounds))
                 pushed_out = self.segments.num_evicted - num_evicted
                 self._table.listener.emit(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
+
+    def _is_as_good(self, there: IndexEntry, span: Span | None, pieces: Sequence[Piece]) -> bool:
+        """Whether a copy that is here stands for what is about to be dropped.
+
+        Not if only the latter's order was measured, or if the copy has lost entries that the latter has got back.
+        """
+        if span is not None and span.segment.is_measured and not there.is_measured:
+            return False
+        lost, lost_here = (
+            sum(piece.is_lost for piece in some) for some in (pieces, self.segments.pieces_of(there.key))
+        )
+        return span is None or lost_here <= lost
 
     def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""
@@ -109,8 +132,11 @@ class HostMemory:
             return None
         return views_of(path, self._spans)[0].start, span.end
 
-    def _best_of(self, path: Sequence[Node], start: int, end: int) -> SegmentRecord:
-        """Of the last node's uncompressed tokens what the budget keeps; their slots are released next."""
+    def _best_of(self, path: Sequence[Node], start: int, end: int) -> tuple[SegmentRecord, CopiedEntries | None]:
+        """Of the last node's uncompressed tokens what the budget keeps, and the other entries.
+
+        Their slots are released next.
+        """
         node = path[-1]
         slots, span = self._tree.token_slots([node]), self._spans.of(node)
         order = None if span is None else span.segment.order
@@ -127,16 +153,10 @@ class HostMemory:
         state = None if above is None else above.segment.policy_state
         identity = self.segments.identity
         best = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
-        return export_sources(best, path, self._packer, identity, splittable, order.is_measured, state).copied
+        leaving = export_sources(best, path, self._packer, identity, splittable, order.is_measured, state)
+        return leaving.copied, self._complements.evicted([node], best)
 
     # ---- in ---------------------------------------------------------------------------------------------------
-
-    def admitting(self, reader: Reader, prompt: Prompt) -> None:
-        """A request is about to match its prompt: load what the pool lacks of it, at the first of these calls."""
-        record = self._readers[reader]
-        if not record.is_loaded and not record.is_exact and not record.is_pass:
-            record.is_loaded = True
-            self.load(reader, prompt)
 
     def load(self, reader: Reader, prompt: Prompt) -> None:
         """Put the segments that continue what the tree has of a request's prompt into it."""
@@ -149,7 +169,7 @@ class HostMemory:
             if not found:
                 return
             for record in self.segments.continuing(self._adoption.lookup(prompt, identity), found):
-                num_tokens = self._adoption.place(record, prompt)
+                num_tokens = self._adoption.place(record, prompt, self.segments.pieces_of(record.key))
                 if not num_tokens:
                     return
                 self.segments.use(record.key, in_pool=True)

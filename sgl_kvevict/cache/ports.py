@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, Reader
+from sgl_kvevict.cache.recency import Priority
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +58,16 @@ class TreePort(Protocol):
 
     def alloc(self, num_slots: int) -> Tensor | None:
         """[num_slots], int64, token slots of the pool, for which prefixes shrink or are dropped; None: too few."""
+
+    @property
+    def num_free(self) -> int:
+        """Token slots of the pool that nobody holds."""
+
+    def make_room(self, num_slots: int, below: Priority) -> bool:
+        """Shrink prefixes and drop uncompressed leaves of smaller priority than ``below`` until so many slots are free.
+
+        False: there are not enough of them, or SGLang's own order decides which leaf goes.
+        """
 
     def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[Node]:
         """Nodes of the longest path that matches ``tokens``; a node that diverges inside is cut there.

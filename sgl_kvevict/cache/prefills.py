@@ -151,6 +151,9 @@ class RequestPrefills(Prefills):
         path = path_to(node)
         end = min(observation.end, length_of(path))
         is_at_once = self._compressor.compresses_at_once
+        if options.least_share and self._compressor.scores_any_range:
+            self._pressure.prompt_complete(path, end, observation)  # it shrinks when slots are short
+            return
         if is_at_once and not options.questions:
             is_in_use = self._resizer.shrink(path, end - self._tail, observation)
             if options.warm and self._passes.is_on:

@@ -16,6 +16,9 @@ from sgl_kvevict.segments import Compressor, PromptObservation, Segment
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
 
+COUNTED_GAIN = 0.5
+"""Part of what growth gains that may be lost for it."""
+
 ANSWERS = 2.5
 """Worth of all answers of a prefix until it is dropped, in prefills of it."""
 
@@ -231,7 +234,7 @@ class Pressure:
         share = self._next_share(span.segment)
         return share is not None and share >= least and own.issuperset(self._table.nodes_of(span.segment))
 
-    def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
+    def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0, below: Priority | None = None) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
         Ranges whose entries are being ranked come first: they lose no more than they would two steps later.
@@ -240,6 +243,7 @@ class Pressure:
 
         ``leaf`` would be dropped instead (None: there is no leaf), so steps of higher priority are not taken. But no
         span is dropped, or shrinks below the budget, while something may shrink to the budget, unless it is superseded.
+        Steps whose priority is not ``below`` this one are not taken (None: they are).
 
         Returns:
             Token slots released.
@@ -254,6 +258,8 @@ class Pressure:
             if priority[0] == math.inf:  # it is retained, like all that follow
                 break
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
+                break
+            if below is not None and priority >= below:
                 break
             self._heap.pop()
             slots = self._shrink(node, wanted - num_released)
@@ -285,14 +291,26 @@ class Pressure:
             loss = self._recency.loss_below_budget(segment, loss)
         return not is_light, *self._recency.priority(node, loss)
 
-    def _next_share(self, segment: Segment) -> float | None:
-        """The share to which a packed segment shrinks next; None: it does not shrink any more."""
-        shares = () if segment.order is None else self._shares_of(segment)
-        return next((share for share in shares if self._resizer.slots_at(segment, share) < segment.num_slots), None)
+    def priority_of_growth(self, segment: Segment, num_slots: int) -> Priority:
+        """Priority below which something may shrink or be dropped, so that a segment grows to ``num_slots``.
 
-    def _loss_of_step(self, segment: Segment) -> float:
-        """Loss of a packed segment's next step, relative to the loss of dropping it."""
-        share, budget = self._next_share(segment), self._config.budget
+        The next step from there would lose as much as growth gains. A part of it counts (:data:`COUNTED_GAIN`), so
+        that what has grown does not shrink for what has shrunk for it.
+        """
+        gain = self._loss_of_step(segment, num_slots) * segment.num_tokens / num_slots
+        return self._recency.priority(self._table.packed[segment], COUNTED_GAIN * gain)
+
+    def _next_share(self, segment: Segment, num_slots: int | None = None) -> float | None:
+        """The share to which a packed segment shrinks next, if it has so many slots (None: as many as it has).
+
+        None: it does not shrink any more.
+        """
+        shares, held = () if segment.order is None else self._shares_of(segment), num_slots or segment.num_slots
+        return next((share for share in shares if self._resizer.slots_at(segment, share) < held), None)
+
+    def _loss_of_step(self, segment: Segment, num_slots: int | None = None) -> float:
+        """Loss of a packed segment's next step from so many slots, relative to the loss of dropping it there."""
+        share, budget = self._next_share(segment, num_slots), self._config.budget
         if share is None or share < budget:
             is_between = share is not None and share > self._config.shares[-1]
             return self._losses.between if is_between else self._losses.least

@@ -30,6 +30,7 @@ class ReaderRecord:
     Attributes:
         is_live: it has matched its prompt and was not released.
         is_exact: it must read no compressed entry (``exact``).
+        least_share: share of the entries of compressed prefixes that it wants to read (``share``, ``complete``).
         is_long: its prompt is longer than the pool, and its chunks shrink while it is prefilled.
         is_loaded: what the host has of its prompt was loaded; since then it was not released.
         host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
@@ -45,6 +46,7 @@ class ReaderRecord:
 
     is_live: bool = False
     is_exact: bool = False
+    least_share: float = 0.0
     is_long: bool = False
     is_pass: bool = False
     is_loaded: bool = False

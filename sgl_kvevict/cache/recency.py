@@ -37,7 +37,7 @@ class CostAwareRecency:
 
     Attributes:
         has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped, after what lies
-            below it, before it shrinks below the budget, which would lose entries for good.
+            below it, before it shrinks below the budget, which would spoil answers until it grows.
         superseded: nodes that are dropped before all others (:class:`~sgl_kvevict.cache.sessions.Sessions`).
         retained: nodes that are dropped after all others (:class:`~sgl_kvevict.cache.hints.Hints`).
     """
@@ -68,8 +68,9 @@ class CostAwareRecency:
     def loss_below_budget(self, segment: Segment, loss: float) -> float:
         """Loss per slot released of a step below the budget that by itself loses ``loss``.
 
-        Where the segment would come back from the host's memory, the step is no cheaper than dropping it: what lies
-        below it goes first, of which an uncompressed leaf saves one token a slot.
+        Where the segment would come back from the host's memory as it is, the step, whose entries come back only when
+        it grows, is no cheaper than dropping it: what lies below it goes first, of which an uncompressed leaf saves one
+        token a slot.
         """
         if not self.has_host_room(segment):
             return loss

@@ -10,18 +10,20 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.events.types import Refused
+from sgl_kvevict.events.types import Grown, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments import (
     CacheObservation,
     Compressor,
+    CopiedEntries,
     MeasuredRange,
     Observation,
     ReaderObservation,
@@ -53,9 +55,9 @@ class Occasion(Enum):
 class Resizer:
     """Makes segments of paths, has their entries ranked, and changes their size.
 
-    :meth:`resize` is the only function that changes a segment's token slots, rows, spans and their charges in the
-    tree. (Its last part, :meth:`exchange`, also serves segments that come from outside the pool.) The other methods
-    decide which segments are resized, and when.
+    :meth:`resize` and :meth:`grow` are the only functions that change a segment's token slots, rows, spans and their
+    charges in the tree. (The last part of ``resize``, :meth:`exchange`, also serves segments that come from outside the
+    pool.) The other methods decide which segments are resized, and when.
 
     A range that is to shrink to the budget is *wanted* until it has shrunk. It may have to wait until a request with
     ``exact`` has ended, or until its order is computed. On a GPU an order is computed beside the next step, and used
@@ -63,12 +65,20 @@ class Resizer:
 
     Attributes:
         on_budget: called with the last node of each segment that has reached the budget.
+        complements: what has been evicted, and can come back.
     """
 
     def __init__(
-        self, tree: TreePort, table: PrefixTable, readers: ReaderTable, compressor: Compressor, guard: Guard
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        readers: ReaderTable,
+        compressor: Compressor,
+        guard: Guard,
+        complements: Complements,
     ) -> None:
         self.on_budget: list[Callable[[Node], None]] = []
+        self.complements = complements
         self._tree = tree
         self._table = table
         self._spans = table.spans
@@ -395,11 +405,11 @@ class Resizer:
             Token slots released.
 
         Raises:
-            InvariantError: more slots than the segments have: what was evicted cannot come back.
+            InvariantError: more slots than the segments have, see :meth:`grow`.
         """
         held = sum(segment.num_slots for segment in segments)
         if num_slots > held:
-            raise InvariantError(f"segments of {held} token slots cannot grow to {num_slots}: what was evicted is gone")
+            raise InvariantError(f"a resize cannot give segments of {held} token slots {num_slots}")
         nodes = [node for segment in segments for node in self._table.nodes_of(segment)]
         readers = self._readers.movable(nodes[0])
         if readers is None:
@@ -414,6 +424,7 @@ class Resizer:
                 sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
             merge, state = self._merge(segments, sources, num_slots) if block is None else (block.merge, block.state)
             all_packed = len(packed) == len(segments)
+            evicted = self.complements.evicted(nodes, sources) if block is None else None
             written = self._packer.rewrite(sources, num_slots if all_packed else sources.fewest_slots, merge)
         if attempt.failed:
             return 0
@@ -422,6 +433,7 @@ class Resizer:
         self._tree.free(written.freed)
         segment.policy_state, segment.is_generated = state, block is not None
         segment.is_joined = segment.is_joined or (block is None and len(segments) > 1)
+        self.complements.shrunk(segment, segments[1:], self.complements.put(evicted, segment.start, segment.end))
         if not all_packed and block is None:
             is_cut = self._packer.geometry.has_windows and num_slots < held
             segment.splittable = self._compressor.policy.splittable and not is_cut
@@ -437,6 +449,23 @@ class Resizer:
         if is_at_budget and not any(map(self._readers.shrinking_prompt, readers)):
             self.at_budget(nodes[-1])
         return num_freed
+
+    @accounting()
+    def grow(self, segment: Segment, entries: CopiedEntries, token_slots: Tensor) -> None:
+        """Give a packed segment entries back that had been evicted, in token slots ([n], int64) that are empty.
+
+        Rows that it has stay where they are, so readers need not move: they read the new rows, too, from their next
+        step on. InvariantError if its entries have no order, or are observed.
+        """
+        owner = self._table.packed[segment]
+        assert entries.order is not None
+        segment.grow(self._packer.extended(segment.storage, entries, token_slots), entries.order)
+        self._tree.charge(owner, token_slots.numel())
+        self._table.shrinking.discard(owner)  # its next step loses less
+        self._table.may_shrink(owner)
+        sizes = token_slots.numel(), segment.num_bytes, segment.entries_by_bits
+        returned = sum(count for _, count in entries.sizes)
+        self._table.listener.emit(Grown(owner.id, segment.num_slots, *sizes, returned_entries=returned))
 
     @accounting()
     def exchange(

@@ -156,7 +156,8 @@ def _gauges(status: StatusReport) -> Text:
         text.append(f"{show_entries(entries)})\n")
     if gauges.host_bytes:
         used, total = show_bytes(gauges.host_used_bytes), show_bytes(gauges.host_bytes)
-        text.append(f"   host: {gauges.host_segments:,} segments, {used} of {total}")
+        kept = f"{gauges.evicted_entries_kept:,} evicted entries"
+        text.append(f"   host: {gauges.host_segments:,} segments and {kept}, {used} of {total}")
     if gauges.long_prompt_tokens:
         computed = f"{gauges.long_prompt_computed:,} of {gauges.long_prompt_tokens:,} tokens"
         text.append(f"   prompt longer than the pool: {computed} computed", style="yellow")
@@ -175,6 +176,8 @@ def _rates(state: TopState) -> Text:
     if totals.moved_out_segments:
         moved_in = f"in {totals.moved_in_segments:,} ({show_bytes(totals.moved_in_bytes)})"
         rates.append(f"moved out {totals.moved_out_segments:,} ({show_bytes(totals.moved_out_bytes)}), {moved_in}")
+    if totals.growths:
+        rates.append(f"grown {totals.growths:,} ({totals.returned_entries:,} entries back)")
     lost = state.status.totals.lost_events
     if lost or state.missed:
         rates.append(f"events lost {lost:,}, missed {state.missed:,}")
@@ -249,6 +252,9 @@ def describe(event: AnyEvent) -> str:
             return f"shrank node {event.node} into {_size(event)}, {event.released_slots:,} released{evicted}"
         case types.PromptComplete():
             return f"found {event.found:,} of {event.tokens:,} tokens of a prompt"
+        case types.Grown():
+            taken = f"{event.returned_entries:,} evicted entries came back, {event.taken_slots:,} slots taken"
+            return f"node {event.node} grew into {_size(event)}: {taken}"
         case types.PrefilledCompressed():
             return f"compressed {event.tokens:,} tokens of a prompt while it was prefilled"
         case types.ScoringPass():
@@ -271,7 +277,7 @@ def describe(event: AnyEvent) -> str:
             return "flushed the whole cache"
 
 
-def _size(event: types.Compressed | types.Repacked | types.Squeezed) -> str:
+def _size(event: types.Compressed | types.Repacked | types.Squeezed | types.Grown) -> str:
     return f"{event.slots:,} slots ({show_bytes(event.bytes)}, {mean_bits(event.entries):.1f} bits)"
 
 

@@ -15,6 +15,7 @@ from sgl_kvevict.events.types import (
     Cleared,
     Compressed,
     Dropped,
+    Grown,
     Loaded,
     LoadFailed,
     MovedIn,
@@ -56,6 +57,9 @@ class Totals(msgspec.Struct):
     repacks: Annotated[int, Meta(description="Segments shrunk after a part was dropped.")] = 0
     squeezes: Annotated[int, Meta(description="Segments that shrank further because token slots were short.")] = 0
     squeezed_slots: Annotated[int, Meta(description="Token slots that they gave back.")] = 0
+    growths: Annotated[int, Meta(description="Times that a segment got evicted entries back.")] = 0
+    grown_slots: Annotated[int, Meta(description="Token slots that these took.")] = 0
+    returned_entries: Annotated[int, Meta(description="Evicted entries that came back.")] = 0
     dropped_nodes: Annotated[int, Meta(description="Nodes dropped from the tree.")] = 0
     dropped_spans: Annotated[int, Meta(description="Compressed nodes among them.")] = 0
     dropped_slots: Annotated[int, Meta(description="Token slots given back by dropping.")] = 0
@@ -109,6 +113,10 @@ class Totals(msgspec.Struct):
                 self.prompts += 1
                 self.prompt_tokens += event.tokens
                 self.found_tokens += event.found
+            case Grown():
+                self.growths += 1
+                self.grown_slots += event.taken_slots
+                self.returned_entries += event.returned_entries
             case PrefilledCompressed():
                 self.prefilled_compressed += 1
             case ScoringPass():
@@ -181,9 +189,11 @@ class Gauges(msgspec.Struct, frozen=True):
     max_readers_per_span: Annotated[int, Meta(description="Running requests on the span that most read.")]
     scoring_jobs: Annotated[int, Meta(description="Prefixes that wait for scoring passes.")]
     observation_bytes: Annotated[int, Meta(description="Memory outside the pool: observations and kept prompts.")]
-    host_bytes: Annotated[int, Meta(description="Host memory for what was dropped.")]
-    host_used_bytes: Annotated[int, Meta(description="Bytes of it that hold segments.")]
+    host_bytes: Annotated[int, Meta(description="Host memory for what was dropped or evicted.")]
+    host_used_bytes: Annotated[int, Meta(description="Bytes of it in use.")]
     host_segments: Annotated[int, Meta(description="Segments in it.")]
+    evicted_entries_kept: Annotated[int, Meta(description="Evicted entries in it, which can come back.")]
+    evicted_bytes_kept: Annotated[int, Meta(description="Bytes of it that hold these.")]
     long_prompt_tokens: Annotated[
         int, Meta(description="Tokens of the prompt longer than the pool that is prefilled now; 0: there is none.")
     ]

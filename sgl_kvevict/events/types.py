@@ -87,6 +87,17 @@ class PromptComplete(Event):
     found: int  # tokens of it that were in the pool, the host's memory or the store
 
 
+class Grown(Event):
+    """Entries that had been evicted from a segment came back from the host's memory."""
+
+    node: int  # id of the segment's topmost node
+    slots: int  # token slots it takes now
+    taken_slots: int  # token slots among them that it took
+    bytes: int  # of the slots that it takes now
+    entries: dict[int, int]  # entries stored now, by the bits of their rows
+    returned_entries: int  # entries among them that came back
+
+
 class PrefilledCompressed(Event):
     """A prompt is complete whose first chunks were compressed before its last one was computed."""
 
@@ -169,6 +180,7 @@ AnyEvent = (
     | Repacked
     | Squeezed
     | PromptComplete
+    | Grown
     | PrefilledCompressed
     | ScoringPass
     | Refused

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
-from kvevict_kernels.recode_rows import recode_rows, temporary_bytes
-from kvevict_kernels.row_codec import RowStatistics, encode_rows, load_rows, read_rows, write_rows
+from kvevict_kernels.recode_rows import encoded_rows, recode_rows, temporary_bytes, write_encoded
+from kvevict_kernels.row_codec import RowStatistics
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.copies import CopiedRows, CopiedShadow
 from sgl_kvevict.errors import InvariantError
@@ -22,9 +22,6 @@ from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment
 from sgl_kvevict.segments.shadow import DraftRows, Shadow
 from sgl_kvevict.segments.sources import Range, Sources, TokenRange
-
-CHUNK_ROWS = 4096
-"""Rows of which a copy with fewer bits has float32 numbers at a time."""
 
 
 class SegmentPacker(ArenaRows):
@@ -153,25 +150,20 @@ class SegmentPacker(ArenaRows):
         for each in sources.kept:
             entries = slice(first, first + each.num_entries)
             first += each.num_entries
-            is_whole = kept.bits is None
-            k, v = self._copied(kept.rows[entries], 16 if is_whole else each.bits, each.bits, each.runs)
+            bits = None if kept.bits is None else kept.bits[entries]
+            k, v = self._copied(kept.rows[entries], bits, each.bits, each.runs)
             parts.append(CopiedRows(each.bits, each.lens, kept.positions[entries], k, v))
         return CopiedEntries(tuple(parts), kept.keys)
 
-    def _copied(self, rows: Tensor, before: int, bits: int, runs: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of rows of one width, in as many bits or, if they have 16, in fewer; see :class:`CopiedRows`."""
+    def _copied(self, rows: Tensor, before: Tensor | None, bits: int, runs: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of rows that have so many bits, or more (``before``; None: 16); see :class:`CopiedRows`."""
         if bits == 16:
             k, v = (as_words(arena.flatten(0, 2))[rows.long()].view(arena.dtype) for arena in self._moved)
-        elif before == bits:
-            k, v = (read_rows(arena, rows, bits) for arena in self._moved)
-        else:
-            assert self.statistics is not None
-            both: tuple[list[Tensor], list[Tensor]] = ([], [])
-            for some, of_run in zip(torch.split(rows, CHUNK_ROWS), torch.split(runs, CHUNK_ROWS), strict=True):
-                for arena, known, encoded in zip(self._moved, self.statistics.of_runs(of_run), both, strict=True):
-                    encoded.append(encode_rows(load_rows(arena, some, 16, None), *known, bits))
-            k, v = (torch.cat(encoded) for encoded in both)
-        return k, v
+            return k, v
+        assert self.statistics is not None
+        if before is None:
+            before = torch.full_like(rows, 16, dtype=torch.int8)
+        return encoded_rows(*self._moved, rows, before, runs.int(), bits, self.statistics)
 
     def copy_shadow(self, sources: Sources) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive ranges of one path; None: there is no draft.
@@ -192,11 +184,26 @@ class SegmentPacker(ArenaRows):
     def place(self, packed: Packed, copied: CopiedEntries) -> None:
         """Write the rows of a segment made by :meth:`new_segment`, from any device."""
         for part, rows in zip(packed.parts, copied.parts, strict=True):
+            if part.bits != 16:
+                k, v = (
+                    of_arena.to(arena.device) for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True)
+                )
+                write_encoded(*self._moved, part.rows, part.bits, k, v)
+                continue
             for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True):
-                if part.bits == 16:
-                    rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena.contiguous()).to(arena.device)
-                else:
-                    write_rows(arena, part.rows, part.bits, of_arena.to(arena.device))
+                rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena.contiguous()).to(arena.device)
+
+    @accounting()
+    def extended(self, packed: Packed, copied: CopiedEntries, token_slots: Tensor) -> Packed:
+        """A segment's storage with further entries, from any device, as parts of their own in ``token_slots``.
+
+        The rows that it has are not touched. ``token_slots``, [n], int64, are empty, and at least as many as needed.
+        """
+        lens = [(part.bits, part.keep_lens, part.positions.numel()) for part in copied.parts]
+        added = self._laid_out(token_slots, lens, torch.cat([part.positions for part in copied.parts]))
+        self.place(added, copied)
+        slots = torch.cat([packed.token_slots, token_slots])
+        return Packed(slots, (*packed.parts, *added.parts), packed.shadow)
 
     @accounting()
     def new_segment(

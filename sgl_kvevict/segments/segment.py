@@ -152,7 +152,8 @@ class Packed:
 
     Attributes:
         token_slots: [num_slots], int64, token slots held exclusively.
-        parts: its entries by the width of their rows, widest first; a part may be empty.
+        parts: its entries by the width of their rows, widest first; a part may be empty. Entries that came back
+            (:meth:`Segment.grow`) are parts of their own behind these.
         shadow: the draft model's rows in the slots; None: there is no draft model.
     """
 
@@ -176,8 +177,8 @@ class Packed:
 class Segment:
     """The tokens ``[start, end)`` of a path (logical positions), which are compressed as a unit.
 
-    It is the same object for life: a resize replaces ``packed``. Only a join makes one segment of several, and a cut
-    two of one in place.
+    It is the same object for life: a resize, or growth, replaces ``packed``. Only a join makes one segment of several,
+    and a cut two of one in place.
 
     Attributes:
         packed: None: in place.
@@ -255,7 +256,10 @@ class Segment:
     def entries_by_bits(self) -> dict[int, int]:
         """The same by the bits of their rows; without widths that no entry has."""
         widths = (16,) if self.packed is None else tuple(part.bits for part in self.packed.parts)
-        return {bits: count for bits, count in zip(widths, self.live_counts, strict=True) if count}
+        entries = dict.fromkeys(widths, 0)
+        for bits, count in zip(widths, self.live_counts, strict=True):
+            entries[bits] += count
+        return {bits: count for bits, count in entries.items() if count}
 
     @property
     def num_bytes(self) -> int:
@@ -292,6 +296,16 @@ class Segment:
             self.readers = None
         self.packed, self.end = packed, end
         self._all_live()
+
+    def grow(self, packed: Packed, keys: Tensor) -> None:
+        """Replace the storage by one that has further parts, of entries that a node still holds; ``keys`` are theirs.
+
+        Its entries are not observed meanwhile.
+        """
+        assert self.order is not None and self.attention is None
+        self.order = self.order.with_keys(torch.cat([self.order.keys, keys]))
+        self.live_counts += tuple(part.num_entries for part in packed.parts[len(self.storage.parts) :])
+        self.packed, self._runs = packed, None
 
     def cut_off(self, position: int) -> Segment:
         """Cut in place at a logical position: return a new segment of the tokens before it, and keep the others."""

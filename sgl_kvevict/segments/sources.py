@@ -225,6 +225,18 @@ class Sources:
         smaller._pieces, smaller.kept = self._pieces, self._chosen(plan, keys, 0 if bits == 16 else num_sink_tokens)
         return smaller
 
+    def evicted(self, bits: int) -> Sources:
+        """The entries that are not kept, all of them with rows of ``bits`` bits; no host sync."""
+        is_evicted = torch.ones(self._count, dtype=torch.bool, device=self.token_slots.device)
+        for kept in self.kept:
+            is_evicted[kept.numbers] = False
+        lens = self._lens.sum(0) - sum(kept.lens.flatten() for kept in self.kept)
+        by_run = is_evicted if self._by_run is None else is_evicted[self._by_run]
+        places = torch.nonzero_static(by_run, size=self._count - self.num_entries).squeeze(-1)
+        others = Sources(self.geometry, self.ranges)
+        others._pieces, others.kept = self._pieces, (self._kept(bits, places, lens),)
+        return others
+
     def _chosen(self, plan: tuple[Part, ...], keys: Tensor | None, num_sink_tokens: int) -> tuple[KeptRows, ...]:
         """Choose the entries of each planned width; ``keys`` are those of all entries by run.
 
@@ -274,8 +286,7 @@ class Sources:
         numbers = places if self._by_run is None else self._by_run[places]
         lens = lens.int()
         if self._interleaves:
-            runs = _runs_of(lens, numbers.numel())
-            numbers = numbers[((runs << 32) | self._table.positions[numbers]).argsort()]
+            numbers = self._by_position(numbers, lens)
         return KeptRows(bits, numbers, lens.view(self.geometry.num_layers, -1))
 
     def _keys_by_run(self) -> Tensor | None:
@@ -349,7 +360,7 @@ class Sources:
 
     @property
     def _interleaves(self) -> bool:
-        """Whether positions need not ascend within a run, because a range has rows of several widths."""
+        """Whether positions need not ascend within a run, because a range has its entries in several parts."""
         return len(self._pieces) > len(self.ranges)
 
     def _all_of(self, bits: int) -> KeptRows:
@@ -357,7 +368,14 @@ class Sources:
         places = [i for i, piece in enumerate(self._pieces) if piece.bits == bits]
         count, lens = sum(self._pieces[i].count for i in places), self._lens[places]
         numbers = run_entries(self._firsts[places].T, lens.T, count)
+        if len(places) > len(self.ranges):  # a range has several parts of this width
+            numbers = self._by_position(numbers, lens.sum(0))
         return KeptRows(bits, numbers, lens.sum(0).int().view(self.geometry.num_layers, -1))
+
+    def _by_position(self, numbers: Tensor, lens: Tensor) -> Tensor:
+        """Numbers of entries run after run, sorted by position within each run."""
+        runs = _runs_of(lens, numbers.numel())
+        return numbers[((runs << 32) | self._table.positions[numbers]).argsort()]
 
     def _numbers(self, runs: Tensor, indices: Tensor) -> Tensor:
         """[n], int64: numbers of entries, see :meth:`at`."""

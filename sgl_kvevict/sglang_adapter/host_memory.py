@@ -85,4 +85,4 @@ def before_matching(req: Req, tree_cache: Any = None, *_args: object, **_kwargs:
         return
     if req.positional_embed_overrides is None:  # else SGLang matches nothing
         prompt = tree_cache.prompt_of(req, req.origin_input_ids + req.output_ids)
-        tree_cache.prefixes.host.admitting(req, prompt)
+        tree_cache.prefixes.admitting(req, prompt)

@@ -67,6 +67,8 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
             _check_questions(options, req, scheduler, tree, config)
             if options.exact:
                 tree.prefixes.readers[req].is_exact = True
+            if options.least_share:
+                tree.prefixes.readers[req].least_share = options.least_share
     except ConfigError as error:
         return str(error)
     return length_error(admission_of(tree.token_to_kv_pool_allocator), tree, req)

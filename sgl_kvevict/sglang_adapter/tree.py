@@ -28,6 +28,7 @@ from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.cache.nodes import NamespaceKey, length_of, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.readers import ReaderRecord, Released
+from sgl_kvevict.cache.recency import Priority
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.cache.sessions import SessionKey
 from sgl_kvevict.events.types import PrefilledCompressed, PromptComplete, Refused
@@ -131,6 +132,20 @@ class UnifiedTreePort:
         slots: torch.Tensor | None = allocator.alloc(num_slots)
         return None if slots is None else slots.long()
 
+    @property
+    def num_free(self) -> int:
+        """Token slots on the allocator's list."""
+        return int(self._cache.slot_allocator.available_size())
+
+    def make_room(self, num_slots: int, below: Priority) -> bool:
+        """See :meth:`SpanComponent.only`."""
+        component: SpanComponent = self._cache.components[FULL]
+        missing = num_slots - self.num_free
+        if missing > 0 and component.is_ordered:
+            with component.only(below):
+                self._cache.evict(EvictParams(num_tokens=missing))
+        return self.num_free >= num_slots
+
     def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[UnifiedTreeNode]:
         """Nodes of the longest matching path; SGLang splits a node where the match ends."""
         key = self._key(tokens, namespace)
@@ -221,7 +236,7 @@ class KVEvictTree(UnifiedRadixCache):
         self._order_leaves()
         full, hints = self.components[FULL], self.prefixes.hints
         self.prefixes.sessions.on_superseded = hints.on_lowered = full.lowered
-        hints.is_on = full.is_ours and len(self.components) == 1 and compressor.splittable
+        hints.is_on = full.is_ordered and len(self.components) == 1 and compressor.splittable
 
     @property
     def ranks(self) -> TensorRanks:

@@ -18,6 +18,65 @@ MAX_NEAR = 64
 """Segments looked at that are listed under one name; the newest are."""
 
 
+ALIGNMENT = 16
+"""Bytes: tensors begin at multiples of it, in blocks one after the other, as kernels that read rows require."""
+
+
+@dataclass(eq=False)
+class Copy:
+    """Tensors in blocks of the arena, which are written once.
+
+    Attributes:
+        shapes: their shapes and dtypes, without contents, in the order in which they lie there.
+        blocks: numbers of the blocks; none: it is gone.
+    """
+
+    shapes: dict[str, Tensor]
+    blocks: list[int]
+
+
+@dataclass(eq=False)
+class EvictedCopy(Copy):
+    """Entries that one resize evicted from a segment, run after run.
+
+    Attributes:
+        start: logical position of the first token of the range.
+        end: logical position after its last one.
+        num_entries: how many there are.
+        num_slots: token slots that all of them take, in the pool of the rank that has most.
+        num_holders: segments, in the pool and here, of which they are. Without one the copy goes.
+    """
+
+    start: int
+    end: int
+    num_entries: int
+    num_slots: int
+    num_holders: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What a segment has of an :class:`EvictedCopy`: the entries of the tokens ``[start, end)``, logical positions."""
+
+    copy: EvictedCopy
+    start: int
+    end: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no token was cut off."""
+        return (self.start, self.end) == (self.copy.start, self.copy.end)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the copy is gone: its entries have to be computed again."""
+        return not self.copy.blocks
+
+    def within(self, start: int, end: int) -> Piece:
+        """The piece of the tokens of both, which may be none."""
+        return Piece(self.copy, max(start, self.start), min(end, self.end))
+
+
 @dataclass(eq=False)
 class HostSegment:
     """A segment in blocks of the arena.
@@ -25,14 +84,16 @@ class HostSegment:
     Attributes:
         record: its tensors have no contents, but shapes and dtypes, except ``tokens``, which are compared.
         names: prefixes of its path under which it is listed.
-        blocks: numbers of the arena's blocks that hold it.
+        copy: what the pool had of it.
+        pieces: what had been evicted from it before; first what was evicted first.
         credit: tokens that it saves per block, above the level at its last use; the smallest goes first.
         in_pool: it was loaded, and the pool did not drop it since.
     """
 
     record: SegmentRecord
     names: list[str]
-    blocks: list[int]
+    copy: Copy
+    pieces: list[Piece]
     credit: float = 0.0
     in_pool: bool = False
 
@@ -41,7 +102,9 @@ class HostSegments(Tier):
     """Segments of one pool in ``num_blocks`` blocks of ``block_bytes`` bytes, which are allocated once.
 
     As in the pool (``cache/recency.py``), what saves the fewest tokens of prefill per byte, and was not used for
-    long, goes first (GreedyDual-Size). A segment that was loaded goes before all others, until the pool drops it.
+    long, goes first (GreedyDual-Size). Before all others go segments that were loaded, until the pool drops them; then
+    entries that were evicted from segments, those first that were written longest ago. So evicted entries never push
+    out a segment that the pool does not have.
 
     On a GPU the arena is pinned, and copies run on a stream of their own.
 
@@ -52,6 +115,7 @@ class HostSegments(Tier):
 
     Attributes:
         num_evicted: segments that went because others needed room.
+        evicted: entries that were evicted from segments, here or in the pool; first what was written first.
     """
 
     def __init__(
@@ -66,6 +130,7 @@ class HostSegments(Tier):
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
         self.num_evicted = 0
+        self.evicted: dict[EvictedCopy, None] = {}
         self._device = device
         self._largest = largest
         self._arena = torch.empty(num_blocks, block_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -77,7 +142,7 @@ class HostSegments(Tier):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks that hold segments."""
+        """Bytes of the blocks in use."""
         return (self.num_blocks - len(self._free)) * self.block_bytes
 
     def clear(self) -> None:
@@ -85,35 +150,38 @@ class HostSegments(Tier):
         self._segments: dict[str, HostSegment] = {}
         self._index: dict[str, dict[str, IndexEntry]] = {}  # by name of a prefix, then by key
         self._free = list(range(self.num_blocks))
-        self._num_spare = 0  # blocks of segments that are in the pool, too
+        for copy in self.evicted:
+            copy.blocks = []
+        self.evicted.clear()
+        self._num_spare = 0  # blocks of evicted entries, and of segments that are in the pool, too
         self._level = 0.0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a segment of so many bytes fits without losing one that is not in the pool."""
-        return self._blocks_for(num_bytes) <= len(self._free) + self._num_spare
+        """Whether a segment of so many bytes fits without losing another one that is not in the pool."""
+        return -(-num_bytes // self.block_bytes) <= len(self._free) + self._num_spare
 
     # ---- as a tier --------------------------------------------------------------------------------------------
 
-    def put(self, record: SegmentRecord, namespace: Namespace) -> int:
+    def put(self, record: SegmentRecord, namespace: Namespace, pieces: Sequence[Piece] = ()) -> int:
         """Copy a segment, whose tensors but ``tokens`` lie on the pool's device; return the bytes of its blocks.
 
-        0: it does not fit. A segment of the same key is replaced.
+        0: it does not fit. A segment of the same key is replaced. ``pieces``: what had been evicted from it.
         """
         parts = _parts(record)
-        num_blocks = self._largest(self._blocks_for(sum(part.nbytes for part in parts.values())))
+        num_blocks = self._largest(self._blocks_for(parts))
+        held = self.hold(pieces)
         self.delete(record.key)
         if num_blocks > self.num_blocks:
+            self.release(held)
             return 0
         while len(self._free) < num_blocks:
             self._evict()
-        blocks, self._free = self._free[:num_blocks], self._free[num_blocks:]
-        self._write(blocks, list(parts.values()))
-        shapes = {name: part.to("meta") for name, part in parts.items()}
+        copy = Copy(*self._write(parts, num_blocks))
         entry, block_tokens = IndexEntry.of(record), self.identity.block_tokens
         chain = namespace.chain(record.tokens.tolist(), block_tokens)
         names = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
-        without_contents = record.with_tensors({"tokens": record.tokens, **shapes})
-        self._segments[record.key] = HostSegment(without_contents, names, blocks)
+        without_contents = record.with_tensors({"tokens": record.tokens, **copy.shapes})
+        self._segments[record.key] = HostSegment(without_contents, names, copy, held)
         for name in names:
             self._index.setdefault(name, {})[record.key] = entry
         self.use(record.key)
@@ -124,13 +192,7 @@ class HostSegments(Tier):
         segment = self._segments.get(key)
         if segment is None:
             return None
-        data, offset = self._read(segment.blocks), 0
-        tensors = {"tokens": segment.record.tokens}
-        for name, part in _parts(segment.record).items():
-            num_bytes = prod(part.shape) * part.element_size()
-            tensors[name] = data[offset : offset + num_bytes].view(part.dtype).view(part.shape)
-            offset += num_bytes
-        return segment.record.with_tensors(tensors)
+        return segment.record.with_tensors({"tokens": segment.record.tokens, **self._read(segment.copy)})
 
     def delete(self, key: str) -> bool:
         """Remove a segment; False: there was none."""
@@ -141,8 +203,9 @@ class HostSegments(Tier):
             del self._index[name][key]
             if not self._index[name]:
                 del self._index[name]
-        self._free += segment.blocks
-        self._num_spare -= len(segment.blocks) * segment.in_pool
+        self._free += segment.copy.blocks
+        self._num_spare -= len(segment.copy.blocks) * segment.in_pool
+        self.release(segment.pieces)
         return True
 
     def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
@@ -153,6 +216,56 @@ class HostSegments(Tier):
         """See :class:`Tier`; exactly, because the path is at hand."""
         path = self._segments[entry.key].record.tokens
         return num_known + num_shared(tokens[num_known : entry.end], path[num_known:])
+
+    # ---- what was evicted from segments -----------------------------------------------------------------------
+
+    def pieces_of(self, key: str) -> list[Piece]:
+        """What had been evicted from a segment that is here, lost or not."""
+        segment = self._segments.get(key)
+        return [] if segment is None else segment.pieces
+
+    def put_evicted(self, tensors: Mapping[str, Tensor], bounds: tuple[int, int], num_slots: int) -> Piece | None:
+        """Copy evicted entries, which lie on the pool's device, and of which the caller becomes the first holder.
+
+        None: there is no room beside segments that the pool does not have. ``tensors``: ``positions`` is one of them.
+        ``bounds``: logical positions of their tokens; ``num_slots``: that the entries take in the pool.
+        """
+        num_blocks = self._largest(self._blocks_for(tensors))
+        if num_blocks > len(self._free) + self._num_spare:
+            return None
+        while len(self._free) < num_blocks:
+            self._evict()
+        shapes, blocks = self._write(tensors, num_blocks)
+        num_entries, num_slots = tensors["positions"].numel(), self._largest(num_slots)
+        copy = EvictedCopy(shapes, blocks, *bounds, num_entries, num_slots)
+        self.evicted[copy] = None
+        self._num_spare += num_blocks
+        return Piece(copy, *bounds)
+
+    def get_evicted(self, piece: Piece) -> dict[str, Tensor]:
+        """Copy the whole copy of a piece that is not lost to the pool's device."""
+        return self._read(piece.copy)
+
+    def hold(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Hold pieces, each until :meth:`release`; return those that have tokens."""
+        held = [piece for piece in pieces if piece.start < piece.end]
+        for piece in held:
+            piece.copy.num_holders += 1
+        return held
+
+    def release(self, pieces: Sequence[Piece]) -> None:
+        """Hold pieces no more."""
+        for piece in pieces:
+            piece.copy.num_holders -= 1
+            if not piece.copy.num_holders:
+                self._lose(piece.copy)
+
+    def _lose(self, copy: EvictedCopy) -> None:
+        if copy.blocks:
+            del self.evicted[copy]
+            self._num_spare -= len(copy.blocks)
+            self._free += copy.blocks
+            copy.blocks = []
 
     # ---- what goes first --------------------------------------------------------------------------------------
 
@@ -169,14 +282,18 @@ class HostSegments(Tier):
         segment = self._segments.get(key)
         if segment is None:
             return
-        self._num_spare += len(segment.blocks) * (in_pool - segment.in_pool)
+        num_blocks = len(segment.copy.blocks)
+        self._num_spare += num_blocks * (in_pool - segment.in_pool)
         segment.in_pool = in_pool
-        saved = (segment.record.end - segment.record.start) / len(segment.blocks)
+        saved = (segment.record.end - segment.record.start) / num_blocks
         segment.credit = self._level + saved
 
     def _evict(self) -> None:
-        """Remove the segment of least credit, one that is in the pool before all others."""
-        segment = min(self._segments.values(), key=lambda each: (not each.in_pool, each.credit))
+        """Remove a segment that is in the pool, else evicted entries, else the segment of least credit."""
+        segment = min(self._segments.values(), key=lambda each: (not each.in_pool, each.credit), default=None)
+        if segment is None or (not segment.in_pool and self.evicted):
+            self._lose(next(iter(self.evicted)))
+            return
         if not segment.in_pool:
             self._level = max(self._level, segment.credit)
             self.num_evicted += 1
@@ -184,36 +301,54 @@ class HostSegments(Tier):
 
     # ---- the arena --------------------------------------------------------------------------------------------
 
-    def _blocks_for(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.block_bytes)
+    def _blocks_for(self, parts: Mapping[str, Tensor]) -> int:
+        """Blocks that tensors take."""
+        return -(-sum(_padded(part.nbytes) for part in parts.values()) // self.block_bytes)
 
-    def _write(self, blocks: Sequence[int], parts: Sequence[Tensor]) -> None:
-        """Copy tensors, one after the other, into blocks; on a GPU behind what is launched, without waiting."""
+    def _write(self, parts: Mapping[str, Tensor], num_blocks: int) -> tuple[dict[str, Tensor], list[int]]:
+        """Copy tensors, one after the other, into free blocks; on a GPU behind what is launched, without waiting.
+
+        Returns their shapes, and the blocks: more than they need if another rank needs more.
+        """
+        blocks, self._free = self._free[:num_blocks], self._free[num_blocks:]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            data = torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
+            pieces: list[Tensor] = []
+            for part in parts.values():
+                own = part.contiguous().flatten().view(torch.uint8)
+                pieces += [own, own.new_empty(_padded(own.numel()) - own.numel())]
+            data = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
             for block, begin in zip(blocks, range(0, data.numel(), self.block_bytes), strict=False):
-                piece = data[begin : begin + self.block_bytes]  # fewer than blocks if another rank needs more
+                piece = data[begin : begin + self.block_bytes]
                 self._arena[block, : piece.numel()].copy_(piece, non_blocking=True)
         if self._stream is not None:
-            for part in parts:
+            for part in parts.values():
                 part.record_stream(self._stream)
+        return {name: part.to("meta") for name, part in parts.items()}, blocks
 
-    def _read(self, blocks: Sequence[int]) -> Tensor:
+    def _read(self, copy: Copy) -> dict[str, Tensor]:
         """Copy blocks to the pool's device, beside the forward in flight; what is launched next waits for them."""
         with torch.cuda.stream(self._stream):
-            data = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=self._device)
-            for row, block in zip(data, blocks, strict=True):
+            data = torch.empty(len(copy.blocks), self.block_bytes, dtype=torch.uint8, device=self._device)
+            for row, block in zip(data, copy.blocks, strict=True):
                 row.copy_(self._arena[block], non_blocking=True)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             data.record_stream(current)
-        return data.flatten()
+        data, offset, tensors = data.flatten(), 0, {}
+        for name, part in copy.shapes.items():
+            num_bytes = prod(part.shape) * part.element_size()
+            tensors[name] = data[offset : offset + num_bytes].view(part.dtype).view(part.shape)
+            offset += _padded(num_bytes)
+        return tensors
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _parts(record: SegmentRecord) -> dict[str, Tensor]:
-    """Tensors of a record that lie in blocks: all but those that stay to compare; large numbers first, so aligned."""
-    parts = {name: part for name, part in record.tensors.items() if name != "tokens"}
-    return dict(sorted(parts.items(), key=lambda each: -each[1].element_size()))
+    """Tensors of a record that lie in blocks: all but those that stay to compare."""
+    return {name: part for name, part in record.tensors.items() if name != "tokens"}

@@ -17,7 +17,7 @@ def in_place(harness: Harness):
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_growth_is_refused(is_packed):
+def test_a_resize_gives_no_slots(is_packed):
     harness = Harness(policy=PseudoRandomPolicy(needs_passes=True), scores_any_range=True)
     segments, resizer = in_place(harness), harness.tree.prefixes.resizer
     if is_packed:
@@ -25,7 +25,7 @@ def test_growth_is_refused(is_packed):
         segments = [span.segment for span in harness.tree.spans.values()]
     segment = segments[0]
     held, free = segment.num_slots, harness.allocator.available_size()
-    with pytest.raises(InvariantError, match="cannot grow"):
+    with pytest.raises(InvariantError, match="a resize cannot give segments of"):
         resizer.resize([segment], held + 1)
     assert (segment.num_slots, harness.allocator.available_size()) == (held, free)
     assert (segment.packed is not None) is is_packed

@@ -73,6 +73,8 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0, next
             host_bytes=2_000_000,
             host_used_bytes=500_000,
             host_segments=3,
+            evicted_entries_kept=700,
+            evicted_bytes_kept=40_000,
             long_prompt_tokens=0,
             long_prompt_computed=0,
         ),
@@ -125,12 +127,17 @@ def test_a_server_with_a_store_shows_what_was_stored_and_loaded():
 def test_what_moved_to_the_hosts_memory_is_shown():
     state = TopState("x")
     state.update(report())
-    assert "host: 3 segments, 500.0 KB of 2.0 MB" in " ".join(drawn(state, 200).split())
+    assert "host: 3 segments and 700 evicted entries, 500.0 KB of 2.0 MB" in " ".join(drawn(state, 200).split())
     assert "moved" not in drawn(state)
     moving = report()
     moving.totals = Totals(moved_out_segments=12, moved_out_bytes=600_000, moved_in_segments=4, moved_in_bytes=7000)
     state.update(moving)
     assert "moved out 12 (600.0 KB), in 4 (7.0 KB)" in " ".join(drawn(state, 200).split())
+    assert "grown" not in drawn(state, 200)
+    growing = report()
+    growing.totals = Totals(growths=2, returned_entries=1234)
+    state.update(growing)
+    assert "grown 2 (1,234 entries back)" in " ".join(drawn(state, 200).split())
 
 
 def test_a_prompt_longer_than_the_pool_is_shown_while_it_is_prefilled():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,8 +45,9 @@ def told(answer: dict[str, Any]) -> CacheReport:
 
 @pytest.fixture(scope="module")
 def server(start, demo_model):
-    """The document is in its pool, uncompressed."""
-    server = start(demo_model, "--max-total-tokens", "1800", "--enable-cache-report", config={"score_after_matches": 1})
+    """The document is in its pool, uncompressed. Without memory of the host nothing that is evicted comes back."""
+    config = {"score_after_matches": 1, "host_bytes": 0}
+    server = start(demo_model, "--max-total-tokens", "1800", "--enable-cache-report", config=config)
     first = generate(server, PREFIX)
     assert told(first) == CacheReport() and first["meta_info"]["cached_tokens"] == 0
     return server
@@ -147,3 +149,28 @@ def test_an_aborted_request_is_told_what_it_has_read(shrunk, expected):
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
     assert told(last).compressed == told(first).compressed == expected.compressed
     wait_until(lambda: plugin_state(shrunk)["readers"] == 0)
+
+
+def test_a_request_asks_for_all_entries_and_they_stay_for_others(start, demo_model):
+    """The document is compressed as soon as it was read; slots are ample, so it also grows by itself."""
+    server = start(demo_model, "--max-total-tokens", "6000")
+    generate(server, PREFIX)
+    assert plugin_state(server)["share_of_entries"] < 0.7
+    wish = {"custom_params": {"kvevict": {"complete": True}}}
+    asked = told(generate(server, f"{PREFIX} Where?", sampling=wish))
+    assert asked.device > 800 and asked.compressed.num_tokens > 800
+    assert asked.compressed.share == 1 and 4 <= asked.compressed.bits < 6
+    assert told(generate(server, f"{PREFIX} Why?")).compressed == asked.compressed
+    generate(server, OTHER)
+    generate(server, f"{OTHER} Why?")  # found by a prompt
+    wait_until(lambda: plugin_state(server)["share_of_entries"] == 1)
+    state = plugin_state(server)
+    assert state["growths"] == 2 and state["evicted_entries"] == state["returned_entries"] > 0
+    assert state["errors"] == {}
+
+
+def test_wishes_that_exclude_each_other_are_refused(shrunk):
+    for options in ({"complete": True, "exact": True}, {"share": 1.5}):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            generate(shrunk, "Why?", sampling={"custom_params": {"kvevict": options}})
+        assert refused.value.code == 400 and b"kvevict" in refused.value.read()

@@ -10,6 +10,7 @@ from helpers.machines import (
     CoarsePressureMachine,
     ExactMachine,
     GenerationMachine,
+    GrowthMachine,
     HostExactMachine,
     HostMachine,
     HostMeasuredMachine,
@@ -44,6 +45,7 @@ BITS_MACHINES = (
             BesideMachine,
             BesidePressureMachine,
             HostMachine,
+            GrowthMachine,
             HostUnsplittableMachine,
             HostExactMachine,
             HostMeasuredMachine,
@@ -54,5 +56,5 @@ BITS_MACHINES = (
             PairsStoreMachine,
         )
     ),
-    *(with_bits(machine, bits) for bits in (8, 4) for machine in (PressureMachine, HostMachine, LongMachine)),
+    *(with_bits(machine, bits) for bits in (8, 4) for machine in (PressureMachine, GrowthMachine, LongMachine)),
 )

@@ -31,7 +31,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import ProcessGroup
 
-from helpers.host import check_host
+from helpers.host import check_complements, check_host
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from helpers.statistics import random_statistics
@@ -307,6 +307,7 @@ class Harness:
         """Between two steps: compress what requests have generated."""
         prefixes = self.tree.prefixes
         prefixes.resizer.between_steps()
+        prefixes.growth.between_steps()
         prefixes.generations.between_steps()
         self.check()
 
@@ -502,7 +503,9 @@ class Harness:
         counted = (self.tree.protected_size(), self.tree.evictable_size())
         assert counted == (sizes[True] - reclaimable, sizes[False] + reclaimable)
         assert cache_state(self.tree)["leaked_slots"] == 0
-        check_host(self.host)
+        complements = self.tree.prefixes.complements
+        check_host(self.host, [piece for each in complements._of.values() for piece in each.pieces])
+        check_complements(complements)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers
 
     def _check_places(self, packed: Packed) -> None:

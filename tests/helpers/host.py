@@ -3,20 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
-from sgl_kvevict.store.host import HostSegments
+import torch
+
+from sgl_kvevict.cache.complements import Complements
+from sgl_kvevict.store.host import HostSegments, Piece
 
 
-def check_host(host: HostSegments) -> None:
-    """Every block has exactly one owner, there are no others, and what is found is there."""
+def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
+    """Every block has exactly one owner, there are no others, and what is found is there.
+
+    ``holders``: pieces that segments in the pool hold.
+    """
     segments = host._segments
     assert host._arena.shape == (host.num_blocks, host.block_bytes)
     held = Counter(host._free)
     for key, segment in segments.items():
-        assert segment.record.key == key and segment.blocks
-        held.update(segment.blocks)
+        assert segment.record.key == key and segment.copy.blocks
+        held.update(segment.copy.blocks)
+    pieces = Counter(piece.copy for piece in [*holders, *(each for one in segments.values() for each in one.pieces)])
+    assert all(copy.num_holders == count for copy, count in pieces.items())
+    assert {copy for copy in pieces if copy.blocks} == host.evicted.keys()
+    for copy in host.evicted:
+        held.update(copy.blocks)
     assert held == Counter(range(host.num_blocks))
-    assert host.used_bytes == sum(len(each.blocks) for each in segments.values()) * host.block_bytes
-    assert host._num_spare == sum(len(each.blocks) for each in segments.values() if each.in_pool)
+    copies = [each.copy for each in segments.values()] + list(host.evicted)
+    assert host.used_bytes == sum(len(copy.blocks) for copy in copies) * host.block_bytes
+    spare = [each.copy for each in segments.values() if each.in_pool] + list(host.evicted)
+    assert host._num_spare == sum(len(copy.blocks) for copy in spare)
     listed = {(name, key) for key, each in segments.items() for name in each.names}
     assert {(name, key) for name, entries in host._index.items() for key in entries} == listed
+
+
+def check_complements(complements: Complements) -> None:
+    """No entry of a segment is in the pool and in a piece, or in two pieces, and pieces have its tokens only."""
+    assert complements.found.keys() <= complements._of.keys() <= complements._table.packed.keys()
+    for segment, complement in complements._of.items():
+        assert complement.pieces
+        parts = [segment.run_of_entries() << 32 | segment.storage.positions]
+        for piece in complement.pieces:
+            assert segment.start <= piece.start < piece.end <= segment.end
+            if not piece.is_lost:
+                (rows,) = Complements.get(complements, piece).parts  # not what a test has put in its place
+                runs = torch.repeat_interleave(rows.keep_lens.flatten().long())
+                assert rows.positions.ge(piece.start).all() and rows.positions.lt(piece.end).all()
+                by_run = torch.split(rows.positions, rows.keep_lens.flatten().tolist())
+                assert all(own.diff().gt(0).all() for own in by_run)
+                parts.append(runs << 32 | rows.positions)
+        entries = torch.cat(parts)
+        assert entries.unique().numel() == entries.numel()

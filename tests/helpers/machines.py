@@ -20,6 +20,7 @@ from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.guard import Place
 from sgl_kvevict.policies import Policy, build_policy
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
@@ -228,9 +229,41 @@ class ExactMachine(PressureMachine):
 
 
 class HostMachine(PressureMachine):
-    """What is dropped moves to the host's memory, which is short too, and comes back."""
+    """What is dropped or evicted moves to the host's memory, which is short too, and comes back."""
 
     options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "host_blocks": 16}
+
+    def _admit(self, req, first_chunk):
+        """Some requests ask for entries that were evicted."""
+        record = self.harness.tree.prefixes.readers[req]
+        record.least_share = [0.0, 0.0, 0.5, 1.0][sum(req.origin_input_ids) // 3 % 4]
+        super()._admit(req, first_chunk)
+
+    @rule(is_asked=st.booleans(), number=st.integers(0, 20))
+    def grow(self, is_asked, number):
+        """A segment takes back what it lost last, with or without free slots."""
+        prefixes = self.harness.tree.prefixes
+        growing = [each for each in prefixes.complements._of if prefixes.growth._can_grow(each)]
+        if growing:
+            prefixes.growth.grow(growing[number % len(growing)], is_asked=is_asked)
+        self._settle()
+
+    @rule()
+    def grow_between_steps(self):
+        self.harness.tree.prefixes.growth.between_steps()
+
+    @rule(name=st.sampled_from(["put_evicted", "get"]))
+    def break_host(self, name):
+        """The next copy of evicted entries fails: their prefix loses them, and nothing else happens."""
+        prefixes, guard = self.harness.tree.prefixes, self.harness.tree.guard
+        broken = self.harness.host if name == "put_evicted" else prefixes.complements
+
+        def fail(*args):
+            delattr(broken, name)
+            guard.errors[Place.HOST] -= 1
+            raise MemoryError
+
+        setattr(broken, name, fail)
 
     @rule(
         base=st.sampled_from(BASES),
@@ -246,6 +279,27 @@ class HostMachine(PressureMachine):
             self.harness.finish(req)
         self.harness.evict(count)
         self._admit(self.harness.request(base[:shared] + suffix), 200)
+        self._settle()
+
+
+class GrowthMachine(HostMachine):
+    """The host has room for most of what is evicted, and the pool is ample from time to time."""
+
+    num_slots = 260
+    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "host_blocks": 120}
+
+    @rule(base=st.sampled_from(BASES), shared=st.integers(20, 48), steps=st.integers(1, 6))
+    def shrink(self, base, shared, steps):
+        """A text is read, shrinks step by step under its readers, and is read again."""
+        prefixes = self.harness.tree.prefixes
+        for suffix in ([0], [1]):
+            req = self.harness.run(base[:shared] + suffix)
+            if req in self.harness.live:
+                self.harness.finish(req)
+            for _ in range(steps):
+                for node in list(prefixes.table.shrinking)[:1]:
+                    prefixes.pressure._shrink(node, 0)
+        self.harness.check()
         self._settle()
 
 
@@ -497,6 +551,7 @@ MACHINES = (
     PressureMachine,
     UnsplittablePressureMachine,
     HostMachine,
+    GrowthMachine,
     HostUnsplittableMachine,
     HostExactMachine,
     HostMeasuredMachine,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from helpers.tolerance import assert_same_bits
-from kvevict_kernels.recode_rows import prepare_on_cpu, recode_rows, temporary_bytes
+from kvevict_kernels.recode_rows import encoded_rows, prepare_on_cpu, recode_rows, temporary_bytes, write_encoded
 from kvevict_kernels.recode_rows.numba_impl import calls
 from kvevict_kernels.row_codec import (
     RowStatistics,
@@ -143,6 +143,46 @@ def test_rows_are_packed_into_the_head_slots_they_come_from(device: str) -> None
     recode_rows(store.k, store.v, rows, widths, runs, [(targets, 4)], store.statistics)
     for (arena, _), expected in zip(store.arenas, want, strict=True):
         assert_same_bits("bytes", read_rows(arena, targets, 4), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_leave_the_arenas_encoded_and_come_back(device: str, dtype: torch.dtype, bits: int) -> None:
+    """The bytes are those that a move would write; nothing else of the arenas changes."""
+    store = Store(device, dtype, 64)
+    widths = torch.tensor([width for width in (16, 8, 4) if width >= bits], dtype=torch.int8, device=device)
+    widths = widths.repeat(40)[:40]
+    runs = runs_of(40, device)
+    rows = torch.cat([store.written(1, width, run) for width, run in zip(widths.tolist(), runs.split(1), strict=True)])
+    want, before = store.expected(rows, widths, runs, bits), [arena.clone() for arena, _ in store.arenas]
+    out = encoded_rows(store.k, store.v, rows, widths, runs, bits, store.statistics)
+    places = store.places(40, bits)
+    write_encoded(store.k, store.v, places, bits, *out)
+    for (arena, _), copied, expected, old in zip(store.arenas, out, want, before, strict=True):
+        assert_same_bits("copies", copied, expected)
+        write_rows(old, places, bits, expected)
+        assert_same_bits("arena", arena, old)
+    nothing = encoded_rows(store.k, store.v, rows[:0], widths[:0], runs[:0], bits, store.statistics)
+    write_encoded(store.k, store.v, rows[:0], bits, *nothing)
+
+
+def test_bad_encoded_rows_are_named() -> None:
+    store = Store("cpu", torch.bfloat16, 32)
+    runs = runs_of(2, "cpu")
+    given = (store.k, store.v, ROWS, WIDE, runs)
+    with pytest.raises(ValueError, match="source_bits: expected 16 or 8, got 4"):
+        encoded_rows(store.k, store.v, ROWS, WIDE // 4, runs, 8, store.statistics)
+    with pytest.raises(ValueError, match="source_rows: expected indices in"):
+        encoded_rows(store.k, store.v, ROWS + 10_000, WIDE, runs, 4, store.statistics)
+    k, v = encoded_rows(*given, 4, store.statistics)
+    for places, bits, rows, message in (
+        (ROWS, 16, k, "bits: expected 8 or 4, got 16"),
+        (ROWS * 0, 4, k, "places: expected rows that are all different"),
+        (ROWS - 1, 4, k, "places: expected indices in"),
+        (ROWS, 8, k, "k: expected shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_encoded(store.k, store.v, places, bits, rows, v)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

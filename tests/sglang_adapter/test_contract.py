@@ -254,6 +254,7 @@ OURS = {
         "checked",
         "computed_again",
         "identity",
+        "is_counted",
         "is_exact",
         "is_long",
         "is_on",

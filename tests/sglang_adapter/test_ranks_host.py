@@ -13,23 +13,32 @@ DOCUMENTS = [[*(i * 7 % 11 for i in range(10)), *((i * step) % 11 for i in range
 
 @pytest.mark.parametrize("host_blocks", [20, 45, 400])
 def test_ranks_drop_and_load_the_same(host_blocks):
-    """Documents share a beginning: parts of segments are copied, and ranks differ in the number of entries."""
+    """Documents share a beginning: parts of segments are copied, and ranks differ in the number of entries.
+
+    Every other request asks for all entries, and segments grow by themselves; they do on both ranks.
+    """
 
     def run(rank, group):
         policy = PseudoRandomPolicy(rank=rank, needs_passes=True)
         harness = Harness(num_slots=90, policy=policy, group=group, scores_any_range=True, host_blocks=host_blocks)
         found = []
-        for document in DOCUMENTS * 3:
+        for number, document in enumerate(DOCUMENTS * 3):
             req = harness.request([*document, 1])
+            harness.tree.prefixes.readers[req].least_share = [0.0, 1.0, 0.4][number % 3]
             assert harness.admit(req)
             found.append(req.prefix_len)
             assert harness.prefill(req)
             harness.decode(req)
             harness.finish(req)
-        held = {(each.record.start, each.record.end, len(each.blocks)) for each in harness.host._segments.values()}
+            harness.turn()
+        copies = [(each, each.record) for each in harness.host._segments.values()]
+        held = {(one.start, one.end, len(each.copy.blocks), len(each.pieces)) for each, one in copies}
         totals = harness.tree.prefixes.listener.totals
-        return found, held, totals.moved_in_segments, rank_states(harness.tree)
+        evicted = [(copy.start, copy.end, len(copy.blocks), copy.num_slots) for copy in harness.host.evicted]
+        grown = totals.growths, totals.grown_slots, evicted
+        return found, held, totals.moved_in_segments, rank_states(harness.tree), grown
 
     ours, theirs = on_two_ranks(run)
     assert ours == theirs and ours[3][0] == ours[3][1]
+    assert (ours[4][0] > 0) is (host_blocks > 20)  # else whole prefixes fill it
     assert ours[2] > 0 and min(ours[0][len(DOCUMENTS) :]) >= 10

@@ -121,7 +121,8 @@ class Setup:
         policy = served.get(self.policy, self.policy)
         ours = {"bits", "pool"} if self.policy == WHILE_PREFILLED else {"bits"}
         options = {name: value for name, value in self.options.items() if name not in ours}
-        values = {"policy": policy, "budget": self.budget, "policy_options": options}
+        # Without memory of the host: a context that was asked about would get its evicted entries back from there.
+        values = {"policy": policy, "budget": self.budget, "policy_options": options, "host_bytes": 0}
         values |= {name: value for name, value in self.options.items() if name == "bits"}
         return values | ({"score_after_matches": 1} if self.policy in (AWAITED, TWO_STAGES) else {})
 

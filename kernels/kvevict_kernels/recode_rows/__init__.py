@@ -1,4 +1,4 @@
-"""Move K and V rows to other places in their arenas, in rows of as many or fewer bits."""
+"""Move K and V rows to other places in their arenas, or out of them and back, in rows of as many or fewer bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from kvevict_kernels.checks import KV_DTYPES, check_index_range, check_tensor
 from kvevict_kernels.dispatch import implementation
 from kvevict_kernels.row_codec import (
+    PARTS,
     WIDTHS,
     RowStatistics,
     check_statistics,
@@ -24,7 +25,7 @@ from kvevict_kernels.row_codec import (
 from kvevict_kernels.span_attention import reason_not_to_run
 from kvevict_kernels.span_attention.call import KINDS
 
-__all__ = ["prepare_on_cpu", "recode_rows", "temporary_bytes"]
+__all__ = ["encoded_rows", "prepare_on_cpu", "recode_rows", "temporary_bytes", "write_encoded"]
 
 CHUNK_ROWS = 4096
 """Rows of which the CPU path has float32 copies at a time."""
@@ -93,23 +94,8 @@ def recode_rows(
         sync; deterministic, no atomics. The temporary is not cut into chunks: an entry's place may hold the source of
         any other, and which of them only the device knows.
     """
-    check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
-    device = k_arena.device
-    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, device)
-    check_tensor("source_rows", source_rows, (None,), torch.int32, device)
-    num_entries = source_rows.numel()
-    check_tensor("source_bits", source_bits, (num_entries,), torch.int8, device)
-    check_tensor("runs", runs, (num_entries,), torch.int32, device)
-    check_statistics(k_arena, statistics)
-    check_index_range("runs", runs, k_arena.shape[0] * k_arena.shape[2])
-    num_head_slots = k_arena.shape[:3].numel()
-    for rows, bits in targets:
-        if bits not in WIDTHS:
-            raise ValueError(f"targets: expected rows of 16, 8 or 4 bits, got {bits}")
-        if bits != WIDTHS[0] and statistics is None:
-            raise ValueError(f"statistics: rows of {bits} bits need some, got None")
-        check_tensor("targets", rows, (None,), torch.int32, device)
-        check_index_range("targets", rows, num_head_slots * rows_per_slot(bits, k_arena.element_size()))
+    device, num_entries = k_arena.device, source_rows.numel()
+    _check_entries(k_arena, v_arena, source_rows, source_bits, runs, targets, statistics)
     if sum(rows.numel() for rows, _ in targets) != num_entries:
         counts = [rows.numel() for rows, _ in targets]
         raise ValueError(f"targets: expected {num_entries} rows, as many as source_rows, got {counts}")
@@ -124,12 +110,113 @@ def recode_rows(
         run(k_arena, v_arena, source_rows, source_bits, runs, targets, statistics, temporary)
 
 
+def encoded_rows(
+    k_arena: Tensor,
+    v_arena: Tensor,
+    source_rows: Tensor,
+    source_bits: Tensor,
+    runs: Tensor,
+    bits: int,
+    statistics: RowStatistics,
+) -> tuple[Tensor, Tensor]:
+    """Copy rows out of both arenas, encoded in 8 or 4 bits: what :func:`recode_rows` writes to its places.
+
+    Args:
+        k_arena: as in :func:`recode_rows`, like all other arguments.
+        v_arena: like ``k_arena``.
+        source_rows: row numbers to read.
+        source_bits: bits of each of them.
+        runs: of each entry.
+        bits: 8 or 4, not above those of any row to read, which keeps its bytes if it has as many.
+        statistics: of the model.
+
+    Returns:
+        Rows of K and of V, [n, :func:`~kvevict_kernels.row_codec.row_bytes`], uint8.
+
+    Raises:
+        ValueError: as :func:`recode_rows`.
+
+    Cost: reads the rows and writes them encoded, without a float copy; one launch per arena on a device, no host sync.
+    """
+    nothing = source_rows[:0]
+    _check_entries(k_arena, v_arena, source_rows, source_bits, runs, [(nothing, bits)], statistics)
+    if source_rows.device.type == "cpu":
+        _check_sources(k_arena, source_rows, source_bits, bits)
+    num_bytes = row_bytes(bits, k_arena.shape[-1], k_arena.element_size())
+    k, v = (source_rows.new_empty(source_rows.numel(), num_bytes, dtype=torch.uint8) for _ in "kv")
+    if source_rows.numel():
+        encode = implementation(source_rows.device, encode_cpu, "recode_rows")
+        for is_v, (arena, out) in enumerate(((k_arena, k), (v_arena, v))):
+            encode(arena, is_v, source_rows, source_bits, runs, bits, statistics, out)
+    return k, v
+
+
+def write_encoded(k_arena: Tensor, v_arena: Tensor, places: Tensor, bits: int, k: Tensor, v: Tensor) -> None:
+    """Write rows of 8 or 4 bits, as :func:`encoded_rows` returns them, to places of both arenas.
+
+    Args:
+        k_arena: as in :func:`recode_rows`.
+        v_arena: like ``k_arena``.
+        places: [n], int32, row numbers of this width, all different.
+        bits: 8 or 4.
+        k: [n, :func:`~kvevict_kernels.row_codec.row_bytes`], uint8, on the arenas' device.
+        v: like ``k``.
+
+    Raises:
+        ValueError: wrong shape, dtype, device or bits; on the CPU also a place outside of the arena, or repeated.
+    """
+    check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
+    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
+    if bits not in PARTS:
+        raise ValueError(f"bits: expected 8 or 4, got {bits}")
+    check_tensor("places", places, (None,), torch.int32, k_arena.device)
+    per_slot = rows_per_slot(bits, k_arena.element_size())
+    check_index_range("places", places, k_arena.shape[:3].numel() * per_slot)
+    shape = (places.numel(), row_bytes(bits, k_arena.shape[-1], k_arena.element_size()))
+    check_tensor("k", k, shape, torch.uint8, k_arena.device)
+    check_tensor("v", v, shape, torch.uint8, k_arena.device)
+    if places.device.type == "cpu":
+        _check_different("places", places)
+    if places.numel():
+        write = implementation(places.device, write_cpu, "recode_rows")
+        for arena, encoded in ((k_arena, k), (v_arena, v)):
+            write(arena, places, bits, encoded)
+
+
 def prepare_on_cpu(head_dim: int) -> None:
-    """Compile or load what :func:`recode_rows` runs on a CPU, which takes seconds, so that no request waits for it."""
+    """Compile or load what these functions run on a CPU, which takes seconds, so that no request waits for it."""
     if reason_not_to_run(head_dim) is None:
         from kvevict_kernels.recode_rows.numba_impl import calls
 
         calls()
+
+
+def _check_entries(
+    k_arena: Tensor,
+    v_arena: Tensor,
+    source_rows: Tensor,
+    source_bits: Tensor,
+    runs: Tensor,
+    targets: Sequence[Target],
+    statistics: RowStatistics | None,
+) -> None:
+    """What every call requires of its arguments, whatever the device."""
+    check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
+    device = k_arena.device
+    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, device)
+    check_tensor("source_rows", source_rows, (None,), torch.int32, device)
+    check_tensor("source_bits", source_bits, (source_rows.numel(),), torch.int8, device)
+    check_tensor("runs", runs, (source_rows.numel(),), torch.int32, device)
+    check_statistics(k_arena, statistics)
+    check_index_range("runs", runs, k_arena.shape[0] * k_arena.shape[2])
+    num_head_slots = k_arena.shape[:3].numel()
+    for rows, bits in targets:
+        if bits not in WIDTHS:
+            raise ValueError(f"targets: expected rows of 16, 8 or 4 bits, got {bits}")
+        if bits != WIDTHS[0] and statistics is None:
+            raise ValueError(f"statistics: rows of {bits} bits need some, got None")
+        check_tensor("targets", rows, (None,), torch.int32, device)
+        check_index_range("targets", rows, num_head_slots * rows_per_slot(bits, k_arena.element_size()))
 
 
 def recode_rows_cpu(
@@ -150,22 +237,44 @@ def recode_rows_cpu(
     counts = [rows.numel() for rows, _ in targets]
     parts = list(zip(*(torch.split(x, counts) for x in (source_rows, source_bits, runs)), targets, strict=True))
     for rows, bits_of_sources, _, (places, bits) in parts:
-        _check_part(k_arena, rows, bits_of_sources, places, bits)
-    encode, write = _compiled_encode, _compiled_write
-    if reason_not_to_run(k_arena.shape[-1]) is not None:
-        encode, write = _encode, write_rows
+        _check_different("targets", places)
+        _check_sources(k_arena, rows, bits_of_sources, bits)
     staged = staged_rows(k_arena, targets, temporary)
     for is_v, arena in enumerate((k_arena, v_arena)):
         for (rows, bits_of_sources, own_runs, (_, bits)), out in zip(parts, staged, strict=True):
-            encode(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics, out)
+            encode_cpu(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics, out)
         for (places, bits), encoded in zip(targets, staged, strict=True):
-            write(arena, places, bits, encoded)
+            write_cpu(arena, places, bits, encoded)
 
 
-def _check_part(arena: Tensor, rows: Tensor, bits_of_sources: Tensor, places: Tensor, bits: int) -> None:
+def encode_cpu(
+    arena: Tensor,
+    is_v: int,
+    rows: Tensor,
+    bits_of_sources: Tensor,
+    runs: Tensor,
+    bits: int,
+    statistics: RowStatistics | None,
+    out: Tensor,
+) -> None:
+    """Write the bytes of rows of one arena in ``bits`` bits to ``out``, [n, row_bytes]: numba, or torch without it."""
+    encode = _compiled_encode if reason_not_to_run(arena.shape[-1]) is None else _encode
+    encode(arena, is_v, rows, bits_of_sources, runs, bits, statistics, out)
+
+
+def write_cpu(arena: Tensor, places: Tensor, bits: int, encoded: Tensor) -> None:
+    """Write rows, [n, row_bytes], to places of one arena: numba, or torch where numba cannot run."""
+    write = _compiled_write if reason_not_to_run(arena.shape[-1]) is None else write_rows
+    write(arena, places, bits, encoded)
+
+
+def _check_different(name: str, places: Tensor) -> None:
     ordered = places.sort().values
     if bool((ordered[1:] == ordered[:-1]).any()):
-        raise ValueError("targets: expected rows that are all different, got a repeated one")
+        raise ValueError(f"{name}: expected rows that are all different, got a repeated one")
+
+
+def _check_sources(arena: Tensor, rows: Tensor, bits_of_sources: Tensor, bits: int) -> None:
     allowed = [width for width in WIDTHS if width >= bits]
     wrong = bits_of_sources[~torch.isin(bits_of_sources, torch.tensor(allowed, dtype=torch.int8))]
     if wrong.numel():
@@ -185,7 +294,7 @@ def _compiled_encode(
     statistics: RowStatistics | None,
     out: Tensor,
 ) -> None:
-    """:func:`_encode`, compiled by numba."""
+    """:func:`encode_cpu`, compiled by numba."""
     from kvevict_kernels.recode_rows.numba_impl import calls
 
     head_dim = arena.shape[-1]
@@ -220,7 +329,7 @@ def _encode(
     statistics: RowStatistics | None,
     out: Tensor,
 ) -> None:
-    """Write the bytes of rows of one arena in ``bits`` bits to ``out``, [n, row_bytes]."""
+    """:func:`encode_cpu` in torch."""
     head_dim = arena.shape[-1]
     for width in (width for width in WIDTHS if width >= bits):
         for entries in torch.split((bits_of_sources == width).nonzero()[:, 0], CHUNK_ROWS):

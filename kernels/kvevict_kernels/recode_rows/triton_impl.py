@@ -54,7 +54,7 @@ def _encode_4(x):
     return codes, word | (minimum.to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
-@triton.jit(do_not_specialize=["first", "num_rows", "statistic"], do_not_specialize_on_alignment=list(INDICES))
+@triton.jit(do_not_specialize=["num_rows", "statistic"], do_not_specialize_on_alignment=list(INDICES))
 def _encode_kernel(
     rows_ptr,  # an arena, [X, D]
     staging_ptr,  # [num_rows, row_bytes] uint8
@@ -62,7 +62,6 @@ def _encode_kernel(
     source_bits_ptr,  # [n] int8
     runs_ptr,  # [n] int32
     statistics_ptr,  # [num_runs, 4, D] float32; not read with BITS == 16
-    first,  # entry of the target's first row
     num_rows,
     statistic,  # place of the means among the four
     D: tl.constexpr,
@@ -75,8 +74,8 @@ def _encode_kernel(
     """Encode the entries of one target."""
     i_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_row = i_row < num_rows
-    source = tl.load(source_rows_ptr + first + i_row, mask=m_row, other=0)
-    bits = tl.load(source_bits_ptr + first + i_row, mask=m_row, other=0).to(tl.int32)
+    source = tl.load(source_rows_ptr + i_row, mask=m_row, other=0)
+    bits = tl.load(source_bits_ptr + i_row, mask=m_row, other=0).to(tl.int32)
     if BITS == 16:
         o_d = tl.arange(0, BLOCK_D)
         mask = m_row[:, None] & (o_d < D)[None, :]
@@ -91,7 +90,7 @@ def _encode_kernel(
         m_stored, m_8 = (m_row & (bits == 16))[:, None] & m_g, (m_row & (bits == 8))[:, None] & m_g
         p_stored = rows_ptr + source.to(tl.int64)[:, None, None, None] * D + o_d[None, :, :, :]
         x = tl.load(p_stored, mask=m_stored[:, :, None, None], other=0.0).to(tl.float32)
-        run = tl.load(runs_ptr + first + i_row, mask=m_row, other=0).to(tl.int64)
+        run = tl.load(runs_ptr + i_row, mask=m_row, other=0).to(tl.int64)
         p_mean = statistics_ptr + (run * 4 + statistic)[:, None, None, None] * D + o_d[None, :, :, :]
         mean = tl.load(p_mean, mask=m_stored[:, :, None, None], other=0.0)
         x = tl.div_rn(x - mean, tl.load(p_mean + D, mask=m_stored[:, :, None, None], other=1.0))
@@ -168,29 +167,46 @@ def recode_rows_triton(
     temporary: Tensor,
 ) -> None:
     """Device path of :func:`kvevict_kernels.recode_rows.recode_rows`: two launches per arena and target."""
-    head_dim, itemsize, device = k_arena.shape[3], k_arena.element_size(), k_arena.device
-    by_run = torch.empty(0, device=device) if statistics is None else statistics.by_run()
     staged = staged_rows(k_arena, targets, temporary)
     for is_v, arena in enumerate((k_arena, v_arena)):
         first = 0
         for staging, (places, bits) in zip(staged, targets, strict=True):
-            num_rows = places.numel()
-            if num_rows:
-                _encode_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
-                    *(arena, staging, source_rows, source_bits, runs, by_run, first, num_rows, 2 * is_v),
-                    BLOCK_D=triton.next_power_of_2(head_dim),
-                    GROUP=GROUP,
-                    **_sizes(head_dim, bits, itemsize),
-                )
-            first += num_rows
+            entries = slice(first, first := first + places.numel())
+            own = (source_rows[entries], source_bits[entries], runs[entries])
+            if places.numel():
+                encode_triton(arena, is_v, *own, bits, statistics, staging)
         for staging, (places, bits) in zip(staged, targets, strict=True):
-            num_rows, sizes = places.numel(), _sizes(head_dim, bits, itemsize)
-            if num_rows:
-                _write_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
-                    *(arena, staging, places, num_rows),
-                    BLOCK_W=triton.next_power_of_2(sizes["ROW_BYTES"] // WORD),
-                    **sizes,
-                )
+            if places.numel():
+                write_triton(arena, places, bits, staging)
+
+
+def encode_triton(
+    arena: Tensor,
+    is_v: int,
+    rows: Tensor,
+    bits_of_sources: Tensor,
+    runs: Tensor,
+    bits: int,
+    statistics: RowStatistics | None,
+    out: Tensor,
+) -> None:
+    """Device path of :func:`kvevict_kernels.recode_rows.encode_cpu`: one launch."""
+    num_rows, head_dim = rows.numel(), arena.shape[3]
+    by_run = torch.empty(0, device=arena.device) if statistics is None else statistics.by_run()
+    _encode_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
+        *(arena, out, rows, bits_of_sources, runs, by_run, num_rows, 2 * is_v),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        GROUP=GROUP,
+        **_sizes(head_dim, bits, arena.element_size()),
+    )
+
+
+def write_triton(arena: Tensor, places: Tensor, bits: int, encoded: Tensor) -> None:
+    """Device path of :func:`kvevict_kernels.recode_rows.write_cpu`: one launch."""
+    num_rows, sizes = places.numel(), _sizes(arena.shape[3], bits, arena.element_size())
+    _write_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
+        *(arena, encoded, places, num_rows), BLOCK_W=triton.next_power_of_2(sizes["ROW_BYTES"] // WORD), **sizes
+    )
 
 
 def _sizes(head_dim: int, bits: int, itemsize: int) -> dict[str, int]:

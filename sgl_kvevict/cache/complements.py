@@ -1,0 +1,163 @@
+"""What the host's memory holds of segments that the pool has: the entries that were evicted from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from sgl_kvevict.cache.nodes import Node, path_to
+from sgl_kvevict.cache.records import PrefixTable
+from sgl_kvevict.copies import CopiedRows
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.segments import Compressor, CopiedEntries, Segment, Sources
+from sgl_kvevict.store.host import HostSegments, Piece
+
+ORDER = "order"
+
+
+@dataclass(eq=False)
+class Complement:
+    """What was evicted from a segment.
+
+    Attributes:
+        pieces: first what was evicted first, which is worth least; lost ones, too.
+        num_found: how many prompts have found the segment since it shrank last.
+        num_returned: pieces that it has taken back since its rows were written; each is a part of its own.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    num_found: int = 0
+    num_returned: int = 0
+
+
+class Complements:
+    """Keeps the entries that resizes evict, and hands them back when their segment grows.
+
+    A segment has each entry once: in the pool, in one of its pieces, or nowhere, once it is lost. A resize adds one
+    piece, of rows with the fewest bits that the configuration allows; growth takes back whole pieces, the last one
+    first. Nothing is kept of segments that cannot be split (entries may be merged into others), of generated tokens,
+    of weights that have changed, without memory of the host, and where prefixes do not shrink when slots are short.
+
+    Attributes:
+        found: segments with pieces that a prompt has found since they shrank, or were last tried to grow.
+    """
+
+    def __init__(self, table: PrefixTable, compressor: Compressor, guard: Guard, host: HostSegments) -> None:
+        self.found: dict[Segment, None] = {}
+        self._table = table
+        self._is_on = host.num_blocks > 0 and compressor.policy.splittable and len(compressor.config.shares) > 1
+        self._packer = compressor.packer
+        self._guard = guard
+        self._host = host
+        self._bits = {16: 16, 8: 8, 4: 4, "auto": 4}[compressor.config.bits]
+        self._of: dict[Segment, Complement] = {}
+
+    def __getitem__(self, segment: Segment) -> Complement:
+        """The complement of a segment, maybe an empty one."""
+        return self._of.get(segment) or Complement()
+
+    def last(self, segment: Segment) -> Piece | None:
+        """What comes back first when a segment grows: the last piece that is not lost; None: nothing can."""
+        pieces = self[segment].pieces
+        return next((piece for piece in reversed(pieces) if not piece.is_lost), None)
+
+    # ---- out --------------------------------------------------------------------------------------------------
+
+    def evicted(self, nodes: Sequence[Node], sources: Sources) -> CopiedEntries | None:
+        """Copy what a resize of these nodes is about to evict, on the pool's device; None: nothing is kept."""
+        is_kept = self._is_on and path_to(nodes[0])[0] not in self._table.stale
+        if not is_kept or sources.num_entries == sum(sources.counts):
+            return None
+        copied: CopiedEntries | None = None
+        with self._guard.at(Place.HOST):
+            copied = self._packer.copy(sources.evicted(self._bits))
+        return copied
+
+    def put(self, copied: CopiedEntries | None, start: int, end: int) -> list[Piece]:
+        """Move copied entries of the tokens ``[start, end)`` to the host's memory; the caller holds the piece."""
+        if copied is None:
+            return []
+        pieces: list[Piece] = []
+        with self._guard.at(Place.HOST):
+            (rows,), geometry = copied.parts, self._packer.geometry
+            tensors = {name: part for name, part in vars(rows).items() if isinstance(part, Tensor)}
+            assert copied.order is not None  # by which they were evicted
+            tensors[ORDER] = copied.order
+            num_slots = geometry.slots_for(geometry.head_slots_for(copied.sizes))
+            piece = self._host.put_evicted(tensors, (start, end), num_slots)
+            if piece is not None:
+                pieces.append(piece)
+        return pieces
+
+    def shrunk(self, segment: Segment, merged: Sequence[Segment], pieces: Sequence[Piece]) -> None:
+        """A segment, into which others were ``merged``, has shrunk; ``pieces`` are what it has lost, and held."""
+        complement = self._of.setdefault(segment, Complement())
+        for other in merged:
+            complement.pieces += self[other].pieces
+            self._of.pop(other, None)
+            self.found.pop(other, None)
+        complement.pieces += pieces
+        complement.num_found = complement.num_returned = 0
+        self.found.pop(segment, None)
+        if not complement.pieces:
+            del self._of[segment]
+
+    # ---- in ---------------------------------------------------------------------------------------------------
+
+    def get(self, piece: Piece) -> CopiedEntries:
+        """Copy a piece to the pool's device. One of which tokens were cut off needs a host sync."""
+        tensors = self._host.get_evicted(piece)
+        order = tensors.pop(ORDER)
+        rows = CopiedRows(self._bits, **tensors)
+        if not piece.is_whole:
+            rows, kept = rows.within(piece.start, piece.end)
+            order = order[kept]
+        return CopiedEntries((rows,), order)
+
+    def take(self, segment: Segment, piece: Piece) -> None:
+        """A piece is in the pool again, or cannot be read."""
+        complement = self[segment]
+        complement.pieces.remove(piece)
+        complement.num_returned += 1
+        self._host.release([piece])
+        if not complement.pieces:
+            self.forget(segment)
+
+    def attach(self, segment: Segment, pieces: Sequence[Piece]) -> None:
+        """A segment came back from the host's memory; ``pieces`` are what had been evicted before."""
+        held = self._host.hold([piece.within(segment.start, segment.end) for piece in pieces])
+        if held:
+            self._of[segment] = Complement(held)
+
+    # ---- changes of the tree ----------------------------------------------------------------------------------
+
+    def read(self, segments: Iterable[Segment]) -> None:
+        """A prompt has found segments."""
+        for segment in segments:
+            if segment in self._of:
+                self._of[segment].num_found += 1
+                self.found[segment] = None
+
+    def end_at(self, segment: Segment, end: int) -> None:
+        """The last span of a segment was dropped: it ends before it."""
+        if segment not in self._of:
+            return
+        complement = self._of[segment]
+        kept = self._host.hold([piece.within(segment.start, end) for piece in complement.pieces])
+        self._host.release(complement.pieces)
+        complement.pieces = kept
+        if not kept:
+            self.forget(segment)
+
+    def forget(self, segment: Segment) -> None:
+        """A segment has left the pool."""
+        self._host.release(self[segment].pieces)
+        self._of.pop(segment, None)
+        self.found.pop(segment, None)
+
+    def clear(self) -> None:
+        """Forget everything; the host's memory is empty."""
+        self._of.clear()
+        self.found.clear()

@@ -1,0 +1,129 @@
+"""Lets segments grow again: entries that were evicted come back from the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgl_kvevict.cache.nodes import Node
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.pressure import Pressure
+from sgl_kvevict.cache.records import PrefixTable
+from sgl_kvevict.cache.resize import Resizer
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.segments import CopiedEntries, Segment
+
+MAX_RETURNED = 6
+"""Pieces that a segment takes back until it has shrunk, which writes its rows anew: attention reads each as a span of
+its own."""
+AMPLE_SHARE = 1 / 8
+"""Slots are ample while this part of the pool stays free of what segments take by themselves: running requests and the
+next prompts take theirs there, so that nothing shrinks again at once."""
+
+
+class Growth:
+    """Decides when segments grow, and by how much.
+
+    A segment grows piece by piece: by what one resize has evicted, the last one first, so that it goes through the
+    sizes that it had. It grows when a request asks (:meth:`to_share`), and by itself (:meth:`between_steps`) when
+    requests have read it since it shrank, and slots are ample or held by what is worth less: a server that has run for
+    long has few free slots, because leaves stay until others need theirs. What cannot be read, or has no room, is as if
+    it had not been kept.
+
+    Decisions follow from numbers that tensor-parallel ranks share; how many slots a piece takes they agree on.
+    """
+
+    def __init__(
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        guard: Guard,
+        resizer: Resizer,
+        pressure: Pressure,
+        geometry: KVGeometry,
+    ) -> None:
+        self._tree = tree
+        self._table = table
+        self._guard = guard
+        self._resizer = resizer
+        self._pressure = pressure
+        self._complements = resizer.complements
+        self._reserve = int(geometry.num_token_slots * AMPLE_SHARE)
+
+    def to_share(self, path: Sequence[Node], share: float) -> None:
+        """Let the segments of a path grow until they have a share of their entries, for a request that asks for it.
+
+        Other prefixes shrink or are dropped for it, as for a prompt that is computed.
+        """
+        spans = (self._table.spans.at(node) for node in path)
+        for segment in dict.fromkeys(span.segment for span in spans if span is not None):
+            while self._can_grow(segment) and self._lacks(segment, share):
+                if not self.grow(segment, is_asked=True):
+                    break
+
+    def _lacks(self, segment: Segment, share: float) -> bool:
+        """Whether a segment has less than a share of its entries, on some rank."""
+        wanted = share * (segment.live_end - segment.start) * segment.geometry.num_runs
+        return bool(self._tree.largest(int(segment.num_live_entries < wanted)))
+
+    def _can_grow(self, segment: Segment) -> bool:
+        return (
+            segment in self._table.packed
+            and segment.order is not None
+            and segment.readers is None
+            and self._complements[segment].num_returned < MAX_RETURNED
+            and self._complements.last(segment) is not None
+        )
+
+    def between_steps(self) -> None:
+        """Let one segment grow: of those that prompts have found since they shrank, the one that most have found.
+
+        If slots are not ample, less valuable prefixes shrink for it and uncompressed leaves are dropped, but no
+        compressed ones. If these are too few, their slots are free for the next prompt, and the segment is tried again
+        when a prompt has found it.
+        """
+        found = self._complements.found
+        segment = max(found, key=lambda each: self._complements[each].num_found, default=None)
+        if segment is None:
+            return
+        piece = self._complements.last(segment)
+        if piece is None or not self._can_grow(segment):
+            del found[segment]
+            return
+        num_slots = piece.copy.num_slots
+        priority = self._pressure.priority_of_growth(segment, segment.num_slots + num_slots)
+        has_room = self._tree.num_free >= num_slots + self._reserve or self._tree.make_room(num_slots, priority)
+        if not (has_room and self.grow(segment, is_asked=False)):
+            found.pop(segment, None)
+
+    def grow(self, segment: Segment, *, is_asked: bool) -> bool:
+        """Give a segment back what was evicted from it last; return whether it has it.
+
+        ``is_asked``: other prefixes may shrink or be dropped for it.
+        """
+        piece = self._complements.last(segment)
+        if piece is None or not self._can_grow(segment):
+            return False
+        entries: CopiedEntries | None = None
+        with self._guard.at(Place.HOST):
+            entries = self._complements.get(piece)
+        if entries is None:
+            self._complements.take(segment, piece)
+            return False
+        geometry = segment.geometry
+        num_slots = geometry.slots_for(geometry.head_slots_for(entries.sizes))
+        num_slots = self._tree.largest(num_slots, segment.start, segment.num_slots)
+        if not num_slots:  # all its entries were of tokens that were cut off
+            self._complements.take(segment, piece)
+            return True
+        if not is_asked and num_slots > self._tree.num_free:
+            return False
+        slots = self._tree.alloc(num_slots)
+        if slots is None:
+            return False
+        if not self._can_grow(segment) or self._complements.last(segment) is not piece:  # it shrank for the slots
+            self._tree.free(slots)
+            return False
+        self._resizer.grow(segment, entries, slots)
+        self._complements.take(segment, piece)
+        return True

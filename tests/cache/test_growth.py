@@ -1,0 +1,323 @@
+"""Evicted entries lie in the host's memory, and come back: contents, sizes, both memories conserved."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.harness import Harness, PseudoRandomPolicy
+from sgl_kvevict.cache.growth import AMPLE_SHARE, MAX_RETURNED
+from sgl_kvevict.cache.nodes import length_of, path_to
+from sgl_kvevict.config import KVEvictConfig
+
+TEXT = [i * 7 % 11 for i in range(64)]
+CONFIG = KVEvictConfig(
+    budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1
+)
+
+
+def harness_of(**options) -> Harness:
+    given = {"num_slots": 240, "host_blocks": 200, "config": CONFIG, "scores_any_range": True}
+    return Harness(**given | {"policy": PseudoRandomPolicy(needs_passes=True)} | options)
+
+
+def serve(harness: Harness, tokens: list[int], **options) -> int:
+    """Run a request to its end; the harness checks every entry that it reads. Returns what it found."""
+    req = harness.request(tokens, options=options or None)
+    harness.tree.prefixes.readers[req].least_share = harness.tree._options_of(req).least_share
+    assert harness.admit(req)
+    found = req.prefix_len
+    assert harness.prefill(req)
+    harness.decode(req)
+    if req in harness.live:
+        harness.finish(req)
+    return found
+
+
+def shrunk(harness: Harness, *shares: float):
+    """The segment of a text of 60 tokens, packed at one share after the other."""
+    serve(harness, TEXT)
+    prefixes = harness.tree.prefixes
+    for share in shares:
+        path = path_to(max(harness.tree.nodes(), key=lambda node: length_of(path_to(node))))
+        if chain := prefixes.table.chain(path):
+            prefixes.resizer.shrink_now([each for each in chain if each.end <= 60], share)
+        else:
+            (segment,) = prefixes.table.packed
+            prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, share))
+        harness.check()
+    (segment,) = prefixes.table.packed
+    return segment
+
+
+def num_entries(segment) -> int:
+    return segment.num_tokens * segment.geometry.num_runs
+
+
+def kept_entries(harness: Harness, segment) -> int:
+    pieces = harness.tree.prefixes.complements[segment].pieces
+    return sum(piece.copy.num_entries for piece in pieces if not piece.is_lost)
+
+
+def totals(harness: Harness):
+    return harness.tree.prefixes.listener.totals
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, "auto"])
+def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
+    harness = harness_of(bits=bits)
+    segment, sizes = shrunk(harness, 0.3), []
+    prefixes = harness.tree.prefixes
+    for share in (0.2, 0.1):
+        sizes.append(segment.num_entries)
+        prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, share))
+        harness.check()
+    before = segment.num_entries
+    assert before + kept_entries(harness, segment) == num_entries(segment)
+    reader = harness.run([*TEXT[:60], 3, 3])  # it reads on while the segment grows
+    for wanted in [*reversed(sizes), num_entries(segment)]:
+        free, slots = harness.allocator.available_size(), segment.num_slots
+        assert prefixes.growth.grow(segment, is_asked=False)
+        assert segment.num_entries == wanted and free - harness.allocator.available_size() == segment.num_slots - slots
+        harness.check()
+        assert harness.decode(reader)
+    assert prefixes.complements.last(segment) is None and not harness.host.evicted
+    assert totals(harness).growths == 3
+    assert totals(harness).returned_entries == totals(harness).evicted_entries == num_entries(segment) - before
+    prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, 0.1))  # and go again
+    harness.check()
+    assert segment.num_entries + kept_entries(harness, segment) == num_entries(segment)
+    assert harness.decode(reader) and not any(harness.tree.guard.errors.values())
+
+
+@pytest.mark.parametrize(("options", "least"), [({"share": 0.3}, 0.3), ({"share": 1}, 1.0), ({"complete": True}, 1.0)])
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_request_asks_for_entries(options, least, is_dropped):
+    harness = harness_of(bits="auto")
+    segment = shrunk(harness, 0.3, 0.1)
+    before = segment.num_entries
+    if is_dropped:
+        while harness.evict(1):
+            pass
+        assert len(harness.tree.spans) == 0
+    assert serve(harness, [*TEXT[:60], 5, 5], **options) == 60
+    (segment,) = harness.tree.prefixes.table.packed
+    assert segment.num_entries >= least * num_entries(segment) and segment.num_entries > before
+    assert (segment.num_entries == num_entries(segment)) is (least == 1.0)
+
+
+def test_the_client_is_told_what_was_read():
+    harness = harness_of(bits="auto")
+    shrunk(harness, 0.3, 0.1)
+    shares = []
+    for options in ({}, {"complete": True}):
+        req = harness.request([*TEXT[:60], 5, 5], options=options)
+        harness.tree.prefixes.readers[req].least_share = harness.tree._options_of(req).least_share
+        assert harness.admit(req) and harness.prefill(req)
+        harness.finish(req)
+        shares.append(harness.tree.prefixes.readers[req].report.compressed.share)
+    assert shares[0] < 0.4 and shares[1] == 1.0
+
+
+def test_a_hint_that_cannot_be_had_is_answered_with_what_is_there():
+    harness = harness_of(host_blocks=0)
+    segment = shrunk(harness, 0.3)
+    size = segment.num_entries
+    assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60 and segment.num_entries == size
+    harness = harness_of()
+    segment = shrunk(harness, 0.3)
+    size = segment.num_entries
+    harness.tree.port.alloc = lambda num_slots: None
+    assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60 and segment.num_entries == size
+
+
+def test_an_own_prompt_of_a_request_that_asks_is_not_compressed_at_once():
+    policy = PseudoRandomPolicy()
+    config = CONFIG.model_copy(update={"score_after_matches": None})
+    for options, is_packed in (({}, True), ({"complete": True}, False)):
+        harness = harness_of(policy=policy, config=config)
+        serve(harness, TEXT, **options)
+        assert bool(harness.tree.prefixes.table.packed) is is_packed
+
+
+def test_what_was_read_grows_where_slots_are_ample():
+    harness = harness_of()
+    segment = shrunk(harness, 0.3, 0.1)
+    size = segment.num_entries
+    harness.turn()
+    assert segment.num_entries == size  # nobody has read it since
+    serve(harness, [*TEXT[:60], 5, 5])
+    harness.turn()
+    assert size < segment.num_entries < num_entries(segment)  # one step a turn
+    harness.turn()
+    harness.turn()
+    assert segment.num_entries == num_entries(segment)
+    harness.tree.prefixes.resizer.resize([segment], harness.tree.prefixes.resizer.slots_at(segment, 0.1))
+    harness.turn()
+    assert segment.num_entries < num_entries(segment)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_leaves_that_were_not_used_for_long_make_room(is_old):
+    """A pool without free slots: a segment at its least share is worth more than a leaf that was used before it."""
+    harness = harness_of(num_slots=200, scores_any_range=True)
+    segment = shrunk(harness, 0.3, 0.1)
+    size = segment.num_entries
+
+    def fill():
+        tokens = 0
+        while harness.allocator.available_size() > 12:
+            tokens += 1
+            req = harness.uncached_request([10, tokens % 11, *[tokens % 7] * 8])
+            req.skip_radix_cache_insert = False
+            assert harness.admit(req) and harness.prefill(req)
+            harness.finish(req)
+
+    def read():
+        for _ in range(3):
+            serve(harness, [*TEXT[:60], 5])
+
+    fill() if is_old else read()
+    if is_old:
+        harness.tree.prefixes.recency.raise_level((1.0,))
+        read()
+    else:
+        harness.tree.prefixes.recency.raise_level((5.0,))
+        fill()
+    free, nodes = harness.allocator.available_size(), len(list(harness.tree.nodes()))
+    harness.turn()
+    assert (segment.num_entries > size) is is_old
+    assert (len(list(harness.tree.nodes())) < nodes) is is_old
+    assert is_old or harness.allocator.available_size() == free
+    harness.tree.prefixes.growth.between_steps()
+    harness.check()
+
+
+def test_nothing_grows_into_the_reserve(monkeypatch):
+    harness = harness_of()
+    monkeypatch.setattr(harness.tree.port, "make_room", lambda *args: False)
+    segment = shrunk(harness, 0.3)
+    serve(harness, [*TEXT[:60], 5, 5])
+    (piece,) = harness.tree.prefixes.complements[segment].pieces
+    reserve = int(harness.geometry.num_token_slots * AMPLE_SHARE)
+    taken = harness._alloc(harness.allocator.available_size() - reserve - piece.copy.num_slots + 1)
+    size = segment.num_entries
+    harness.tree.prefixes.growth.between_steps()
+    assert segment.num_entries == size
+    harness.allocator.free(taken[:1])
+    harness.tree.prefixes.growth.between_steps()
+    assert segment.num_entries == size  # it is tried again when a prompt has found it
+    harness.tree.prefixes.complements.read([segment])
+    harness.tree.prefixes.growth.between_steps()
+    assert segment.num_entries == num_entries(segment)
+
+
+@pytest.mark.parametrize("bits", [16, "auto"])
+def test_what_is_dropped_comes_back_complete(bits):
+    """Uncompressed, packed, and grown again; the host's copy and what was evicted are one prefix."""
+    harness = harness_of(bits=bits)
+    serve(harness, TEXT)
+    for _ in range(3):
+        while harness.evict(1):
+            pass
+        assert len(harness.tree.spans) == 0 and len(harness.host) == 1
+        assert serve(harness, [*TEXT[:60], 5, 5]) == 60
+        (segment,) = harness.tree.prefixes.table.packed
+        assert segment.num_entries + kept_entries(harness, segment) == num_entries(segment)
+        while harness.tree.prefixes.complements.last(segment) is not None:
+            assert harness.tree.prefixes.growth.grow(segment, is_asked=False)
+        harness.check()
+
+
+def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
+    """The path leaves its first segment in the middle, so both become one segment of the host's memory."""
+    harness = harness_of(bits="auto", num_slots=400)
+    shrunk(harness, 0.3)
+    prefixes = harness.tree.prefixes
+    branch = [*TEXT[:40], *[9] * 24]
+    serve(harness, branch)
+    prefixes.resizer.shrink_now(prefixes.table.chain(prefixes._tree.find(branch[:60], (None, None))), 0.3)
+    serve(harness, [*TEXT[:60], 5, 5])  # so that the branch goes first
+    while harness.evict(1):
+        pass
+    copies = {tuple(copy.record.tokens.tolist()): copy for copy in harness.host._segments.values()}
+    pieces = copies[tuple(branch[:60])].pieces
+    assert [(piece.start, piece.end) for piece in pieces] == [(0, 40), (40, 60)]
+    for text in (branch, TEXT):
+        assert serve(harness, [*text[:60], 5, 5], complete=True) == 60
+        assert prefixes.spans.compressed_read(prefixes._tree.find(text[:60], (None, None)), 60).share == 1.0
+    assert not any(harness.tree.guard.errors.values())
+
+
+def test_what_was_cut_off_does_not_come_back():
+    harness = harness_of()
+    segment = shrunk(harness, 0.3)
+    harness.finish(harness.run([*TEXT[:30], 9, 9]))  # splits the node
+    assert segment.num_spans == 2
+    prefixes = harness.tree.prefixes
+    while segment.end == 60:
+        assert harness.evict(1)
+    (piece,) = prefixes.complements[segment].pieces
+    assert (piece.start, piece.end) == (0, 30) and segment in prefixes.table.packed
+    assert prefixes.growth.grow(segment, is_asked=False)
+    assert segment.num_live_entries == num_entries(segment) == 30 * harness.geometry.num_runs
+    harness.check()
+    assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60  # the other half comes back with the host's copy
+    assert prefixes.spans.compressed_read(prefixes._tree.find(TEXT[:60], (None, None)), 60).share == 1.0
+
+
+def test_a_full_host_loses_what_was_evicted_first():
+    """What was written longest ago goes first; it never pushes out a segment that the pool does not have."""
+    harness = harness_of()
+    whole = harness.tree.prefixes.complements[shrunk(harness, 0.3, 0.2, 0.1)].pieces
+    harness = harness_of(host_blocks=sum(len(piece.copy.blocks) for piece in whole) - 1)
+    segment = shrunk(harness, 0.3, 0.2, 0.1)
+    pieces = harness.tree.prefixes.complements[segment].pieces
+    assert [piece.is_lost for piece in pieces] == [True, False, False]
+    size = segment.num_entries + sum(piece.copy.num_entries for piece in pieces[1:])
+    while harness.tree.prefixes.complements.last(segment) is not None:
+        assert harness.tree.prefixes.growth.grow(segment, is_asked=False)
+        harness.check()
+    assert segment.num_entries == size < num_entries(segment)
+    harness = harness_of(host_blocks=14)
+    shrunk(harness, 0.1)
+    while harness.evict(1):
+        pass
+    assert len(harness.host) == 1 and not harness.host.evicted
+    serve(harness, [9, *TEXT])
+    path = max((path_to(node) for node in harness.tree.nodes()), key=length_of)
+    harness.tree.prefixes.resizer.shrink_now(harness.tree.prefixes.table.chain(path)[:1], 0.1)
+    assert len(harness.host) == 1
+
+
+def test_many_parts_are_not_added_to():
+    harness = harness_of()
+    segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
+    while harness.tree.prefixes.growth._can_grow(segment):
+        harness.tree.prefixes.growth.grow(segment, is_asked=False)
+    assert len(segment.storage.parts) == 1 + MAX_RETURNED and segment.num_entries < num_entries(segment)
+    prefixes = harness.tree.prefixes
+    prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, 0.1))
+    assert len(segment.storage.parts) == 1 and prefixes.growth.grow(segment, is_asked=False)
+
+
+@pytest.mark.parametrize("fault", ["put_evicted", "get_evicted"])
+def test_an_error_of_the_hosts_copy_is_that_prefixs(monkeypatch, fault):
+    harness = harness_of()
+    other = shrunk(harness, 0.3) if fault == "get_evicted" else None
+    monkeypatch.setattr(type(harness.host), fault, lambda *args: 1 / 0)
+    segment = other or shrunk(harness, 0.3)
+    size, free = segment.num_entries, harness.allocator.available_size()
+    assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
+    monkeypatch.undo()
+    assert segment.num_entries == size and harness.tree.prefixes.complements.last(segment) is None
+    assert sum(harness.tree.guard.errors.values()) == 1 and harness.allocator.available_size() <= free
+    harness.check()
+
+
+@pytest.mark.parametrize("empty", [Harness.flush, lambda harness: harness.tree.forget_compressed()])
+def test_a_flush_or_new_weights_forget_what_was_evicted(empty):
+    harness = harness_of()
+    shrunk(harness, 0.3)
+    empty(harness)
+    harness.check()
+    assert harness.host.used_bytes == 0
