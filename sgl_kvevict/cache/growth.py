@@ -25,10 +25,10 @@ class Growth:
     """Decides when segments grow, and by how much.
 
     A segment grows piece by piece: by what one resize has evicted, the last one first, so that it goes through the
-    sizes that it had. It grows when a request asks (:meth:`to_share`), and by itself (:meth:`between_steps`) when
-    requests have read it since it shrank, and slots are ample or held by what is worth less: a server that has run for
-    long has few free slots, because leaves stay until others need theirs. What cannot be read, or has no room, is as if
-    it had not been kept.
+    sizes that it had. It grows when a request asks (:meth:`to_share`), and by itself (:meth:`between_steps`), up to the
+    budget, when requests have read it since it shrank, and slots are ample or held by what is worth less: a server that
+    has run for long has few free slots, because leaves stay until others need theirs. What cannot be read, or has no
+    room, is as if it had not been kept.
 
     Decisions follow from numbers that tensor-parallel ranks share; how many slots a piece takes they agree on.
     """
@@ -76,7 +76,7 @@ class Growth:
         )
 
     def between_steps(self) -> None:
-        """Let one segment grow: of those that prompts have found since they shrank, the one that most have found.
+        """Let one segment grow, up to the budget: of those found by prompts since they shrank, the one found most.
 
         If slots are not ample, less valuable prefixes shrink for it and uncompressed leaves are dropped, but no
         compressed ones. If these are too few, their slots are free for the next prompt, and the segment is tried again
@@ -91,6 +91,9 @@ class Growth:
             del found[segment]
             return
         num_slots = piece.copy.num_slots
+        if segment.num_slots + num_slots > self._resizer.slots_at(segment):
+            del found[segment]
+            return
         priority = self._pressure.priority_of_growth(segment, segment.num_slots + num_slots)
         has_room = self._tree.num_free >= num_slots + self._reserve or self._tree.make_room(num_slots, priority)
         if not (has_room and self.grow(segment, is_asked=False)):

@@ -139,21 +139,25 @@ def test_an_own_prompt_of_a_request_that_asks_is_not_compressed_at_once():
         assert bool(harness.tree.prefixes.table.packed) is is_packed
 
 
-def test_what_was_read_grows_where_slots_are_ample():
+def test_what_was_read_grows_to_the_budget_where_slots_are_ample():
     harness = harness_of()
-    segment = shrunk(harness, 0.3, 0.1)
-    size = segment.num_entries
-    harness.turn()
-    assert segment.num_entries == size  # nobody has read it since
+    segment = shrunk(harness, CONFIG.budget)
+    at_budget, resizer = segment.num_entries, harness.tree.prefixes.resizer
     serve(harness, [*TEXT[:60], 5, 5])
     harness.turn()
-    assert size < segment.num_entries < num_entries(segment)  # one step a turn
+    assert segment.num_entries == at_budget < num_entries(segment)  # budget says how large it is
+    resizer.resize([segment], resizer.slots_at(segment, 0.15))
+    between = segment.num_entries
+    resizer.resize([segment], resizer.slots_at(segment, 0.1))
+    size = segment.num_entries
     harness.turn()
+    assert segment.num_entries == size < between  # nobody has read it since
+    serve(harness, [*TEXT[:60], 5, 5])
     harness.turn()
-    assert segment.num_entries == num_entries(segment)
-    harness.tree.prefixes.resizer.resize([segment], harness.tree.prefixes.resizer.slots_at(segment, 0.1))
-    harness.turn()
-    assert segment.num_entries < num_entries(segment)
+    assert segment.num_entries == between < at_budget  # one step a turn
+    for _ in range(3):
+        harness.turn()
+    assert segment.num_entries == at_budget and segment.num_slots <= resizer.slots_at(segment)
 
 
 @pytest.mark.parametrize("is_old", [True, False])
@@ -195,9 +199,9 @@ def test_leaves_that_were_not_used_for_long_make_room(is_old):
 def test_nothing_grows_into_the_reserve(monkeypatch):
     harness = harness_of()
     monkeypatch.setattr(harness.tree.port, "make_room", lambda *args: False)
-    segment = shrunk(harness, 0.3)
+    segment = shrunk(harness, CONFIG.budget, 0.1)
     serve(harness, [*TEXT[:60], 5, 5])
-    (piece,) = harness.tree.prefixes.complements[segment].pieces
+    *_, piece = harness.tree.prefixes.complements[segment].pieces
     reserve = int(harness.geometry.num_token_slots * AMPLE_SHARE)
     taken = harness._alloc(harness.allocator.available_size() - reserve - piece.copy.num_slots + 1)
     size = segment.num_entries
@@ -208,7 +212,7 @@ def test_nothing_grows_into_the_reserve(monkeypatch):
     assert segment.num_entries == size  # it is tried again when a prompt has found it
     harness.tree.prefixes.complements.read([segment])
     harness.tree.prefixes.growth.between_steps()
-    assert segment.num_entries == num_entries(segment)
+    assert segment.num_entries == size + piece.copy.num_entries
 
 
 @pytest.mark.parametrize("bits", [16, "auto"])

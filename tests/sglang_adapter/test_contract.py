@@ -261,6 +261,7 @@ OURS = {
         "is_parked",
         "is_pass",
         "is_stale",
+        "least_share",
         "on_lowered",
         "on_superseded",
         "prefills",
