@@ -32,6 +32,8 @@ from sgl_kvevict.errors import KVEvictError
 
 POOL_SLOTS = 3300
 """The least: the uncompressed document with eight questions and answers. The model's context sets the most."""
+CONFIG = {"host_bytes": 0}
+"""Without host memory nothing that was evicted comes back, so the document keeps each size while it is read."""
 OTHER_SLOTS = 70
 """Token slots of the requests beside the document and the log: two short questions, and what is generated."""
 POLL_S = 0.1
@@ -123,7 +125,7 @@ def main(
     """Run the demo; see the module's description."""
     console = Console(stderr=True, highlight=False, width=110)
     folder = made_model(model)
-    config: dict[str, Any] = {"budget": budget}
+    config: dict[str, Any] = {**CONFIG, "budget": budget}
     if stay:
         config["events"] = {}
     flags = ("--max-total-tokens", str(pool_slots), "--random-seed", "42", "--enable-metrics", "--enable-cache-report")

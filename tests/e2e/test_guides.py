@@ -18,7 +18,7 @@ GUIDES = {text.splitlines()[0]: re.findall(r"^```python\n(.*?)^```", text, re.M 
 
 @pytest.fixture(scope="module")
 def server(start, demo_model):
-    return start(demo_model, "--max-total-tokens", "4000", "--enable-cache-report", config={})
+    return start(demo_model, "--max-total-tokens", "4000", "--enable-cache-report", config={"host_bytes": 0})
 
 
 @pytest.fixture

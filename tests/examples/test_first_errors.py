@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ERRORS = {
     "demo/run.py --model nope": "demo: model: got 'nope', no such folder; allowed: a folder,",
     "demo/compare.py --model nope": "compare: model: got 'nope', no such folder; allowed: ",
-    "demo/run.py --budget 0": "'--budget': Input should be greater than or equal to 0.01",
-    "demo/run.py --pool-slots 100": "'--pool-slots': Input should be greater than or equal to 3500",
+    "demo/run.py --budget 0": "'--budget': Input should be greater than or equal to 0.1",
+    "demo/run.py --pool-slots 100": "'--pool-slots': Input should be greater than or equal to 3300",
     "demo/run.py --bugdet 0.1": "No such option: --bugdet",
     "chat.py http://127.0.0.1:1": "no server answers (<urlopen error [Errno 111] Connection refused>); start one in ",
     "rag.py nonsense": "nonsense: no server answers (unknown url type: 'nonsense/health'); start one in ",

@@ -103,7 +103,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/events"
-        config = {"events": {"endpoint": endpoint, "expose_tokens": True}}
+        config = {**demo.CONFIG, "events": {"endpoint": endpoint, "expose_tokens": True}}
         flags = ("--max-total-tokens", str(demo.POOL_SLOTS), "--random-seed", "42")
         system = kvevict_system("page", config, flags)
         log = ROOT / "out" / "page_picture.log"
