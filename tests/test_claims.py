@@ -94,6 +94,7 @@ def test_quality_is_that_of_the_tables_and_the_first_screen_says_what_is_lost() 
         found = {
             (row["model"], row["task"], row["policy"], row["options"], row["budget"]): row
             for row in csv.DictReader(file)
+            if (row["engine"], row["tokens"]) == ("kvevict", "1024")
         }
 
     def kept(model: str, task: str) -> int:
