@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
 
-from kvevict_quality.by_model import fidelity_table, goal_table, model_table
+from kvevict_quality.by_model import FEW_BITS_GOALS, fidelity_table, goal_table, model_table
 from kvevict_quality.rows import BITS_RESULTS, MODEL_RESULTS, Row, read_rows
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -87,7 +87,7 @@ def few_bits_tables(rows: Sequence[Row]) -> dict[str, str]:
     budgets = {row.budget for row in pressed}
     beside = [row for row in ours if (row.task, row.tokens, row.model, row.seed) in asked and row.budget in budgets]
     return {
-        "bits": model_table(ours).rstrip(),
+        "bits": model_table(ours, FEW_BITS_GOALS).rstrip(),
         "equal bytes": model_table([*beside, *pressed]).rstrip(),
         "divergence": fidelity_table(ours).rstrip(),
     }

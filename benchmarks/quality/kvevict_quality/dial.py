@@ -21,7 +21,7 @@ TASKS = ("needle-multi-key", "table", "squad")
 TOKENS = 1024
 BITS: Mapping[str, str] = {"": "auto", "bits=4": "4", "bits=16": "16"}
 """Configured ``bits`` by the options of a row."""
-LABELS = {"auto": "8 and 4 bits (auto, the default)", "4": "4 bits", "16": "16 bits"}
+LABELS = {"auto": "8 and 4 bits (`auto`, the default)", "4": "4 bits", "16": "16 bits"}
 STYLES = {"auto": ("o", "tab:blue"), "4": ("s", "tab:green"), "16": ("x", "tab:orange")}
 WIDTH, HEIGHT = 4.2, 3.8
 """Of a model's panel, in inches."""
@@ -104,7 +104,8 @@ def draw(found: Sequence[Point], path: Path) -> None:
             axes.errorbar(x, y, error, marker=marker, color=colour, label=label, capsize=3, linewidth=1.6)
         axes.axhline(100, color="black", linewidth=0.8)
         axes.set_xscale("log")
-        axes.set_xticks([5, 10, 20, 50, 100], ["5 %", "10 %", "20 %", "50 %", "100 %"])
+        axes.set_xlim(6, 110)
+        axes.set_xticks([7, 10, 20, 50, 100], ["7 %", "10 %", "20 %", "50 %", "100 %"])
         axes.minorticks_off()
         axes.set_title(model, fontsize=10)
         axes.set_xlabel("KV bytes held, of the full cache's")

@@ -183,6 +183,19 @@ def test_models_stand_below_each_other_and_needle_tasks_count_together():
     ]
 
 
+def test_missed_goals_of_the_default_are_marked_at_their_budget():
+    from kvevict_quality.by_model import model_table
+
+    rows = [
+        stock(task="table", scores="1 1 1 1"),
+        row(policy="distilled", task="table", scores="1 1 1 0"),
+        row(policy="distilled", task="table", scores="0 0 0 0", options="bits=16"),
+        row(policy="distilled", task="table", scores="1 1 1 0", budget=0.1),
+    ]
+    line = model_table(rows, {("table", 1024, 0.2): 0.97, ("table", 4096, 0.1): 0.8}).splitlines()[-1]
+    assert line == "| m | `table` | 1,024 | 4 | 1.00 | *75 ± 22 %* | 0 ± 0 % | 75 ± 22 % |"
+
+
 def test_presses_are_divided_by_their_own_full_cache():
     from kvevict_quality.by_model import model_table
 
