@@ -192,7 +192,7 @@ def test_missed_goals_of_the_default_are_marked_at_their_budget():
         row(policy="distilled", task="table", scores="0 0 0 0", options="bits=16"),
         row(policy="distilled", task="table", scores="1 1 1 0", budget=0.1),
     ]
-    line = model_table(rows, {("table", 1024, 0.2): 0.97, ("table", 4096, 0.1): 0.8}).splitlines()[-1]
+    line = model_table(rows, {("table", 1024, 0.2): 0.95, ("table", 4096, 0.1): 0.8}).splitlines()[-1]
     assert line == "| m | `table` | 1,024 | 4 | 1.00 | *75 ± 22 %* | 0 ± 0 % | 75 ± 22 % |"
 
 
@@ -268,8 +268,8 @@ def test_the_dial_has_a_point_where_all_tasks_were_measured_and_ends_at_the_full
     found = [(point.bits, point.budget, point.bytes_share, point.questions) for point in dial.points(rows)]
     assert found == [("16", 0.1, 0.13, 3), ("16", 1.0, 1.0, 3), ("auto", 0.2, 0.226, 3), ("auto", 1.0, 1.0, 3)]
     shares = [(point.share, point.error) for point in dial.points(rows)]
-    # errors over the same questions: sqrt(0.2^2 + 0.2^2 + 0.4^2) / 2.5 for 2 of 2.5
-    assert shares == [(0.4, pytest.approx(0.3488)), (1.0, 0.0), (0.8, pytest.approx(0.196)), (1.0, 0.0)]
+    # errors over the same questions: sqrt(0.6^2 + 0.4^2 + 0.2^2) / 2.5 for 1 of 2.5
+    assert shares == [(0.4, pytest.approx(0.2993, abs=1e-4)), (1.0, 0.0), (0.8, pytest.approx(0.196)), (1.0, 0.0)]
 
 
 def test_the_committed_dial_is_that_of_the_rows(tmp_path):
