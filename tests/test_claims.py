@@ -94,6 +94,7 @@ def test_quality_is_that_of_the_tables_and_the_first_screen_says_what_is_lost() 
         found = {
             (row["model"], row["task"], row["policy"], row["options"], row["budget"]): row
             for row in csv.DictReader(file)
+            if (row["engine"], row["tokens"]) == ("kvevict", "1024")
         }
 
     def kept(model: str, task: str) -> int:
@@ -156,3 +157,55 @@ def test_the_price_of_compression_is_that_of_the_prefill_benchmark() -> None:
 def test_results_that_a_document_names_exist(document: Path) -> None:
     named = re.findall(r"docs/results/[\w./-]*\w", document.read_text(encoding="utf-8"))  # links: test_links.py
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_page_of_quality_says_what_the_dial_keeps() -> None:
+    with (RESULTS / "quality" / "dial.csv").open(encoding="utf-8") as file:
+        kept = {
+            (
+                row["model"],
+                row["bits"],
+                row["budget"],
+            ): f"{100 * float(row['share']):.0f} ± {100 * float(row['error']):.0f} %"
+            for row in csv.DictReader(file)
+        }
+    text = " ".join((ROOT / "docs" / "quality.md").read_text(encoding="utf-8").split())
+    small, qwen = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"
+    ours, others = (
+        [[kept[model, bits, share] for model in (small, qwen)] for share in ("0.2", "0.1", "0.05")]
+        for bits in ("auto", "16")
+    )
+    for phrase in (
+        f"keeps {ours[1][0]} on SmolLM2 and {ours[1][1]} on Qwen 0.5B,",
+        f"where 16 bits keep {others[1][0]} and {others[1][1]}. At a twentieth,",
+        f"it keeps {ours[2][0]} and {ours[2][1]}, and 16 bits keep {others[2][0]} and {others[2][1]}.",
+        f"At a fifth it keeps {ours[0][0]} on SmolLM2, where 16 bits keep {others[0][0]};",
+        f"on Qwen 0.5B the two do not differ ({ours[0][1]} and {others[0][1]}).",
+    ):
+        assert phrase in text
+
+
+def test_goals_that_the_default_misses_are_those_of_the_table() -> None:
+    """With rows of 8 and 4 bits; the table marks what is missed beyond one standard error in bold."""
+    text = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    names, _, *lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.split("<!-- bits: ")[1].split("<!-- end of bits")[0].splitlines()
+        if line.startswith("|")
+    ]
+    found = [dict(zip(names, cells, strict=True)) for cells in lines]
+    missed = [(row["model"], row["task"], name, cell) for row in found for name, cell in row.items() if "**" in cell]
+    assert missed == [("Qwen2.5-Coder-1.5B-Instruct", "`table`", "`distilled` 0.2", "**78 ± 10 %**")]
+    assert "at a fifth of the bytes the 1.5B model keeps 78 ± 10 % of its `table`" in " ".join(text.split())
+    below = [
+        (row["model"], row["task"])
+        for row in found
+        if row["`distilled` 0.05"] and share(row["`distilled` 0.05"]) < share(row["`distilled bits=16` 0.2"])
+    ]
+    small = [task for model, task in below if model == "SmolLM2-135M-Instruct"]
+    assert small == ["`factbook`", "`squad`", "`table`"] and len(below) - len(small) == 3
+
+
+def share(cell: str) -> int:
+    """Of a cell with an error."""
+    return int(cell.strip("*").split(" ")[0])

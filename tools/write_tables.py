@@ -9,13 +9,14 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
 
-from kvevict_quality.by_model import goal_table, model_table
-from kvevict_quality.rows import BITS_RESULTS, MODEL_RESULTS, read_rows
+from kvevict_quality.by_model import FEW_BITS_GOALS, fidelity_table, goal_table, model_table
+from kvevict_quality.rows import BITS_RESULTS, MODEL_RESULTS, Row, read_rows
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -73,6 +74,23 @@ def size_table() -> str:
         )
         lines.append("|".join(["", share.replace("(min_budget)", "(`min_budget`)"), *sizes, f"{row.prefixes:,}", ""]))
     return "\n".join(lines)
+
+
+def few_bits_tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Of rows of 8 and 4 bits, by the names of their places: our server; beside presses of kvpress; real text.
+
+    Presses are compared on the tasks, lengths and models that they have rows of, at the budgets that these rows have.
+    """
+    ours = [row for row in rows if row.engine == "kvevict" and row.policy != "random"]
+    pressed = [row for row in rows if row.engine == "kvpress"]
+    asked = {(row.task, row.tokens, row.model, row.seed) for row in pressed}
+    budgets = {row.budget for row in pressed}
+    beside = [row for row in ours if (row.task, row.tokens, row.model, row.seed) in asked and row.budget in budgets]
+    return {
+        "bits": model_table(ours, FEW_BITS_GOALS).rstrip(),
+        "equal bytes": model_table([*beside, *pressed]).rstrip(),
+        "divergence": fidelity_table(ours).rstrip(),
+    }
 
 
 def flow_table() -> str:
@@ -134,7 +152,7 @@ def main() -> None:
         ("docs/operations.md", "size", size_table()),
         ("docs/design.md", "flows", flow_table()),
         ("docs/design.md", "hooks", hook_table()),
-        ("docs/quality.md", "bits", model_table([row for row in read_rows(BITS_RESULTS) if row.policy != "random"])),
+        *(("docs/quality.md", name, table) for name, table in few_bits_tables(read_rows(BITS_RESULTS)).items()),
         ("docs/quality.md", "goals", goal_table(read_rows(MODEL_RESULTS)).rstrip()),
     ):
         path = ROOT / document

@@ -1,6 +1,7 @@
 """Draw score over kept share, all policies and peers in one plot, and write the tables of docs/quality.md.
 
-Run: python benchmarks/quality/plot.py [--results FILE]; writes curves.png and tables.md beside the results.
+Run: python benchmarks/quality/plot.py [--results FILE]; writes curves.png and tables.md beside the results. Then draws
+the dial, score over bytes with a line for each number of bits, from few-bits.csv: dial.png, and its points in dial.csv.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from kvevict_quality import dial
 from kvevict_quality.by_model import fidelity_table, model_table
 from kvevict_quality.curves import draw
-from kvevict_quality.rows import AWARE_RESULTS, MODEL_RESULTS, RESULTS, read_rows
+from kvevict_quality.rows import AWARE_RESULTS, BITS_RESULTS, MODEL_RESULTS, RESULTS, read_rows
 from kvevict_quality.tables import aware_table, by_length, full_table, plain_table, policy_table
 
 
 def main() -> None:
-    """Write both files and print the plain table."""
+    """Write all files and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--tokens", type=int, default=1024, help="length of the contexts in the plot")
@@ -39,6 +41,9 @@ def main() -> None:
     text = "\n".join(f"## {title}\n\n{table}" for title, table in sections)
     (args.results.parent / "tables.md").write_text(text, encoding="utf-8")
     draw(drawn, args.results.parent / "curves.png")
+    points = dial.points(read_rows(BITS_RESULTS))
+    dial.write(points, BITS_RESULTS.with_name("dial.csv"))
+    dial.draw(points, BITS_RESULTS.with_name("dial.png"))
     print(text)
 
 

@@ -183,6 +183,19 @@ def test_models_stand_below_each_other_and_needle_tasks_count_together():
     ]
 
 
+def test_missed_goals_of_the_default_are_marked_at_their_budget():
+    from kvevict_quality.by_model import model_table
+
+    rows = [
+        stock(task="table", scores="1 1 1 1"),
+        row(policy="distilled", task="table", scores="1 1 1 0"),
+        row(policy="distilled", task="table", scores="0 0 0 0", options="bits=16"),
+        row(policy="distilled", task="table", scores="1 1 1 0", budget=0.1),
+    ]
+    line = model_table(rows, {("table", 1024, 0.2): 0.95, ("table", 4096, 0.1): 0.8}).splitlines()[-1]
+    assert line == "| m | `table` | 1,024 | 4 | 1.00 | *75 ± 22 %* | 0 ± 0 % | 75 ± 22 % |"
+
+
 def test_presses_are_divided_by_their_own_full_cache():
     from kvevict_quality.by_model import model_table
 
@@ -227,3 +240,44 @@ def test_the_committed_tables_by_model_are_those_of_the_rows():
 
     rows, page = read_rows(MODEL_RESULTS), MODEL_RESULTS.with_name("tables.md").read_text(encoding="utf-8")
     assert model_table(rows) in page and fidelity_table(rows) in page
+
+
+def dial_rows(scores, **changes):
+    """One question of each task of the dial."""
+    from kvevict_quality import dial
+
+    of_tasks = zip(dial.TASKS, scores, strict=True)
+    return [row(**{"questions": 1, **changes, "task": task, "scores": str(score)}) for task, score in of_tasks]
+
+
+def test_the_dial_has_a_point_where_all_tasks_were_measured_and_ends_at_the_full_cache():
+    from kvevict_quality import dial
+
+    ours = {"policy": "distilled"}
+    rows = [
+        *dial_rows([1, 1, 0.5], policy="full", budget=1.0, slots=1000.0),
+        *dial_rows([1, 1, 0], **ours),
+        *dial_rows([1, 0, 0], **ours, budget=0.1, slots=130.0)[:2],  # no squad
+        *dial_rows([1, 0, 0], **ours, options="bits=16", budget=0.1, slots=130.0),
+        *dial_rows([0, 0, 0], **ours, options="bits=8"),  # no line of its own
+        *dial_rows([0, 0, 0], **ours, tokens=4096),
+        *dial_rows([0, 0, 0]),  # another policy
+        *dial_rows([1, 1, 1], **ours, model="without its full cache"),
+        *dial_rows([1, 1, 1], policy="full", budget=1.0, engine="kvpress"),
+    ]
+    found = [(point.bits, point.budget, point.bytes_share, point.questions) for point in dial.points(rows)]
+    assert found == [("16", 0.1, 0.13, 3), ("16", 1.0, 1.0, 3), ("auto", 0.2, 0.226, 3), ("auto", 1.0, 1.0, 3)]
+    shares = [(point.share, point.error) for point in dial.points(rows)]
+    # errors over the same questions: sqrt(0.6^2 + 0.4^2 + 0.2^2) / 2.5 for 1 of 2.5
+    assert shares == [(0.4, pytest.approx(0.2993, abs=1e-4)), (1.0, 0.0), (0.8, pytest.approx(0.196)), (1.0, 0.0)]
+
+
+def test_the_committed_dial_is_that_of_the_rows(tmp_path):
+    from kvevict_quality import dial
+    from kvevict_quality.rows import BITS_RESULTS, read_rows
+
+    found = dial.points(read_rows(BITS_RESULTS))
+    dial.write(found, tmp_path / "dial.csv")
+    assert (tmp_path / "dial.csv").read_text() == BITS_RESULTS.with_name("dial.csv").read_text()
+    dial.draw(found, tmp_path / "dial.png")
+    assert (tmp_path / "dial.png").stat().st_size > 10_000
