@@ -58,7 +58,7 @@ PAGE = Page(
     command="make bench-judges",
     summary=(
         f"Each server has the demo model, and a pool of {POOL_SLOTS:,} token slots.\n\n"
-        f"* *{RETAINED}* ([PyPI](https://pypi.org/project/cache-pressure), requirements/cache-pressure.txt) sends "
+        f"* *{RETAINED}* (of PyPI, requirements/cache-pressure.txt) sends "
         f"{CONTEXTS} contexts one after the other, then asks for each again, the newest first. It counts those whose "
         "first token comes sooner than half-way between a cold and a warm one, and stops at the first that does not: "
         f"`{' '.join(PRESSURE).split('/')[-1]}`.\n"
@@ -71,7 +71,7 @@ PAGE = Page(
         "Each customer is a task of six calls or more; a request has the policy, all tools, and the calls made so far "
         f'with their results. OpenAI\'s Python client, streaming, `tool_choice="required"`, {ANSWER_TOKENS} tokens, '
         f"{CONCURRENCY} requests at a time. A repetition is each customer's next call; the first ones are not counted. "
-        "What the model calls is not part of the next prompt, which has the right call: all systems get the same prompts."
+        "What the model calls is not part of the next prompt, which has the right call: prompts are the same for all."
     ),
     tables=(
         Table("requests_per_s", "Requests/s"),
