@@ -76,7 +76,7 @@ BARS = (
     Bar("pressure", f"{FOUR}, passes done", DEFAULT, "needle_score", 0.9),
     Bar("agents", FOUR, DEFAULT, "requests_per_s", 4.0),
     Bar("agents", AGENTS, DEFAULT, "needle_score", 0.95, baseline="none"),
-    *(Bar("agents", DRAFTS, name, "hit_rate_pct", 0.98, baseline=DEFAULT) for name in ("NGRAM", "EAGLE")),
+    *(Bar("agents", DRAFTS, name, "hit_rate_pct", 0.98, baseline="without drafts") for name in ("NGRAM", "EAGLE")),
     Bar("judges", "generated-shared-prefix, 4x the pool", DEFAULT, "requests_per_s", 4.0),
     Bar("judges", "random, nothing shared", DEFAULT, "requests_per_s", 0.97),
     Bar("judges", "cache-pressure", DEFAULT, "retained", 25, is_absolute=True),

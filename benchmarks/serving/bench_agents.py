@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from serving_bench.agents import Agent, make_agents, turn_of
-from serving_bench.fleet import COMMON_FLAGS, DEFAULT, Fleet, compared_systems, flush_all, running
+from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems, flush_all, running
 from serving_bench.needles import Needles, figures
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
@@ -42,6 +42,8 @@ ALGORITHMS = {
     ),
 }
 TINY_ANSWER = 8
+TINY_POLICY = "ada-snapkv"
+WITHOUT = "without drafts"
 
 PAGE = Page(
     name="agents",
@@ -53,7 +55,7 @@ PAGE = Page(
         f"each met at a random request; {CONCURRENCY} requests at a time. A request is the agent's next prompt and a "
         f"question, which is not part of the prompt after it. `{COLD}`: the first request of each, into an empty "
         f"cache. `{EVERY}`: new agents in every repetition; after a first request each, all questions about the next "
-        f"prompt. `{DRAFTS}`: the same prompts on tiny random models. `{NONE}`: ours with nothing compressed. The "
+        f"prompt. `{DRAFTS}`: tiny random models, policy `{TINY_POLICY}`. `{NONE}`: ours with nothing compressed. The "
         "needle score is the share of the values asked for that the answers contain."
     ),
     tables=(
@@ -124,18 +126,23 @@ def measure_answers(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
 
 
 def measure_drafts(agents: list[Agent], recorder: Recorder) -> None:
-    """Tokens that the agents' requests find with drafts and without, on tiny random models."""
+    """Tokens that the agents' requests find with drafts and without, on tiny random models.
+
+    The policy is one that needs no learned scores: learning them takes longer than the measurement.
+    """
     from helpers.draft_models import save_eagle, save_target
     from helpers.tiny_model import VOCAB_SIZE
 
     flags = ("--max-total-tokens", str(POOL_SLOTS), "--context-length", "8192", *COMMON_FLAGS)
+    env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # the tiny model has 4,096 tokens and no right answers
     with tempfile.TemporaryDirectory() as folder:
         target = save_target(Path(folder) / "target")
         draft = save_eagle(Path(folder) / "draft", target)
-        compared = [kvevict_system(DEFAULT, {}, flags)]
+        config = {"policy": TINY_POLICY}
+        compared = [kvevict_system(WITHOUT, config, flags, env)]
         for name, more in ALGORITHMS.items():
             drafts = (*more, *((str(draft),) if name == "EAGLE" else ()))
-            compared.append(kvevict_system(name, {}, (*flags, "--speculative-algorithm", name, *drafts)))
+            compared.append(kvevict_system(name, config, (*flags, "--speculative-algorithm", name, *drafts), env))
         with running(compared, target, LOGS / PAGE.name, recorder.progress) as fleet:
             for name, server in fleet.items():
                 for turn in range(recorder.options.repeats + 1):

@@ -78,7 +78,7 @@ PAGE = Page(
         Table("ttft_ms", "First token, median ms", digits=0),
         Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
         Table("retained", f"Contexts of {CONTEXTS} that cache-pressure finds again", has_ratio=False, digits=0),
-        Table("right_tool_pct", "Calls of the right tool, %", has_ratio=False, digits=0),
+        Table("tool_calls_pct", "Answers that call one of the tools, %", has_ratio=False, digits=0),
     ),
 )
 
@@ -88,7 +88,7 @@ def main() -> None:
     options = parse_options(__doc__ or "")
     recorder = Recorder(PAGE, options, POINTS)
     systems = [
-        System(each.name, (*each.flags, "--chat-template", str(TEMPLATE)), each.env)
+        System(each.name, (*each.flags, "--chat-template", str(TEMPLATE), "--tool-call-parser", "qwen25"), each.env)
         for each in compared_systems(POOL_SLOTS, beside=options.beside)
     ]
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
@@ -178,7 +178,7 @@ def figures(replies: list[Reply], seconds: float) -> dict[str, float]:
         "requests_per_s": len(replies) / seconds,
         "ttft_ms": 1e3 * statistics.median(each.first_s for each in replies),
         "hit_rate_pct": 100 * sum(each.cached_tokens for each in replies) / sum(each.prompt_tokens for each in replies),
-        "right_tool_pct": 100 * sum(each.is_right for each in replies) / len(replies),
+        "tool_calls_pct": 100 * sum(each.calls_a_tool for each in replies) / len(replies),
     }
 
 

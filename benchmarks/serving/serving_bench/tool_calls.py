@@ -40,28 +40,21 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    Attributes:
-        messages, tools: as the OpenAI API has them.
-        tool: name of the tool that is to be called next.
-    """
+    """One request: messages and tools as the OpenAI API has them."""
 
     messages: list[Message]
     tools: list[Message]
-    tool: str
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client saw of a streamed answer; times in seconds."""
+    """What a client saw of a streamed answer; times in seconds. ``calls_a_tool``: one of the request's."""
 
     first_s: float
     whole_s: float
     prompt_tokens: int
     cached_tokens: int
-    tool: str
-    is_right: bool
+    calls_a_tool: bool
 
 
 def tools_of(source: str) -> list[Message]:
@@ -102,7 +95,7 @@ def conversation(
     ]
     found = []
     for number, action in enumerate(task["evaluation_criteria"]["actions"] or ()):
-        found.append(Request(list(messages), tools, action["name"]))
+        found.append(Request(list(messages), tools))
         function = {"name": action["name"], "arguments": json.dumps(action["arguments"])}
         call = {"id": f"call_{number}", "type": "function", "function": function}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -144,7 +137,7 @@ def ask(url: str, requests: Sequence[Request], concurrency: int) -> tuple[list[R
 
 def _ask(client: OpenAI, model: str, request: Request) -> Reply:
     begin = time.perf_counter()
-    first, name, usage = 0.0, "", None
+    first, usage, names = 0.0, None, list[str]()
     stream: Any = client.chat.completions.create(
         model=model,
         messages=request.messages,  # type: ignore[arg-type]
@@ -158,12 +151,11 @@ def _ask(client: OpenAI, model: str, request: Request) -> Reply:
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            calls = choice.delta.tool_calls or ()
-            if calls or choice.delta.content:
-                first = first or time.perf_counter() - begin
-            name = name or next((call.function.name for call in calls if call.function.name), "")
+            first = first or time.perf_counter() - begin
+            names += [call.function.name for call in choice.delta.tool_calls or () if call.function.name]
     if usage is None:
         raise ValueError("the stream ended without usage")
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     whole = time.perf_counter() - begin
-    return Reply(first, whole, usage.prompt_tokens, cached or 0, name, name == request.tool)
+    known = {tool["function"]["name"] for tool in request.tools}
+    return Reply(first, whole, usage.prompt_tokens, cached or 0, bool(names) and known.issuperset(names))

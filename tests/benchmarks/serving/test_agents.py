@@ -98,7 +98,6 @@ def test_customers_are_asked_before_each_call_that_solves_their_task() -> None:
     told = {"reason_for_call": "An order is late.", "known_info": "It is #1."}
     task = {"user_scenario": {"instructions": told}, "evaluation_criteria": {"actions": actions * 2}}
     asked = conversation("Be kind.", tools, database, task)
-    assert [each.tool for each in asked] == ["get_order", "leave", "get_order", "leave"]
     assert [len(each.messages) for each in asked] == [2, 4, 6, 8]
     assert all(after.messages[: len(before.messages)] == before.messages for before, after in pairwise(asked))
     results = [each["content"] for each in asked[-1].messages if each["role"] == "tool"]
