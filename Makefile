@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers flows \
-	test-compile campaign bench-serving bench-cache-pressure bench-traces bench-quality bench-peers bench-policies
+	test-compile campaign bench-serving bench-judges bench-traces bench-quality bench-peers bench-policies
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
 
@@ -94,12 +94,12 @@ campaign: model ## random operations, input, requests, faults and a soak; many h
 	@PYTHONPATH=tools:tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 ##@ Benchmarks: each writes its page and its raw figures below docs/
-bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, hits, multi_turn, store, prefill, profile, generation, speculation, insertion)
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, hits, multi_turn, store, prefill, profile, generation, speculation, insertion, agents)
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
 
-bench-cache-pressure: model ## PyPI's cache-pressure against stock and ours, in an environment of its own; writes docs/results/serving/cache-pressure.md
+bench-judges: model ## foreign programs against stock and ours: cache-pressure, SGLang's bench_serving, tau2's tools; writes docs/results/serving/judges.md
 	@scripts/setup_cache_pressure.sh
-	@$(BIN)/python -W ignore benchmarks/serving/cache_pressure.py $(ARGS)
+	@$(BIN)/python -W ignore benchmarks/serving/bench_judges.py $(ARGS)
 
 bench-traces: setup ## conversations of coding agents through SGLang's tree and ours, over memory; no model; writes docs/results/traces
 	@nice $(BIN)/python -W ignore benchmarks/traces/run.py $(ARGS)

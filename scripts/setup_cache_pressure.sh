@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create or update .venv-cache-pressure: PyPI's cache-pressure, for `make bench-cache-pressure`. Needs .venv (its Python is
+# Create or update .venv-cache-pressure: PyPI's cache-pressure, for `make bench-judges`. Needs .venv (its Python is
 # used). Returns at once when nothing that it installs from has changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

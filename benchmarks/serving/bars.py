@@ -50,6 +50,7 @@ LONG = "0.5x, one prefix of 3072, 32 new tokens"
 NO_STORE = "no store"
 RESTARTED = "a document of 2,800 tokens, after a restart"
 WRITING = "2x the pool, new documents all the time"
+AGENTS, DRAFTS = "4x the pool, every question", "4x the pool, drafts"
 TREE = ("match, hit", "match, miss", "lock and unlock", "match that splits a node", "insert a branch", "evict one leaf")
 STOCK_TREE = "stock UnifiedRadixCache"
 PYTHON_TREE = "stock, Python core"
@@ -73,6 +74,12 @@ BARS = (
     Bar("pressure", FOUR, DEFAULT, "hit_rate_pct", 90, is_absolute=True),
     Bar("pressure", FOUR, DEFAULT, "needle_score", 0.9),
     Bar("pressure", f"{FOUR}, passes done", DEFAULT, "needle_score", 0.9),
+    Bar("agents", FOUR, DEFAULT, "requests_per_s", 4.0),
+    Bar("agents", AGENTS, DEFAULT, "needle_score", 0.95, baseline="none"),
+    *(Bar("agents", DRAFTS, name, "hit_rate_pct", 0.98, baseline="without drafts") for name in ("NGRAM", "EAGLE")),
+    Bar("judges", "generated-shared-prefix, 4x the pool", DEFAULT, "requests_per_s", 4.0),
+    Bar("judges", "random, nothing shared", DEFAULT, "requests_per_s", 0.97),
+    Bar("judges", "cache-pressure", DEFAULT, "retained", 25, is_absolute=True),
     Bar("hot", "prefix 3000, 4 clients, long answers", DEFAULT, "decode_tokens_per_s", 1.3, baseline="budget 1"),
     *(
         Bar("hits", f"{point}, all", "passes", metric, 1.1, is_cost=True, baseline=NO_PASSES)

@@ -51,21 +51,21 @@ class Needles:
 
     Args:
         model: folder with the tokenizer.
-        tokens: of a context, at most, chat template included.
+        tokens: of a context that is made here, at most, chat template included.
     """
 
-    def __init__(self, model: Path, tokens: int) -> None:
+    def __init__(self, model: Path, tokens: int = 0) -> None:
         from transformers import AutoTokenizer
 
-        self._prompts = Prompts(AutoTokenizer.from_pretrained(model))
+        self.prompts = Prompts(AutoTokenizer.from_pretrained(model))
         self._tokens = tokens
 
     def contexts(self, count: int, first: int) -> list[Context]:
         """So many contexts, the tasks in turn; ``first``: index of the first one, contexts of one index are equal."""
         found = []
         for index in range(first, first + count):
-            sample = make_sample(TASKS[index % len(TASKS)], self._tokens, SEED, index, self._prompts.count)
-            found.append(Context(self._prompts.context_ids(sample), sample))
+            sample = make_sample(TASKS[index % len(TASKS)], self._tokens, SEED, index, self.prompts.count)
+            found.append(Context(self.prompts.context_ids(sample), sample))
         return found
 
     def ask(self, url: str, asked: Sequence[Asked], concurrency: int) -> tuple[list[Answered], float]:
@@ -89,14 +89,14 @@ class Needles:
             return answers, time.perf_counter() - begin
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, context: Context, question: Question) -> Answered:
-        ids = [*context.ids, *self._prompts.question_ids(context.sample, question)]
+        ids = [*context.ids, *self.prompts.question_ids(context.sample, question)]
         body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": question.max_new_tokens}}
         begin = time.perf_counter()
         async with session.post(f"{url}/generate", json=body) as response:
             response.raise_for_status()
             reply: dict[str, Any] = await response.json()
         meta = reply["meta_info"]
-        score = question.score(self._prompts.decode(reply["output_ids"]))
+        score = question.score(self.prompts.decode(reply["output_ids"]))
         return Answered(score, int(meta["prompt_tokens"]), int(meta["cached_tokens"]), time.perf_counter() - begin)
 
 

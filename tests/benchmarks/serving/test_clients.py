@@ -26,11 +26,15 @@ def test_a_hit_lasts_from_the_request_to_the_whole_answer() -> None:
 def test_every_bar_is_about_a_point_and_a_system_that_is_measured() -> None:
     """A renamed point would show as "not measured yet" for good."""
     import bars
+    import bench_agents
     import bench_hits
+    import bench_judges
     import bench_pressure
     import bench_shared_prefix
 
     points = {
+        "agents": {bench_agents.TURNS, bench_agents.EVERY, bench_agents.DRAFTS},
+        "judges": set(bench_judges.POINTS),
         "hits": {bench_hits.all_of(point.name) for point in bench_hits.POINTS},
         "pressure": {name for point in bench_pressure.POINTS for name in bench_pressure.names_of(point)},
         "shared-prefix": {point.name for point in bench_shared_prefix.POINTS},
