@@ -153,7 +153,7 @@ def test_an_aborted_request_is_told_what_it_has_read(shrunk, expected):
 
 def test_a_request_asks_for_all_entries_and_they_stay_for_others(start, demo_model):
     """The document is compressed as soon as it was read, and is not larger than the budget until a request asks."""
-    server = start(demo_model, "--max-total-tokens", "6000")
+    server = start(demo_model, "--max-total-tokens", "6000", config={})
     generate(server, PREFIX)
     assert plugin_state(server)["share_of_entries"] < 0.7
     wish = {"custom_params": {"kvevict": {"complete": True}}}
