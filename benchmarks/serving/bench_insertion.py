@@ -160,7 +160,9 @@ def measure_path(system: str, num_nodes: int, sample: int) -> dict[str, Cost]:
 
 
 def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
-    """Milliseconds of ranking and packing a prefix at the sizes of the demo model, and of writing its rows alone.
+    """Milliseconds of ranking and packing a prefix at the sizes of the demo model, and of two parts of it alone.
+
+    They are writing the rows, and encoding the evicted entries, which the host's memory keeps.
 
     The default policy on random keys, values and weights: what is kept is of no use, what it costs is the same.
     """
@@ -186,9 +188,12 @@ def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
     tokens = Sources(geometry, [TokenRange(slots, 0, order.keys)])
     sources = tokens.best(config.num_slots(len(slots)), bits, config.sink_tokens)
     chosen = time.perf_counter()
+    packer.copy(sources.evicted(16 if bits == 16 else 4))
+    copied = time.perf_counter()
     packer.rewrite(sources, sources.fewest_slots)
     end = time.perf_counter()
-    return {"wall_ms": 1e3 * (end - begin), "write_ms": 1e3 * (end - chosen)}
+    seconds = {"wall_ms": end - begin, "write_ms": end - copied, "evict_ms": copied - chosen}
+    return {name: 1e3 * value for name, value in seconds.items()}
 
 
 def main() -> None:
@@ -202,6 +207,12 @@ def main() -> None:
             *PAGE.tables,
             Table("wall_ms", "Compression, ms", has_ratio=False, digits=1),
             Table("write_ms", "Of these: writing the rows, ms", has_ratio=False, digits=1),
+            Table(
+                "evict_ms",
+                "Of these: encoding what is evicted, ms",
+                has_ratio=False,
+                digits=1,
+            ),
         ),
         PAGE.baseline,
     )

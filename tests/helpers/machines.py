@@ -297,7 +297,7 @@ class GrowthMachine(HostMachine):
             if req in self.harness.live:
                 self.harness.finish(req)
             for _ in range(steps):
-                for node in list(prefixes.table.shrinking)[:1]:
+                for node in sorted(prefixes.table.shrinking, key=lambda node: node.id)[:1]:
                     prefixes.pressure._shrink(node, 0)
         self.harness.check()
         self._settle()
