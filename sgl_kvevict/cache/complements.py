@@ -68,7 +68,8 @@ class Complements:
     def evicted(self, nodes: Sequence[Node], sources: Sources) -> CopiedEntries | None:
         """Copy what a resize of these nodes is about to evict, on the pool's device; None: nothing is kept."""
         is_kept = self._is_on and path_to(nodes[0])[0] not in self._table.stale
-        if not is_kept or sources.num_entries == sum(sources.counts):
+        # ranks that were packed alike may have repacked different numbers of entries, of which one rank evicts none
+        if not is_kept or not self._host.largest(int(sources.num_entries < sum(sources.counts))):
             return None
         copied: CopiedEntries | None = None
         with self._guard.at(Place.HOST):

@@ -132,7 +132,7 @@ class HostSegments(Tier):
         self.num_evicted = 0
         self.evicted: dict[EvictedCopy, None] = {}
         self._device = device
-        self._largest = largest
+        self.largest = largest
         self._arena = torch.empty(num_blocks, block_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.clear()
@@ -168,7 +168,7 @@ class HostSegments(Tier):
         0: it does not fit. A segment of the same key is replaced. ``pieces``: what had been evicted from it.
         """
         parts = _parts(record)
-        num_blocks = self._largest(self._blocks_for(parts))
+        num_blocks = self.largest(self._blocks_for(parts))
         held = self.hold(pieces)
         self.delete(record.key)
         if num_blocks > self.num_blocks:
@@ -230,13 +230,13 @@ class HostSegments(Tier):
         None: there is no room beside segments that the pool does not have. ``tensors``: ``positions`` is one of them.
         ``bounds``: logical positions of their tokens; ``num_slots``: that the entries take in the pool.
         """
-        num_blocks = self._largest(self._blocks_for(tensors))
+        num_blocks = self.largest(self._blocks_for(tensors))
         if num_blocks > len(self._free) + self._num_spare:
             return None
         while len(self._free) < num_blocks:
             self._evict()
         shapes, blocks = self._write(tensors, num_blocks)
-        num_entries, num_slots = tensors["positions"].numel(), self._largest(num_slots)
+        num_entries, num_slots = tensors["positions"].numel(), self.largest(num_slots)
         copy = EvictedCopy(shapes, blocks, *bounds, num_entries, num_slots)
         self.evicted[copy] = None
         self._num_spare += num_blocks
