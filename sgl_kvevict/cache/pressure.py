@@ -168,41 +168,48 @@ class Pressure:
 
     def reclaimable_of(self, segment: Segment, *, with_retained: bool = False) -> int:
         """Token slots that shrinking a segment, which can, would release."""
-        shares = self._config.shares if with_retained else self._shares_of(segment)
         if segment.packed is not None:
-            least = self._least_slots(shares, segment.start, segment.num_tokens)
+            nodes, start = self._nodes_with_retained(segment) if not with_retained else (), segment.start
+            least = self._least_slots(nodes, start, segment.num_tokens)
             return 0 if segment.order is None else max(segment.num_slots - least, 0)
         if not self._resizer.is_long_enough(segment.num_tokens):
             return 0  # it comes along with what is below it
-        start, num_reclaimable, above = segment.start, 0, None
-        sizes: list[int] = []
+        start, num_reclaimable = segment.start, 0
+        parts: list[list[Node]] = []
         for node in self._table.nodes_of(segment):
-            if above is None or self._resizer.begins_segment(above, node):
-                sizes.append(0)
-            sizes[-1] += len(node.key)
-            above = node
-        for num_tokens in sizes:
-            num_reclaimable += num_tokens - self._least_slots(shares, start, num_tokens)
+            if not parts or self._resizer.begins_segment(parts[-1][-1], node):
+                parts.append([])
+            parts[-1].append(node)
+        for part in parts:
+            num_tokens = length_of(part)
+            num_reclaimable += num_tokens - self._least_slots(() if with_retained else part, start, num_tokens)
             start += num_tokens
         return num_reclaimable
 
-    def _least_slots(self, shares: Sequence[float], start: int, num_tokens: int) -> int:
-        """Token slots of a segment that begins at ``start``, once it has shrunk as far as it can."""
+    def _least_slots(self, nodes: Sequence[Node], start: int, num_tokens: int) -> int:
+        """Token slots of a segment that begins at ``start``, once it has shrunk as far as its ``nodes`` allow."""
         config = self._config
-        return config.slots_at(shares[-1], num_tokens, start) if shares else config.num_slots(num_tokens, start)
+        if not config.shares:
+            return config.num_slots(num_tokens, start)
+        return max(config.slots_at(config.shares[-1], num_tokens, start), self._kept(nodes, start))
 
-    def _shares_of(self, segment: Segment) -> Sequence[float]:
-        """Shares to which a segment may shrink: it keeps as many slots as the share of its retained tokens takes."""
-        shares, retained = self._config.shares, self._table.retained
-        first = self._table.packed.get(segment)
-        if not retained or not shares or (first is not None and first not in retained):
-            return shares
-        nodes = [node for node in self._table.nodes_of(segment) if node in retained]
-        if not nodes:
-            return shares
-        (_, share), slots_at = retained[nodes[0]], self._resizer.slots_at
-        least = self._config.slots_at(share, length_of(nodes), segment.start)
-        return [each for each in shares if slots_at(segment, each) >= least]
+    def _kept(self, nodes: Sequence[Node], start: int) -> int:
+        """Token slots that a segment of these nodes keeps: as many as the share of the retained ones takes."""
+        retained = [node for node in nodes if node in self._table.retained]
+        if not retained:
+            return 0
+        share = self._table.retained[retained[0]].share
+        return self._config.slots_at(share, length_of(retained), start)
+
+    def _nodes_with_retained(self, segment: Segment) -> Sequence[Node]:
+        """Nodes of a packed segment if its first one is retained: otherwise none is."""
+        first = self._table.packed[segment]
+        return self._table.nodes_of(segment) if first in self._table.retained else ()
+
+    def _slots_at(self, segment: Segment, share: float) -> int:
+        """Token slots to which a packed segment shrinks at a share: not fewer than its retained tokens keep."""
+        kept = self._kept(self._nodes_with_retained(segment), segment.start)
+        return max(self._resizer.slots_at(segment, share), kept)
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
@@ -305,8 +312,8 @@ class Pressure:
 
         None: it does not shrink any more.
         """
-        shares, held = () if segment.order is None else self._shares_of(segment), num_slots or segment.num_slots
-        return next((share for share in shares if self._resizer.slots_at(segment, share) < held), None)
+        shares, held = () if segment.order is None else self._config.shares, num_slots or segment.num_slots
+        return next((share for share in shares if self._slots_at(segment, share) < held), None)
 
     def _loss_of_step(self, segment: Segment, num_slots: int | None = None) -> float:
         """Loss of a packed segment's next step from so many slots, relative to the loss of dropping it there."""
@@ -327,7 +334,7 @@ class Pressure:
         if share is None:
             self._shrinking.discard(node)
             return 0
-        slots = self._resizer.slots_at(segment, share)
+        slots = self._slots_at(segment, share)
         if segment.is_joined:
             slots = max(slots, segment.num_slots - max(wanted, self._round))
         return self._resizer.resize([segment], slots)

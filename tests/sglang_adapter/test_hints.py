@@ -90,7 +90,22 @@ def test_what_is_retained_keeps_its_share_and_the_rest_goes(harness):
 def test_a_share_between_two_steps_is_kept(harness):
     assert retain(harness, 1, share=0.2) == 20
     squeeze(harness)
-    assert slots(harness, 1) == 5
+    assert slots(harness, 1) == 4
+
+
+@pytest.mark.parametrize("share", [0.12, 0.15, 0.2])
+def test_what_was_promised_comes_back_also_if_the_segment_loses_tokens_first(harness, share):
+    """Admission counts with a segment of 38 tokens: the smaller one that is left must shrink to the same size."""
+    ask(harness, [*document(1), *document(2, 18)])
+    assert harness.evict(1) == 38 // 2
+    assert retain(harness, 1, share=share) == 20
+    harness.run(document(1))
+    busy(harness)
+    promised, before = harness.tree.evictable_size(), harness.allocator.available_size()
+    for node in reversed(nodes_of(harness, 2)):
+        assert harness.tree.drop(node)
+    harness.evict(harness.num_slots)
+    assert harness.allocator.available_size() >= before + promised
 
 
 def test_it_ends_with_its_time_also_while_slots_are_short(harness):
