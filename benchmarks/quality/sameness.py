@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from kvevict_quality.by_model import paired_share
 from kvevict_quality.origin import commit
 from kvevict_quality.rows import ROOT
 from kvevict_quality.sample import Prompts, Question
@@ -45,6 +46,7 @@ ROOM = 256
 SLACK = 8
 """Token slots that a request cannot have, beside those of its prompt and first token (SGLang's admission)."""
 AMPLE, RETURNED = "ample slots", "returned"
+TIMES = BEFORE, DURING, AFTER = "before", "during", "after"
 OPEN_QUESTION = Question("What is this text about? Answer in one sentence.", "", ("",), 24)
 UNCACHED = "2.2.2.2"
 """As ``bootstrap_host``: SGLang keeps nothing of a request in its cache."""
@@ -181,12 +183,18 @@ def measure(server: RunningServer, prompts: Prompts, args: argparse.Namespace, s
                 "ask": str(number),
                 "stage": stage.name,
                 "answer": str(seen[question].index(answer)),
+                "score": _score(chosen[question], prompts.decode(answer)),
                 "device": str(report.device),
                 "host": str(report.host),
                 "compressed": str(read.num_tokens),
                 "share": f"{read.share:.2f}",
                 "bits": f"{read.bits:.1f}",
             }
+
+
+def _score(question: Question, answer: str) -> str:
+    """A share of 1; empty: the question has no right answer."""
+    return "" if question is OPEN_QUESTION else f"{question.score(answer):.3f}"
 
 
 def of_questions(rows: Rows) -> list[list[int]]:
@@ -203,8 +211,21 @@ def changes(answers: Sequence[int]) -> int:
     return sum(before != after for before, after in itertools.pairwise(answers))
 
 
+def by_time(rows: Rows) -> dict[str, list[float]]:
+    """Mean scores of each question before its prefix moves for the first time, while it moves, and once it is back."""
+    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for row in rows:
+        if row["score"]:
+            key = tuple(row[name] for name in ("model", "setup", "task", "context", "question"))
+            of_question = found.setdefault(key, {name: [] for name in TIMES})
+            rest = AFTER if of_question[DURING] else BEFORE
+            of_question[rest if row["stage"] == AMPLE else DURING].append(float(row["score"]))
+    whole = [each for each in found.values() if all(each.values())]
+    return {name: [fmean(each[name]) for each in whole] for name in TIMES}
+
+
 def page(rows: Rows) -> str:
-    """The page: by model and setup, then by what an answer was read from."""
+    """The page: by model and setup, then by when it was asked, and by what an answer was read from."""
     lines = [
         "# Sameness of answers",
         "",
@@ -224,6 +245,27 @@ def page(rows: Rows) -> str:
             f"| {model} | {setup} | {len(answers)} | {same:.0%} | {fmean(distinct):.1f}, {max(distinct)} "
             f"| {fmean(map(changes, answers)):.1f} | {chosen[0]['commit']} |"
         )
+    lines += [
+        "",
+        "## Scores before, during and after",
+        "",
+        "Of the questions that have right answers: *before* the prefix moves for the first time, *during* all stages",
+        "with less than ample slots, *after* the slots are free again. In brackets, the share of before, with the",
+        "standard error of paired questions.",
+        "",
+        "| model | setup | questions | before | during | after |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for (model, setup), chosen in _groups(rows, "model", "setup"):
+        scores = by_time(chosen)
+        before = scores[BEFORE]
+        if not before or not any(before):
+            continue
+        cells = [f"{fmean(before):.3f}"]
+        for name in (DURING, AFTER):
+            share, error = paired_share(before, scores[name])
+            cells.append(f"{fmean(scores[name]):.3f} ({share:.0%} ± {error:.0%})")
+        lines.append(f"| {model} | {setup} | {len(before)} | {' | '.join(cells)} |")
     lines += [
         "",
         "## By stage",
@@ -272,7 +314,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["demo"], help="names of `make model ARGS=--list`")
     parser.add_argument("--setups", nargs="*", default=list(SETUPS), choices=list(SETUPS))
-    parser.add_argument("--tasks", nargs="*", default=["table", "needle-multi-key", "reading"])
+    parser.add_argument("--tasks", nargs="*", default=["table", "needle-multi-key", "squad"])
     parser.add_argument("--tokens", type=int, default=1024, help="of a context")
     parser.add_argument("--contexts", type=int, default=1, help="of a task")
     parser.add_argument("--questions", type=int, default=2, help="of a context, beside an open one")

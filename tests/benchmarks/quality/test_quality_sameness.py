@@ -74,7 +74,14 @@ def rows(answers: list[int], question: str = "0", setup: str = "default") -> lis
     read = {"compressed": "100", "share": "0.50", "bits": "8.0", "commit": "abc"}
     where = {"model": "m", "setup": setup, "task": "table", "context": "0", "question": question}
     return [
-        where | read | {"ask": str(i), "stage": "0.5" if i % 2 else "ample slots", "answer": str(answer)}
+        where
+        | read
+        | {
+            "ask": str(i),
+            "stage": "0.5" if i % 2 else "ample slots",
+            "answer": str(answer),
+            "score": "" if setup != "default" else str(1 / (1 + answer)),
+        }
         for i, answer in enumerate(answers)
     ]
 
@@ -87,4 +94,7 @@ def test_what_is_counted(sameness):
     assert "| m | default | 2 | 75% | 2.0, 3 | 1.5 | abc |" in lines
     assert "| m | warmed before | 1 | 100% | 1.0, 1 | 0.0 | abc |" in lines
     assert "| m | default | ample slots | 100% | 100 | 0.50 | 8.0 |" in lines
+    assert sameness.by_time(both) == {"before": [1, 1], "during": [(1 / 2 + 1 / 3) / 2, 1], "after": [1, 1]}
+    assert any(line.startswith("| m | default | 2 | 1.000 | 0.708 (71% ±") for line in lines)
+    assert any(line.endswith("| 1.000 (100% ± 0%) |") for line in lines)
     assert "| m | default | 0.5 | 50% | 100 | 0.50 | 8.0 |" in lines
