@@ -54,14 +54,14 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def save_adapter(folder: Path, seed: int, rank: int = 4) -> Path:
+def save_adapter(folder: Path, seed: int, rank: int = 4, head_dim: int = 16) -> Path:
     """Write a LoRA adapter of the queries and values of all layers, strong enough to change every answer."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer, (name, width) in itertools.product(range(3), (("q_proj", 128), ("v_proj", 64))):
+    for layer, (name, width) in itertools.product(range(3), (("q_proj", 8 * head_dim), ("v_proj", 4 * head_dim))):
         place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
         tensors[f"{place}.lora_A.weight"] = torch.randn(rank, 128, generator=generator) * 0.1
         tensors[f"{place}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * 0.1

@@ -25,7 +25,9 @@ CROWD, FEW = 24, 4
 whose requests prefixes stay long enough to be found, scored and compressed."""
 LONG, MIXED = (1, 40, 150, 300, 400, 400), (0, 1, 8, 40, 150, 300)
 """New tokens of their requests: long answers of a crowd do not fit, and SGLang retracts some."""
-POLICIES = ("reconstruction", "ada-snapkv", "k-vec")
+POLICIES = ("distilled", "reconstruction", "ada-snapkv", "k-vec")
+HEAD_DIM = 64
+"""Of the model that ``distilled`` serves: large enough for rows of 8 and 4 bits."""
 SCHEMA = {
     "type": "object",
     "properties": {"found": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}},
@@ -43,7 +45,8 @@ def unit(seed: int, share: float) -> Counts:
     policy, count = POLICIES[seed % len(POLICIES)], int(1000 * share)
     documents = [[rng.randrange(3, VOCAB_SIZE) for _ in range(400)] for _ in range(6)]
     flags = ("--chunked-prefill-size", rng.choice(["64", "128", "4096"]))
-    with whole_server(*flags, config={**CONFIG, "policy": policy}) as running:
+    head_dim = HEAD_DIM if policy == "distilled" else 16
+    with whole_server(*flags, config={**CONFIG, "policy": policy}, head_dim=head_dim) as running:
         done: Counter[str] = Counter()
         for begin, clients, lengths in ((0, CROWD, LONG), (count // 2, FEW, MIXED)):
             numbers = range(seed * 10**6 + begin, seed * 10**6 + begin + count // 2)
@@ -74,15 +77,25 @@ def _request(running: RunningServer, documents: list[list[int]], seed: int, poli
         body[rng.choice(["extra_key", "cache_salt"])] = rng.choice(["a", "b"])
     if rng.random() < 0.3:
         body["lora_path"] = rng.choice(ADAPTERS)
-    if rng.random() < 0.2:
+    if rng.random() < 0.5:
+        body["session_id"] = rng.choice(["one", "two", "three"])
+    if rng.random() < 0.4:
         sampling["custom_params"] = {"kvevict": _wish(rng, seed, policy)}
     answer = KINDS.get(kind, _post)(running, body, rng)
     return kind if answer else f"{kind}, refused with a reason"
 
 
 def _wish(rng: random.Random, seed: int, policy: str) -> Body:
-    wish: Body = {"warm": True, "ticket": f"the ticket of {seed:012}"}
-    if policy == "reconstruction" and rng.random() < 0.5:
+    wishes: list[Body] = [
+        {"warm": True, "ticket": f"the ticket of {seed:012}"},
+        {"exact": True},
+        {"demote": True},
+        {"retain": {"seconds": rng.choice([0.5, 5.0])}},
+        {"retain": {"seconds": 2.0, "share": 0.15}, "share": 0.5},
+        {"complete": True},
+    ]
+    wish = rng.choice(wishes)
+    if "warm" in wish and policy == "reconstruction" and rng.random() < 0.5:
         wish["questions"] = ["who was there?", "why?"][: rng.randrange(1, 3)]
     return wish
 

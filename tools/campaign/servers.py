@@ -31,13 +31,14 @@ def server(*flags: str, config: Mapping[str, Any], env: Mapping[str, str] | None
 
 
 @contextmanager
-def whole_server(*flags: str, config: Mapping[str, Any]) -> Iterator[RunningServer]:
+def whole_server(*flags: str, config: Mapping[str, Any], head_dim: int = 16) -> Iterator[RunningServer]:
     """A server that has to retract, with a tokenizer (so stop strings, schemas, questions) and two LoRA adapters."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = save_tiny_llama(folder / "model")
+        model = save_tiny_llama(folder / "model", head_dim=head_dim)
         save_tokenizer(model)
-        paths = [f"{adapter}={save_adapter(folder / adapter, seed)}" for seed, adapter in enumerate(ADAPTERS)]
+        adapters = {name: save_adapter(folder / name, seed, head_dim=head_dim) for seed, name in enumerate(ADAPTERS)}
+        paths = [f"{name}={path}" for name, path in adapters.items()]
         lora = ("--lora-paths", *paths, "--lora-backend", "torch_native", "--max-loras-per-batch", "3")
         variables = {"CAMPAIGN_UNPINNED": "1", **OPTIMISTIC, **shims()}
         yield from _serve(model, (*SMALL_POOL, *lora, *flags), config, variables, folder / "server.log")
