@@ -8,11 +8,13 @@ from collections.abc import Iterable
 import torch
 
 from sgl_kvevict.cache.complements import Complements
-from sgl_kvevict.store.host import HostSegments, Piece
+from sgl_kvevict.store.host import ALIGNMENT, HostSegments, Piece
 
 
 def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
-    """Every block has exactly one owner, there are no others, and what is found is there.
+    """Every block has exactly one owner, there are no others, what lies in them fits, and what is found is there.
+
+    So all copies together never take more bytes than the memory has.
 
     ``holders``: pieces that segments in the pool hold.
     """
@@ -30,6 +32,10 @@ def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
     assert held == Counter(range(host.num_blocks))
     copies = [each.copy for each in segments.values()] + list(host.evicted)
     assert host.used_bytes == sum(len(copy.blocks) for copy in copies) * host.block_bytes
+    assert 0 <= host.used_bytes <= host.num_blocks * host.block_bytes == host._arena.nbytes
+    for one in copies:
+        taken = sum(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in one.shapes.values())
+        assert taken <= len(one.blocks) * host.block_bytes
     spare = [each.copy for each in segments.values() if each.in_pool] + list(host.evicted)
     assert host._num_spare == sum(len(copy.blocks) for copy in spare)
     listed = {(name, key) for key, each in segments.items() for name in each.names}
