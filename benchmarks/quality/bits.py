@@ -13,7 +13,6 @@ those that they were learned from.
 from __future__ import annotations
 
 import argparse
-import csv
 import inspect
 import sys
 import time
@@ -34,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
+from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.models import made_model
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, ModelIdentity, ScoreWeights, find_weights, load_learned, weights_folders
@@ -319,25 +319,14 @@ def main() -> None:
     torch.set_num_threads(1)
     for model in args.models:
         new = {key_of(row): row for row in model_rows(args, model)}
-        rows = list(({key_of(row): row for row in read_rows()} | new).values())
-        with RESULTS.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-    RESULTS.with_suffix(".md").write_text(page(read_rows()), encoding="utf-8")
+        rows = list(({key_of(row): row for row in read_rows(RESULTS)} | new).values())
+        write_rows(RESULTS, rows[0], rows)
+    RESULTS.with_suffix(".md").write_text(page(read_rows(RESULTS)), encoding="utf-8")
 
 
 def key_of(row: dict[str, str]) -> tuple[str, ...]:
     """What identifies a measurement."""
     return tuple(row[name] for name in ("model", "text", "first position", "format", "share"))
-
-
-def read_rows() -> list[dict[str, str]]:
-    """The rows that were measured so far."""
-    if not RESULTS.is_file():
-        return []
-    with RESULTS.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def page(rows: Sequence[dict[str, str]]) -> str:

@@ -12,7 +12,6 @@ answers are those of an uncompressed cache.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import sys
@@ -29,6 +28,7 @@ from kvevict_quality.rows import ROOT
 from kvevict_quality.sample import Prompts
 from kvevict_quality.tasks import make_sample, select_tasks
 
+from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.launcher import RunningServer, kvevict_system, launch
 from kvevict_tools.measure import flush
 from kvevict_tools.models import made_model
@@ -131,23 +131,6 @@ def _line(model: str, task: str, rows: Rows) -> str:
     )
 
 
-def read_rows() -> list[Row]:
-    """What was measured so far."""
-    if not RESULTS.is_file():
-        return []
-    with RESULTS.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(rows: Rows) -> None:
-    """Write the rows, and the page."""
-    with RESULTS.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    RESULTS.with_suffix(".md").write_text(page(rows), encoding="utf-8")
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,7 +159,9 @@ def main() -> None:
         for row in measure(server, prompts, args):
             new.append(where | row)
             print(" ".join(row.values())[:100], flush=True)
-    write_rows([*(row for row in read_rows() if row["model"] != folder.name), *new])
+    rows = [*(row for row in read_rows(RESULTS) if row["model"] != folder.name), *new]
+    write_rows(RESULTS, rows[0], rows)
+    RESULTS.with_suffix(".md").write_text(page(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from kvevict_quality.curves import draw
 from kvevict_quality.rows import AWARE_RESULTS, BITS_RESULTS, MODEL_RESULTS, RESULTS, read_rows
 from kvevict_quality.tables import aware_table, by_length, full_table, plain_table, policy_table
 
+from kvevict_tools.csv_rows import write_records
+
 
 def main() -> None:
     """Write all files and print the tables."""
@@ -42,7 +44,7 @@ def main() -> None:
     (args.results.parent / "tables.md").write_text(text, encoding="utf-8")
     draw(drawn, args.results.parent / "curves.png")
     points = dial.points(read_rows(BITS_RESULTS))
-    dial.write(points, BITS_RESULTS.with_name("dial.csv"))
+    write_records(BITS_RESULTS.with_name("dial.csv"), dial.Point, points)
     dial.draw(points, BITS_RESULTS.with_name("dial.png"))
     print(text)
 

@@ -12,7 +12,6 @@ what the server tells its clients.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import random
@@ -32,6 +31,7 @@ from kvevict_quality.rows import ROOT
 from kvevict_quality.sample import Prompts, Question
 from kvevict_quality.tasks import make_sample, select_tasks
 
+from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.launcher import RunningServer, kvevict_system, launch
 from kvevict_tools.measure import flush, wait_until_scored
 from kvevict_tools.models import made_model
@@ -292,23 +292,6 @@ def _groups(rows: Rows, *names: str) -> list[tuple[tuple[str, ...], list[Mapping
     return list(found.items())
 
 
-def read_rows() -> list[Row]:
-    """What was measured so far."""
-    if not RESULTS.is_file():
-        return []
-    with RESULTS.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(rows: Rows) -> None:
-    """Write the rows, and the page."""
-    with RESULTS.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    RESULTS.with_suffix(".md").write_text(page(rows), encoding="utf-8")
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -337,8 +320,10 @@ def main() -> None:
         where = {"model": folder.name, "setup": name, "seed": str(args.seed), "commit": commit()}
         with launch(folder, flags=system.flags, env=system.env, log_path=log_path) as server:
             new = [where | row for row in measure(server, prompts, args, setup)]
-        others = [row for row in read_rows() if (row["model"], row["setup"]) != (folder.name, name)]
-        write_rows([*others, *new])
+        others = [row for row in read_rows(RESULTS) if (row["model"], row["setup"]) != (folder.name, name)]
+        rows = [*others, *new]
+        write_rows(RESULTS, rows[0], rows)
+        RESULTS.with_suffix(".md").write_text(page(rows), encoding="utf-8")
         print(f"{time.monotonic() - started:6.0f} s  {folder.name}, {name}: {len(new)} asks", flush=True)
 
 

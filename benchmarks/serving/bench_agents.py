@@ -15,7 +15,7 @@ from serving_bench.agents import Agent, make_agents, turn_of
 from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems, flush_all, running
 from serving_bench.needles import Needles, figures
 from serving_bench.options import LOGS, Recorder, parse_options
-from serving_bench.page import Page, Table
+from serving_bench.page import REQUESTS, Page, Table
 from serving_bench.results import ROOT
 from serving_bench.streams import Stream, stream_all
 
@@ -59,7 +59,7 @@ PAGE = Page(
         "needle score is the share of the values asked for that the answers contain."
     ),
     tables=(
-        Table("requests_per_s", "Requests/s"),
+        REQUESTS,
         Table("needle_score", "Needle score", baseline=NONE),
         Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=1),
         Table("answer_s", "Whole answer, median s"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from serving_bench.fleet import Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, parse_options
-from serving_bench.page import Page, Table
+from serving_bench.page import FIRST_TOKEN, HIT_RATE, REQUESTS, Page, Table
 from serving_bench.results import ROOT
 from serving_bench.tool_calls import ANSWER_TOKENS, TEMPLATE, Reply, ask, conversations
 
@@ -74,9 +74,9 @@ PAGE = Page(
         "What the model calls is not part of the next prompt, which has the right call: prompts are the same for all."
     ),
     tables=(
-        Table("requests_per_s", "Requests/s"),
-        Table("ttft_ms", "First token, median ms", digits=0),
-        Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
+        REQUESTS,
+        FIRST_TOKEN,
+        HIT_RATE,
         Table("retained", f"Contexts of {CONTEXTS} that cache-pressure finds again", has_ratio=False, digits=0),
         Table("tool_calls_pct", "Answers that call one of the tools, %", has_ratio=False, digits=0),
     ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import aiohttp
 from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, parse_options
-from serving_bench.page import Page, Table
+from serving_bench.page import HIT_RATE, REQUESTS, Page, Table
 from serving_bench.streams import Stream, stream
 from serving_bench.texts import document
 
@@ -54,9 +54,9 @@ PAGE = Page(
         f"{POOL_SLOTS:,} token slots. The spread is over the rounds 2 to {TURNS}."
     ),
     tables=(
-        Table("requests_per_s", "Requests/s"),
+        REQUESTS,
         Table("ttft_s", "First token, median s"),
-        Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
+        HIT_RATE,
     ),
 )
 

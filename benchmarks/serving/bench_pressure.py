@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from serving_bench.fleet import Fleet, compared_systems, flush_all, running
 from serving_bench.needles import Answered, Context, Needles, figures, rounds
 from serving_bench.options import LOGS, Recorder, parse_options
-from serving_bench.page import Page, Table
+from serving_bench.page import HIT_RATE, REQUESTS, Page, Table
 
 from kvevict_tools.measure import alone, in_turn, wait_until_scored
 
@@ -63,9 +63,9 @@ PAGE = Page(
         "needle score is the share of the values asked for that the answers contain; stock's is the full cache's."
     ),
     tables=(
-        Table("requests_per_s", "Requests/s"),
+        REQUESTS,
         Table("needle_score", "Needle score"),
-        Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
+        HIT_RATE,
         Table("answer_s", "Whole answer, median s"),
     ),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from serving_bench.fleet import Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Options, Recorder, parse_options
-from serving_bench.page import Page, Table
+from serving_bench.page import FIRST_TOKEN, HIT_RATE, REQUESTS, Page, Table
 from serving_bench.sglang_client import Workload, held_slots, run_client
 
 from kvevict_tools.measure import in_turn
@@ -65,10 +65,10 @@ PAGE = Page(
         "the last ones alone, twice what its pool holds: it has dropped all others by then); questions are always new."
     ),
     tables=(
-        Table("requests_per_s", "Requests/s"),
-        Table("ttft_ms", "First token, median ms", digits=0),
+        REQUESTS,
+        FIRST_TOKEN,
         Table("inter_token_ms", "Between two tokens, median ms", digits=0),
-        Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
+        HIT_RATE,
         Table("held_slots", "Token slots held when idle", has_ratio=False, digits=0),
     ),
 )

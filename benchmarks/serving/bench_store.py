@@ -18,7 +18,7 @@ from typing import Any
 from serving_bench.fleet import COMMON_FLAGS, Fleet, flush_all, running
 from serving_bench.needles import Needles, figures, rounds
 from serving_bench.options import LOGS, Recorder, parse_options
-from serving_bench.page import Page, Table
+from serving_bench.page import HIT_RATE, REQUESTS, Page, Table
 from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document, question
 
@@ -65,8 +65,8 @@ PAGE = Page(
         Table("same_answers_pct", "Answers as before the restart, %", has_ratio=False, digits=0),
         Table("bytes_pct", "Bytes stored of a document, % of its full KV", has_ratio=False, digits=1),
         Table("load_pct", "A load, % of the time to compute it", has_ratio=False, digits=2),
-        Table("requests_per_s", "Requests/s"),
-        Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
+        REQUESTS,
+        HIT_RATE,
         Table("needle_score", "Needle score", has_ratio=False),
         Table("stored", "Segments written", has_ratio=False, digits=0),
         Table("loaded", "Segments loaded", has_ratio=False, digits=0),

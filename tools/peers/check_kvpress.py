@@ -14,7 +14,9 @@ from peers.cases import KEPT_SHARES, make_cases
 from peers.prompts import PROMPTS
 from peers.records import record_path
 from peers.replay import Recording, compare, only_rounding
-from peers.results import COMMITTED, LATEST, Row, read_rows, to_row, write_rows
+from peers.results import COMMITTED, LATEST, Row, to_row
+
+from kvevict_tools.csv_rows import read_records, write_records
 
 NAMES = list(dict.fromkeys(case.name for share in KEPT_SHARES for case in make_cases(1000, share)))
 OVERLAP_TOLERANCE = 0.005
@@ -34,7 +36,7 @@ def rows() -> Iterator[list[Row]]:
     collected: list[Row] = []
     yield collected
     if {row.case for row in collected} == set(NAMES):
-        write_rows(LATEST, sorted(collected, key=lambda row: NAMES.index(row.case)))
+        write_records(LATEST, Row, sorted(collected, key=lambda row: NAMES.index(row.case)))
         print(f"\nwritten: {LATEST.relative_to(LATEST.parents[2])}")
 
 
@@ -60,7 +62,7 @@ def test_kept_positions(name: str, rows: list[Row]) -> None:
 
 
 def test_committed_results_are_those_of_this_run(rows: list[Row]) -> None:
-    committed = {row.key: row for row in read_rows(COMMITTED)}
+    committed = {row.key: row for row in read_records(COMMITTED, Row)}
     for row in rows:
         before = committed.pop(row.key, None)
         assert before is not None, f"{row.key} is not in {COMMITTED.name}: run `python -m peers.report`"

@@ -17,7 +17,9 @@ from itertools import groupby
 from peers.cases import KEPT_SHARES, Case, Press, make_cases
 from peers.prompts import PROMPTS
 from peers.replay import Recording
-from peers.results import COMMITTED, LATEST, ROOT, Row, read_rows
+from peers.results import COMMITTED, LATEST, ROOT, Row
+
+from kvevict_tools.csv_rows import read_records
 
 PAGE = ROOT / "docs" / "results" / "policies-peers.md"
 BEGIN, END = "<!-- results: written by tools/peers/report.py -->", "<!-- end of results -->"
@@ -25,11 +27,11 @@ BEGIN, END = "<!-- results: written by tools/peers/report.py -->", "<!-- end of 
 
 def main() -> None:
     """Write both files."""
-    rows = read_rows(LATEST)
+    shutil.copyfile(LATEST, COMMITTED)
+    rows = read_records(COMMITTED, Row)
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n\n{render(rows)}\n{END}{after}")
-    shutil.copyfile(LATEST, COMMITTED)
 
 
 def render(rows: list[Row]) -> str:

@@ -1,10 +1,9 @@
-"""Results as rows of a CSV file: written by the check, read by the report and by the next check."""
+"""Results, rows of a CSV file: written by the check, read by the report and by the next check."""
 
 from __future__ import annotations
 
-import csv
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from peers.cases import Press
@@ -93,19 +92,3 @@ def press_text(press: Press) -> str:
     """The press as Python."""
     inner = [] if press.inner is None else [press_text(press.inner)]
     return f"{press.name}({', '.join(inner + [f'{name}={value}' for name, value in press.options.items()])})"
-
-
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write a CSV file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read it back."""
-    types = {"int": int, "float": float, "str": str}
-    with path.open(newline="") as file:
-        return [Row(**{f.name: types[str(f.type)](line[f.name]) for f in fields(Row)}) for line in csv.DictReader(file)]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from kvevict_tools.csv_rows import write_records
 from policy_bench.measure import Cost
 
 
 def write_report(costs: list[Cost], folder: Path, budget: float, machine: str) -> None:
     """Write policies-cost.csv, .md and .png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "policies-cost.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([field.name for field in fields(Cost)])
-        for cost in costs:
-            values = [getattr(cost, field.name) for field in fields(Cost)]
-            writer.writerow([f"{value:.5f}" if isinstance(value, float) else value for value in values])
+    write_records(folder / "policies-cost.csv", Cost, costs, ".5f")
     (folder / "policies-cost.md").write_text(markdown(costs, budget, machine), encoding="utf-8")
     draw(costs, folder / "policies-cost.png")
 

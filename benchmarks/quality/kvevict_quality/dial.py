@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -77,14 +76,6 @@ def points(rows: Sequence[Row]) -> list[Point]:
 
 def _scores(rows: Sequence[Row]) -> list[float]:
     return [float(score) for row in rows for score in row.scores.split()]
-
-
-def write(found: Sequence[Point], path: Path) -> None:
-    """Write the points as CSV."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Point)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, found))
 
 
 def draw(found: Sequence[Point], path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+
+from kvevict_tools.csv_rows import read_records, write_records
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results" / "quality" / "results.csv"
@@ -83,26 +84,13 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file; none if it does not exist."""
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [_parse(line) for line in csv.DictReader(file)]
-
-
-def _parse(line: dict[str, str]) -> Row:
-    casts = {"int": int, "float": float, "str": str, "float | None": lambda text: float(text) if text else None}
-    given = {field.name: line.get(field.name, "") for field in fields(Row)}  # older files lack the last ones
-    return Row(**{field.name: casts[str(field.type)](given[field.name]) for field in fields(Row)})
+    """All rows of a file, also of an older one, which lacks the last columns; none if it does not exist."""
+    return read_records(path, Row)
 
 
 def merge_rows(path: Path, new: Sequence[Row]) -> None:
     """Add rows to a file, in one rename; a row takes the place of one with the same key."""
     rows = {row.key: row for row in (*read_rows(path), *new)}
-    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.part")
-    with scratch.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in sorted(rows.values(), key=lambda row: row.key))
+    write_records(scratch, Row, sorted(rows.values(), key=lambda row: row.key))
     scratch.rename(path)

@@ -34,6 +34,12 @@ class Table:
     baseline: str | None = None
 
 
+REQUESTS = Table("requests_per_s", "Requests/s")
+FIRST_TOKEN = Table("ttft_ms", "First token, median ms", digits=0)
+HIT_RATE = Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0)
+"""Tables of several benchmarks."""
+
+
 @dataclass(frozen=True)
 class Page:
     """What one benchmark's page consists of.

@@ -1,12 +1,13 @@
-"""Rows of results and the CSV file that holds them."""
+"""Rows of results, which lie in a CSV file."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+
+from kvevict_tools.csv_rows import read_records, write_records
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,10 @@ class Row:
 
 
 def read(path: Path) -> list[Row]:
-    """Read a CSV file of rows."""
-    kinds = {"str": str, "int": int, "float": float}
-    with path.open(newline="", encoding="utf-8") as file:
-        return [
-            Row(**{each.name: kinds[str(each.type)](record[each.name]) for each in fields(Row)})
-            for record in csv.DictReader(file)
-        ]
+    """Read a CSV file of rows; none if it does not exist."""
+    return read_records(path, Row)
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Write rows as CSV."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([each.name for each in fields(Row)])
-        for row in rows:
-            values = asdict(row).values()
-            writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in values])
+    write_records(path, Row, rows, ".6g")

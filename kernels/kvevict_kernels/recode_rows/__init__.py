@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +36,31 @@ ALIGNMENT = 16
 
 Target = tuple[Tensor, int]
 """Row numbers [n], int32, and the bits of these rows."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Rows of one arena to be written with ``bits`` bits, one after the other.
+
+    Attributes:
+        arena: as in :func:`recode_rows`, like the other arguments of these names.
+        is_v: 1 for values, 0 for keys.
+        rows: [n], int32, row numbers to read.
+        bits_of_rows: [n], int8, bits of each of them.
+        runs: [n], int32.
+        bits: 16, 8 or 4, of the rows that are written.
+        statistics: None: ``bits`` is 16.
+        out: [n, row_bytes], uint8, where they are written.
+    """
+
+    arena: Tensor
+    is_v: int
+    rows: Tensor
+    bits_of_rows: Tensor
+    runs: Tensor
+    bits: int
+    statistics: RowStatistics | None
+    out: Tensor
 
 
 def temporary_bytes(arena: Tensor, targets: Sequence[Target]) -> int:
@@ -147,7 +173,7 @@ def encoded_rows(
     if source_rows.numel():
         encode = implementation(source_rows.device, encode_cpu, "recode_rows")
         for is_v, (arena, out) in enumerate(((k_arena, k), (v_arena, v))):
-            encode(arena, is_v, source_rows, source_bits, runs, bits, statistics, out)
+            encode(Encoding(arena, is_v, source_rows, source_bits, runs, bits, statistics, out))
     return k, v
 
 
@@ -242,24 +268,15 @@ def recode_rows_cpu(
     staged = staged_rows(k_arena, targets, temporary)
     for is_v, arena in enumerate((k_arena, v_arena)):
         for (rows, bits_of_sources, own_runs, (_, bits)), out in zip(parts, staged, strict=True):
-            encode_cpu(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics, out)
+            encode_cpu(Encoding(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics, out))
         for (places, bits), encoded in zip(targets, staged, strict=True):
             write_cpu(arena, places, bits, encoded)
 
 
-def encode_cpu(
-    arena: Tensor,
-    is_v: int,
-    rows: Tensor,
-    bits_of_sources: Tensor,
-    runs: Tensor,
-    bits: int,
-    statistics: RowStatistics | None,
-    out: Tensor,
-) -> None:
-    """Write the bytes of rows of one arena in ``bits`` bits to ``out``, [n, row_bytes]: numba, or torch without it."""
-    encode = _compiled_encode if reason_not_to_run(arena.shape[-1]) is None else _encode
-    encode(arena, is_v, rows, bits_of_sources, runs, bits, statistics, out)
+def encode_cpu(encoding: Encoding) -> None:
+    """Write the encoded rows: numba, or torch where numba cannot run."""
+    encode = _compiled_encode if reason_not_to_run(encoding.arena.shape[-1]) is None else _encode
+    encode(encoding)
 
 
 def write_cpu(arena: Tensor, places: Tensor, bits: int, encoded: Tensor) -> None:
@@ -284,29 +301,20 @@ def _check_sources(arena: Tensor, rows: Tensor, bits_of_sources: Tensor, bits: i
         check_index_range("source_rows", rows[bits_of_sources == width], size)
 
 
-def _compiled_encode(
-    arena: Tensor,
-    is_v: int,
-    rows: Tensor,
-    bits_of_sources: Tensor,
-    runs: Tensor,
-    bits: int,
-    statistics: RowStatistics | None,
-    out: Tensor,
-) -> None:
+def _compiled_encode(encoding: Encoding) -> None:
     """:func:`encode_cpu`, compiled by numba."""
     from kvevict_kernels.recode_rows.numba_impl import calls
 
-    head_dim = arena.shape[-1]
+    arena, out, statistics = encoding.arena, encoding.out, encoding.statistics
     both = [0, 0]
     if statistics is not None:
         of_k, of_v = (statistics.k_mean, statistics.k_deviation), (statistics.v_mean, statistics.v_deviation)
-        both = [x.data_ptr() for x in (of_v if is_v else of_k)]
+        both = [x.data_ptr() for x in (of_v if encoding.is_v else of_k)]
     encode, _, stamp = calls()
-    sources = (x.contiguous() for x in (rows, bits_of_sources, runs))
+    sources = [x.contiguous() for x in (encoding.rows, encoding.bits_of_rows, encoding.runs)]
     encode(
-        *(stamp, arena.data_ptr(), KINDS[arena.dtype], head_dim, *(x.data_ptr() for x in sources)),
-        *(*both, bits, out.data_ptr(), out.shape[1], rows.numel()),
+        *(stamp, arena.data_ptr(), KINDS[arena.dtype], arena.shape[-1], *(x.data_ptr() for x in sources)),
+        *(*both, encoding.bits, out.data_ptr(), out.shape[1], encoding.rows.numel()),
     )
 
 
@@ -319,28 +327,19 @@ def _compiled_write(arena: Tensor, rows: Tensor, bits: int, encoded: Tensor) -> 
     write(stamp, *places, encoded.data_ptr(), encoded.shape[1], rows.numel())
 
 
-def _encode(
-    arena: Tensor,
-    is_v: int,
-    rows: Tensor,
-    bits_of_sources: Tensor,
-    runs: Tensor,
-    bits: int,
-    statistics: RowStatistics | None,
-    out: Tensor,
-) -> None:
+def _encode(encoding: Encoding) -> None:
     """:func:`encode_cpu` in torch."""
-    head_dim = arena.shape[-1]
+    arena, bits, statistics = encoding.arena, encoding.bits, encoding.statistics
     for width in (width for width in WIDTHS if width >= bits):
-        for entries in torch.split((bits_of_sources == width).nonzero()[:, 0], CHUNK_ROWS):
-            source = rows[entries].long()
+        for entries in torch.split((encoding.bits_of_rows == width).nonzero()[:, 0], CHUNK_ROWS):
+            source = encoding.rows[entries].long()
             if width == bits:
-                out[entries] = read_rows(arena, source, bits)
+                encoding.out[entries] = read_rows(arena, source, bits)
                 continue
             if width == WIDTHS[0]:
                 assert statistics is not None
-                own = statistics.of_runs(runs[entries])[is_v]
-                numbers = normalised(arena.view(-1, head_dim)[source], *own)
+                own = statistics.of_runs(encoding.runs[entries])[encoding.is_v]
+                numbers = normalised(arena.view(-1, arena.shape[-1])[source], *own)
             else:
                 numbers = decode_normalised(read_rows(arena, source, width), width)
-            out[entries] = encode_normalised(numbers, bits)
+            encoding.out[entries] = encode_normalised(numbers, bits)

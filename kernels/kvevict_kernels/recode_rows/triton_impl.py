@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.recode_rows import Target, staged_rows
+from kvevict_kernels.recode_rows import Encoding, Target, staged_rows
 from kvevict_kernels.row_codec import GROUP, RowStatistics, row_bytes
 from kvevict_kernels.triton_rows import eighths, narrow_row_at
 
@@ -174,30 +174,30 @@ def recode_rows_triton(
             entries = slice(first, first := first + places.numel())
             own = (source_rows[entries], source_bits[entries], runs[entries])
             if places.numel():
-                encode_triton(arena, is_v, *own, bits, statistics, staging)
+                encode_triton(Encoding(arena, is_v, *own, bits, statistics, staging))
         for staging, (places, bits) in zip(staged, targets, strict=True):
             if places.numel():
                 write_triton(arena, places, bits, staging)
 
 
-def encode_triton(
-    arena: Tensor,
-    is_v: int,
-    rows: Tensor,
-    bits_of_sources: Tensor,
-    runs: Tensor,
-    bits: int,
-    statistics: RowStatistics | None,
-    out: Tensor,
-) -> None:
+def encode_triton(encoding: Encoding) -> None:
     """Device path of :func:`kvevict_kernels.recode_rows.encode_cpu`: one launch."""
-    num_rows, head_dim = rows.numel(), arena.shape[3]
-    by_run = torch.empty(0, device=arena.device) if statistics is None else statistics.by_run()
+    arena, num_rows, head_dim = encoding.arena, encoding.rows.numel(), encoding.arena.shape[3]
+    by_run = torch.empty(0, device=arena.device) if encoding.statistics is None else encoding.statistics.by_run()
     _encode_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
-        *(arena, out, rows, bits_of_sources, runs, by_run, num_rows, 2 * is_v),
+        *(
+            arena,
+            encoding.out,
+            encoding.rows,
+            encoding.bits_of_rows,
+            encoding.runs,
+            by_run,
+            num_rows,
+            2 * encoding.is_v,
+        ),
         BLOCK_D=triton.next_power_of_2(head_dim),
         GROUP=GROUP,
-        **_sizes(head_dim, bits, arena.element_size()),
+        **_sizes(head_dim, encoding.bits, arena.element_size()),
     )
 
 

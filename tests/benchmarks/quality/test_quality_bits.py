@@ -8,6 +8,7 @@ import torch
 from kvevict_quality.row_formats import FLOAT8, FORMATS, FOUR
 
 from kvevict_kernels.row_codec import decode_rows, encode_rows
+from kvevict_tools.csv_rows import read_rows
 from sgl_kvevict.cache.pressure import DIVERGENCE, LOST_PER_NAT
 from sgl_kvevict.config import KVEvictConfig
 
@@ -61,12 +62,12 @@ def test_losses_of_shrinking_follow_from_what_was_measured():
     for share, nats in DIVERGENCE.items():
         measured = [
             float(row["kl"])
-            for row in bits.read_rows()
+            for row in read_rows(bits.RESULTS)
             if (row["model"], row["format"], row["share"]) == ("SmolLM2-135M-Instruct", "auto", f"{share:g}")
         ]
         assert len(measured) == 3 and nats == pytest.approx(sum(measured) / 3, abs=5e-5)
     with_16 = {
-        share: [float(row["kl"]) for row in bits.read_rows() if (row["format"], row["share"]) == ("16", share)]
+        share: [float(row["kl"]) for row in read_rows(bits.RESULTS) if (row["format"], row["share"]) == ("16", share)]
         for share in ("0.2", "0.1")
     }
     per_nat = [lost / (sum(kl) / len(kl)) for lost, kl in zip((0.06, 0.14), with_16.values(), strict=True)]

@@ -276,8 +276,10 @@ def test_the_committed_dial_is_that_of_the_rows(tmp_path):
     from kvevict_quality import dial
     from kvevict_quality.rows import BITS_RESULTS, read_rows
 
+    from kvevict_tools.csv_rows import write_records
+
     found = dial.points(read_rows(BITS_RESULTS))
-    dial.write(found, tmp_path / "dial.csv")
+    write_records(tmp_path / "dial.csv", dial.Point, found)
     assert (tmp_path / "dial.csv").read_text() == BITS_RESULTS.with_name("dial.csv").read_text()
     dial.draw(found, tmp_path / "dial.png")
     assert (tmp_path / "dial.png").stat().st_size > 10_000
