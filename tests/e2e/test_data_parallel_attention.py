@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from helpers.tiny_model import VOCAB_SIZE
+from helpers.tiny_model import VOCAB_SIZE, save_tokenizer
 from helpers.traffic import idle_states
 from kvevict_tools.measure import wait_until_scored
 from sgl_kvevict.client import CacheReport
@@ -27,14 +27,16 @@ TIE = 1e-3
 
 @pytest.fixture(scope="module")
 def model_folder(tiny_llama, tmp_path_factory):
-    """A tiny Qwen3: SGLang's Llama has no data-parallel attention."""
+    """A tiny Qwen3: SGLang's Llama has no data-parallel attention. Its rows can have 8 and 4 bits."""
     sizes = LlamaConfig.from_pretrained(tiny_llama).to_dict()
-    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     same += ("num_key_value_heads", "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id")
     torch.manual_seed(0)
-    config = Qwen3Config(**{name: sizes[name] for name in same}, tie_word_embeddings=False, dtype="float32")
+    values = {name: sizes[name] for name in same} | {"head_dim": 32}
+    config = Qwen3Config(**values, tie_word_embeddings=False, dtype="float32")
     folder = tmp_path_factory.mktemp("tiny-qwen3")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 
@@ -53,9 +55,10 @@ def answer(server, prompt, rank, count=8):
     return reply(server, prompt, rank, count)["output_ids"]
 
 
-def reply(server, prompt, rank, count=8):
-    """The whole answer of :func:`answer`."""
+def reply(server, prompt, rank, count=8, **options):
+    """The whole answer of :func:`answer`, to a request with options for the plugin."""
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    sampling["custom_params"] = {"kvevict": options}
     body = {"input_ids": prompt, "sampling_params": sampling, "routed_dp_rank": rank}
     return json.loads(server.post("/generate", body))
 
@@ -98,9 +101,19 @@ def test_outputs_are_those_of_the_whole_model_at_budget_one(start, model_folder)
     assert max(map(lag, [model] * len(asked), asked, answers)) < TIE
 
 
-def test_prefixes_are_compressed_while_the_other_rank_has_no_requests(start, model_folder):
-    """Passes of one rank take the other along; then both serve."""
-    config = {**CONFIG, "policy": "reconstruction", "budget": 0.2, "pass_share": 1.0, "scoring_pass_tokens": 64}
+def read(server, prompt, **options):
+    """What each rank has read of its compressed prefix for an answer to the same prompt."""
+    return [CacheReport.of(reply(server, prompt, rank, 1, **options)["meta_info"]).compressed for rank in (0, 1)]
+
+
+def test_prefixes_are_compressed_while_the_other_rank_has_no_requests(start, model_folder, tmp_path):
+    """Passes of one rank take the other along; then both serve, from rows of 8 and 4 bits.
+
+    Each rank writes its rows with the statistics that it has learned. In a pool of float32 a tenth of the bytes holds
+    the sinks and half of the other entries; the rest comes back from each rank's own memory of the host.
+    """
+    passes = {"policy": "reconstruction", "pass_share": 1.0, "scoring_pass_tokens": 64}
+    config = {**CONFIG, **passes, "budget": 0.1, "score_weights": str(tmp_path / "statistics.safetensors")}
     server = start(model_folder, *FLAGS, config=config, env=ENV)
     for prompt in prompts(1, 6):
         answer(server, prompt, 0)
@@ -115,3 +128,10 @@ def test_prefixes_are_compressed_while_the_other_rank_has_no_requests(start, mod
     assert [len(tokens) for tokens in answers] == [8] * 7
     wait_until_scored(server)
     assert all(state["span_tokens"] > 0 for state in assert_all_slots_are_back(server))
+    answer(server, asked, 1, 1)
+    wait_until_scored(server)
+    for options, share in (({}, 0.49), ({"complete": True}, 1.0)):
+        for report in read(server, asked, **options):
+            assert report.num_tokens >= 284 and 4 <= report.bits < 8
+            assert report.share == pytest.approx(share, abs=0.02)  # the sum of three rounded numbers
+    assert all(state["returned_entries"] > 0 for state in assert_all_slots_are_back(server))
