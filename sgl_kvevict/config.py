@@ -213,6 +213,11 @@ class KVEvictConfig(BaseModel):
         ge=1,
         description="size of a store that is a folder (64 GiB); beyond it the least recently used segment is removed",
     )
+    store_complete: bool = Field(
+        default=False,
+        description="whether files also hold what was evicted from a prefix, so that a request with `complete` or "
+        "`share` gets it after a restart; they are then three quarters larger (docs/store.md#complete-prefixes)",
+    )
     store_wait_ms: int = Field(
         default=500,
         ge=0,
@@ -258,6 +263,17 @@ class KVEvictConfig(BaseModel):
         if "min_budget" in given and self.min_budget is not None and self.min_budget > self.budget:
             raise ConfigError(
                 f"min_budget: got {self.min_budget}, budget is {self.budget}; allowed: a float in (0, budget], or null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_store(self) -> Self:
+        """Refuse ``store_complete`` where nothing is stored, or nothing keeps what is evicted until it is stored."""
+        if self.store_complete and (self.store is None or self.host_bytes == 0 or len(self.shares) < 2):
+            raise ConfigError(
+                f"store_complete: got true, store is {self.store!r}, host_bytes is {self.host_bytes}, "
+                f"shares of prefixes are {self.shares}; allowed: false, or true with a store, host memory and at least "
+                "two shares"
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,17 @@ class CopiedRows:
         kept, keep_lens = _within(start, end, self.positions, self.keep_lens)
         positions, k, v = (_rows_at(rows, kept) for rows in (self.positions, self.k, self.v))
         return CopiedRows(self.bits, keep_lens, positions, k, v), kept
+
+    @staticmethod
+    def joined(some: Sequence[CopiedRows]) -> tuple[CopiedRows, Tensor]:
+        """Different entries of one width as one copy, and the number, [num_entries], that each had among all."""
+        positions, k, v = (torch.cat([getattr(rows, name) for rows in some]) for name in ("positions", "k", "v"))
+        lens = torch.stack([rows.keep_lens for rows in some])
+        runs = torch.arange(lens[0].numel(), device=lens.device).repeat(len(some))
+        runs = runs.repeat_interleave(lens.flatten().long(), output_size=positions.numel())
+        numbers = (runs << 32 | positions).argsort()
+        positions, k, v = (_rows_at(rows, numbers) for rows in (positions, k, v))
+        return CopiedRows(some[0].bits, lens.sum(0, dtype=torch.int32), positions, k, v), numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +94,6 @@ def _within(start: int, end: int, positions: Tensor, lens: Tensor) -> tuple[Tens
 
 
 def _rows_at(rows: Tensor, kept: Tensor) -> Tensor:
-    """Rows of any dtype that a mask selects."""
+    """Rows of any dtype that a mask or numbers select."""
     numbers = torch.uint8 if rows.element_size() == 1 else rows.dtype  # torch selects no rows of float8
     return rows.view(numbers)[kept].view(rows.dtype)

@@ -535,6 +535,8 @@ AFTER_LOAD: Table[AfterLoad] = {
         "decode_block: a recurrent state is kept for the end of an answer, not for the end of a block"),
     "store of places": (lambda f: f.has_places and f.config.store is not None,
         "store: the model has {f.kind}, whose part of a prefix is not stored"),
+    "store_complete": (lambda f: f.config.store_complete and f.policy is not None and not f.policy.splittable,
+        "store_complete: policy {f.policy.name!r} merges evicted entries into others, so none of them can be stored"),
     "host_bytes of places": (lambda f: f.has_places and f.config.host_bytes,
         "host_bytes: the model has {f.kind}, whose part of a prefix is not copied to the host"),
     "policy with places": (lambda f: f.has_places and f.policy is not None and not f.policy.splittable,

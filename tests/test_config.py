@@ -118,6 +118,23 @@ def test_shares_that_cannot_follow_each_other_are_refused(values: dict[str, floa
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"store": None}, "store is None"),
+        ({"host_bytes": 0}, "host_bytes is 0"),
+        ({"budget": 64}, "shares of prefixes are ()"),
+        ({"budget": 0.6, "min_budget": None}, "shares of prefixes are (0.6,)"),
+    ],
+)
+def test_complete_files_need_what_keeps_evicted_entries(values: dict[str, object], message: str) -> None:
+    given = {"store": "/tmp/x", "store_complete": True}
+    assert load(json.dumps(given)).store_complete
+    with pytest.raises(ConfigError) as caught:
+        load(json.dumps(given | values))
+    assert "store_complete: got true" in str(caught.value) and message in str(caught.value)
+
+
 def test_every_field_of_bytes_takes_what_people_write() -> None:
     names = [name for name in KVEvictConfig.model_fields if name.endswith("_bytes")]
     assert len(names) == 3

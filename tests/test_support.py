@@ -109,6 +109,9 @@ AFTER = {
     "speculative_algorithm with states": loaded(own=DRAFTS, has_states=True),
     "decode_block with states": loaded(BLOCKS, has_states=True),
     "store of places": loaded(KVEvictConfig(store="memory://x"), windows_class=WINDOWS),
+    "store_complete": loaded(
+        KVEvictConfig(store="memory://x", store_complete=True), build_policy("d2o", {"direction": "any"})
+    ),
     "host_bytes of places": loaded(KVEvictConfig(host_bytes=10**9), has_states=True),
     "bits": loaded(KVEvictConfig(bits=4), build_policy("snapkv", {}), head_dim=80),
     "policy with places": loaded(policy=build_policy("d2o", {"direction": "any"}), has_states=True),

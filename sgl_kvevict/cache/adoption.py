@@ -86,10 +86,13 @@ class Adoption:
         slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
-        if self._install(record, tokens, slots, namespace, pieces):
-            return record.end - record.start
-        self._tree.free(slots)
-        return 0
+        segment = self._install(record, tokens, slots, namespace, pieces)
+        if segment is None:
+            self._tree.free(slots)
+            return 0
+        if record.evicted is not None and record.evicted_order is not None:
+            self._resizer.complements.restore(segment, record.evicted, record.evicted_order)
+        return record.end - record.start
 
     def adopt_tail(
         self, record: SegmentRecord, tail: CopiedTail, namespace: NamespaceKey, rest: Sequence[int] = ()
@@ -125,27 +128,27 @@ class Adoption:
         slots: Tensor,
         namespace: NamespaceKey,
         pieces: Sequence[Piece],
-    ) -> bool:
+    ) -> Segment | None:
         there = self._tree.find(tokens, namespace)
         if not self._fits(record, there):
-            return False
+            return None
         ordinary = self._spans.uncompressed(there)
         self._table.chain(there)  # segments in place end with the path
         if not record.splittable and not self._is_whole(ordinary):
-            return False
+            return None
         readers = self._readers.movable(ordinary[0]) if ordinary else []
         if readers is None:
-            return False
+            return None
         last = self._tree.add(tokens, namespace)
         if last is None:
-            return False
+            return None
         freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
         nodes = self._spans.uncompressed(path_to(last))
         segment = self._segment(record, slots)
         self._resizer.exchange(nodes, segment, readers)
         self._resizer.complements.attach(segment, pieces)
         self._tree.free(freed)
-        return True
+        return segment
 
     def _key(self, path: list[int], rest: Sequence[int]) -> list[int]:
         """Tokens that are looked up to find a path; if nothing follows it in the prompt, any token may."""

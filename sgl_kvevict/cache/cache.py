@@ -97,7 +97,7 @@ class PrefixCache:
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if access is not None:
-            self.saving = Saving(tree, table, compressor, guard, access)
+            self.saving = Saving(tree, table, compressor, guard, access, complements)
             resizer.on_budget.append(self.saving.at_budget)
             if access.reader is not None:
                 self.loading = Loading(tree, table, readers, guard, adoption, access, access.reader, self.host)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import Node, path_to
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.segments import Compressor, CopiedEntries, Segment, Sources
+from sgl_kvevict.segments import Compressor, CopiedEntries, Segment, Sources, View
 from sgl_kvevict.store.host import HostSegments, Piece
 
 ORDER = "order"
@@ -77,15 +78,21 @@ class Complements:
         return copied
 
     def put(self, copied: CopiedEntries | None, start: int, end: int) -> list[Piece]:
-        """Move copied entries of the tokens ``[start, end)`` to the host's memory; the caller holds the piece."""
+        """Move copied entries of the tokens ``[start, end)`` to the host's memory; the caller holds the piece.
+
+        They may be on another device than the pool's: by way of it, copies wait for those that are under way.
+        """
         if copied is None:
             return []
         pieces: list[Piece] = []
         with self._guard.at(Place.HOST):
             (rows,), geometry = copied.parts, self._packer.geometry
-            tensors = {name: part for name, part in vars(rows).items() if isinstance(part, Tensor)}
             assert copied.order is not None  # by which they were evicted
-            tensors[ORDER] = copied.order
+            tensors = {
+                name: part.to(self._packer.k_arena.device)
+                for name, part in (vars(rows) | {ORDER: copied.order}).items()
+                if isinstance(part, Tensor)
+            }
             num_slots = geometry.slots_for(geometry.head_slots_for(copied.sizes))
             piece = self._host.put_evicted(tensors, (start, end), num_slots)
             if piece is not None:
@@ -105,7 +112,24 @@ class Complements:
         if not complement.pieces:
             del self._of[segment]
 
+    def of(self, views: Sequence[View]) -> list[Piece]:
+        """What was evicted from views of segments, lost or not; the caller does not hold it."""
+        return [piece.within(view.start, view.end) for view in views for piece in self[view.segment].pieces]
+
+    def num_bytes(self, segment: Segment) -> int:
+        """Bytes of the host's memory that the pieces of a segment take."""
+        return sum(len(piece.copy.blocks) for piece in self[segment].pieces) * self._host.block_bytes
+
     # ---- in ---------------------------------------------------------------------------------------------------
+
+    def copied(self, views: Sequence[View]) -> CopiedEntries | None:
+        """Copy what was evicted from views of segments, as one piece, to the pool's device; None: all of it is lost."""
+        there = [self.get(piece) for piece in self.of(views) if not piece.is_lost]
+        if len(there) < 2:
+            return there[0] if there else None
+        rows, numbers = CopiedRows.joined([each.parts[0] for each in there])
+        order = torch.cat([each.order for each in there if each.order is not None])
+        return CopiedEntries((rows,), order[numbers])
 
     def get(self, piece: Piece) -> CopiedEntries:
         """Copy a piece to the pool's device. One of which tokens were cut off needs a host sync."""
@@ -131,6 +155,16 @@ class Complements:
         held = self._host.hold([piece.within(segment.start, segment.end) for piece in pieces])
         if held:
             self._of[segment] = Complement(held)
+
+    def restore(self, segment: Segment, rows: CopiedRows, order: Tensor) -> None:
+        """A segment came back from a file, with what had been evicted before: it is kept if there is room.
+
+        ``order``: [num_entries], int16. A file's rows have other bits than this server's only if it was made up.
+        """
+        if self._is_on and rows.bits == self._bits:
+            pieces = self.put(CopiedEntries((rows,), order), segment.start, segment.end)
+            if pieces:
+                self._of[segment] = Complement(pieces)
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 

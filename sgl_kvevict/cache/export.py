@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.paths import Spans
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.copies import CopiedTail
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.segments import SegmentPacker, Sources, View
+from sgl_kvevict.segments import CopiedEntries, SegmentPacker, Sources, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 
 
@@ -40,19 +41,26 @@ class Leaving:
 
 
 def export_segment(
-    node: Node, tree: TreePort, spans: Spans, packer: SegmentPacker, identity: StoreIdentity, num_tail: int
+    node: Node,
+    tree: TreePort,
+    spans: Spans,
+    packer: SegmentPacker,
+    identity: StoreIdentity,
+    num_tail: int,
+    complements: Complements | None = None,
 ) -> Leaving | None:
     """Copy what a store keeps of the segment whose last span ``node`` holds; None: it is too short to be looked up.
 
     Parts of earlier segments that its path leaves in the middle are copied with it. Up to ``num_tail`` uncompressed
-    tokens after it are copied if only one prompt continues there.
+    tokens after it are copied if only one prompt continues there, and what was evicted if there are ``complements``.
     """
     path = path_to(node)
     views = views_of(path, spans)
     if views[-1].end - views[0].start < identity.min_prefix_tokens:
         return None
     tail = _tail_of(node, tree, spans, packer, num_tail)
-    return export_views(views, path, packer, identity, tail)
+    evicted = None if complements is None else complements.copied(views)
+    return export_views(views, path, packer, identity, tail, evicted)
 
 
 def export_views(
@@ -61,11 +69,12 @@ def export_views(
     packer: SegmentPacker,
     identity: StoreIdentity,
     tail: CopiedTail | None = None,
+    evicted: CopiedEntries | None = None,
 ) -> Leaving:
     """Copy consecutive views of packed segments, which end where a path ends, as if they were all of the last one."""
     last, sources = views[-1].segment, Sources(packer.geometry, views)
     order = last.is_measured, last.policy_state
-    return export_sources(sources, path, packer, identity, last.splittable, *order, tail)
+    return export_sources(sources, path, packer, identity, last.splittable, *order, tail, evicted)
 
 
 def export_sources(
@@ -77,8 +86,9 @@ def export_sources(
     is_measured: bool,
     state: object | None,
     tail: CopiedTail | None = None,
+    evicted: CopiedEntries | None = None,
 ) -> Leaving:
-    """Copy consecutive ranges, which end where a path ends, as if one segment held them, and the tail behind it.
+    """Copy consecutive ranges, which end where a path ends, as if one segment held them, with the tail behind it.
 
     ``splittable``, ``is_measured`` and ``state``, that of the policy, are as in :class:`~sgl_kvevict.segments.Segment`.
     """
@@ -98,6 +108,8 @@ def export_sources(
         policy_state=None if state is None else state.threshold,
         tail=tail,
         shadow=packer.copy_shadow(sources),
+        evicted=None if evicted is None else evicted.parts[0],
+        evicted_order=None if evicted is None else evicted.order,
     )
     if not copied.parts[0].k.is_cuda:
         return Leaving(namespace, record, None)

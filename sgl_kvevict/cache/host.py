@@ -89,9 +89,7 @@ class HostMemory:
             span = self._spans.at(node)
             namespace = self.segments.identity.namespace(*namespace_of(node))
             views = [] if span is None else views_of(path, self._spans)
-            pieces = [
-                piece.within(view.start, view.end) for view in views for piece in self._complements[view.segment].pieces
-            ]
+            pieces = self._complements.of(views)
             there = self.segments.covering(tokens_of(path), bounds[0], namespace)
             if there is not None and self._is_as_good(there, span, pieces):
                 self.segments.use(there.key)

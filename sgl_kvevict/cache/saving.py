@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.nodes import Node, namespace_of
 from sgl_kvevict.cache.ports import TreePort
@@ -35,10 +36,19 @@ class StoreAccess:
 
 
 class Saving:
-    """Hands segments that have reached the budget to the store."""
+    """Hands segments that have reached the budget to the store.
+
+    ``complements``: what was evicted from them goes with them (``store_complete``).
+    """
 
     def __init__(
-        self, tree: TreePort, table: PrefixTable, compressor: Compressor, guard: Guard, access: StoreAccess
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        compressor: Compressor,
+        guard: Guard,
+        access: StoreAccess,
+        complements: Complements,
     ) -> None:
         self._tree = tree
         self._table = table
@@ -47,6 +57,7 @@ class Saving:
         self._packer = compressor.packer
         self._guard = guard
         self._access = access
+        self._complements = complements if compressor.config.store_complete else None
 
     def at_budget(self, last: Node) -> None:
         """Copy the segment whose last span the node ``last`` holds, and hand it to the writer.
@@ -59,11 +70,14 @@ class Saving:
         with self._guard.at(Place.STORE):
             writer, packer, spans = self._access.writer, self._packer, self._spans
             segment = spans[last].segment
-            if not writer.has_room(packer.bytes_of(segment)):
+            complements = self._complements
+            num_evicted = 0 if complements is None else complements.num_bytes(segment)
+            if not writer.has_room(packer.bytes_of(segment) + num_evicted):
                 self._table.listener.emit(Stored("", segment.num_tokens, 0, "too many segments wait"))
                 return
             num_tail = self._compressor.stored_tail
-            leaving = export_segment(last, self._tree, spans, packer, self._access.identity, num_tail)
+            identity = self._access.identity
+            leaving = export_segment(last, self._tree, spans, packer, identity, num_tail, complements)
             if leaving is not None:
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 

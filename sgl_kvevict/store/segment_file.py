@@ -39,7 +39,8 @@ MAX_HEADER_BYTES = 1 << 16
 class SegmentHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a file says of its segment beside tensors; fields as in :class:`SegmentRecord`.
 
-    ``bits``: widths of its parts. ``draft``: digest of the draft model whose rows it has; "": it has none.
+    ``bits``: widths of its parts. ``draft``: digest of the draft model whose rows it has; "": it has none. ``evicted``:
+    width of the rows of entries that were evicted; 0: it has none.
     """
 
     key: KEY
@@ -48,6 +49,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_measured: bool
     bits: list[int]
     draft: str = ""
+    evicted: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,8 @@ class SegmentRecord:
         policy_state: [num_layers, num_kv_heads], float32, the policy's state.
         tail: uncompressed tokens that follow in the prompt.
         shadow: rows of this server's draft model.
+        evicted: entries that had been evicted from it, of one width; None: it has none of them.
+        evicted_order: [num_evicted], int16, keys of their order.
     """
 
     key: str
@@ -80,18 +84,26 @@ class SegmentRecord:
     policy_state: Tensor | None = None
     tail: CopiedTail | None = None
     shadow: CopiedShadow | None = None
+    evicted: CopiedRows | None = None
+    evicted_order: Tensor | None = None
 
     @property
     def num_entries(self) -> int:
-        """Entries stored."""
+        """Entries stored as the pool has them."""
         return sum(part.positions.numel() for part in self.parts)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has every entry of its tokens, evicted or not."""
+        num_evicted = 0 if self.evicted is None else self.evicted.positions.numel()
+        return self.num_entries + num_evicted == (self.end - self.start) * self.parts[0].keep_lens.numel()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that it has, by their names in a file."""
         from torch import Tensor
 
-        groups: dict[str, Any] = {"": self, "tail.": self.tail, "shadow.": self.shadow}
+        groups: dict[str, Any] = {"": self, "tail.": self.tail, "shadow.": self.shadow, "evicted.": self.evicted}
         groups |= {f"parts.{number}.": part for number, part in enumerate(self.parts)}
         return {
             f"{group}{name}": each
@@ -103,7 +115,8 @@ class SegmentRecord:
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> SegmentRecord:
         """The same record with other tensors, by their names in a file: all that it has, and no others."""
-        return replace(self, **_grouped(tensors, [part.bits for part in self.parts]))
+        bits_evicted = 0 if self.evicted is None else self.evicted.bits
+        return replace(self, **_grouped(tensors, [part.bits for part in self.parts], bits_evicted))
 
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
@@ -111,12 +124,18 @@ class SegmentRecord:
 
         cuts = [part.within(position, self.end) for part in self.parts]
         kept = torch.cat([mask for _, mask in cuts])
+        evicted, order = self.evicted, self.evicted_order
+        if evicted is not None and order is not None:
+            evicted, mask = evicted.within(position, self.end)
+            order = order[mask]
         return replace(
             self,
             start=position,
             parts=tuple(part for part, _ in cuts),
             order=None if self.order is None else self.order[kept],
             shadow=None if self.shadow is None else self.shadow.within(position, self.end),
+            evicted=evicted,
+            evicted_order=order,
         )
 
 
@@ -137,6 +156,7 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
         is_measured=record.is_measured,
         bits=[part.bits for part in record.parts],
         draft=draft if record.shadow is not None else "",
+        evicted=0 if record.evicted is None else record.evicted.bits,
     )
     metadata = {name: json.dumps(value) for name, value in msgspec.to_builtins(header).items()}
     payload = save({name: tensor.contiguous() for name, tensor in record.tensors.items()}, metadata)
@@ -172,7 +192,7 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
         found, (dtype, shape) = (str(tensor.dtype), tuple(tensor.shape)), layout[name]
         _require(found == (dtype, shape), f"{name}: got {found[0]} of {found[1]}; expected {dtype} of {shape}")
     start, end = key_bounds(key)
-    grouped = _grouped(tensors, header.bits)
+    grouped = _grouped(tensors, header.bits, header.evicted)
     record = SegmentRecord(key, header.identity, start, end, header.splittable, header.is_measured, **grouped)
     _check_values(record)
     return record
@@ -221,8 +241,11 @@ def _header(payload: bytes) -> tuple[SegmentHeader, dict[str, dict[str, Any]]]:
         raise CorruptSegmentError(f"the header cannot be read: {cut(str(error))}") from error
 
 
-def _grouped(tensors: Mapping[str, Tensor], bits: Sequence[int]) -> dict[str, Any]:
-    """Fields of a record that are, or have, tensors; from all their tensors by their names in a file."""
+def _grouped(tensors: Mapping[str, Tensor], bits: Sequence[int], bits_evicted: int) -> dict[str, Any]:
+    """Fields of a record that are, or have, tensors; from all their tensors by their names in a file.
+
+    ``bits`` are widths of its parts, ``bits_evicted`` that of evicted entries; 0: it has none.
+    """
     from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
 
     def group(prefix: str) -> dict[str, Any]:
@@ -230,10 +253,11 @@ def _grouped(tensors: Mapping[str, Tensor], bits: Sequence[int]) -> dict[str, An
 
     tail, shadow = group("tail."), group("shadow.")
     return {
-        **{name: tensors.get(name) for name in ("tokens", "order", "policy_state")},
+        **{name: tensors.get(name) for name in ("tokens", "order", "policy_state", "evicted_order")},
         "parts": tuple(CopiedRows(width, **group(f"parts.{number}.")) for number, width in enumerate(bits)),
         "tail": CopiedTail(**tail) if tail else None,
         "shadow": CopiedShadow(**shadow) if shadow else None,
+        "evicted": CopiedRows(bits_evicted, **group("evicted.")) if bits_evicted else None,
     }
 
 
@@ -249,16 +273,21 @@ def _layout(
         dtype = model.dtype if bits == 16 else "torch.uint8"
         layout.update({f"{prefix}{name}": (dtype, (*sizes, width)) for name, width in model.widths(bits)})
 
-    runs, num_entries, num_tail = (identity.num_layers, identity.num_kv_heads), 0, count("tail.tokens")
+    def entries(prefix: str, bits: int) -> int:
+        n = count(f"{prefix}positions")
+        layout.update({f"{prefix}keep_lens": ("torch.int32", runs), f"{prefix}positions": ("torch.int32", (n,))})
+        rows(prefix, identity, n, bits=bits)
+        return n
+
+    runs, num_tail = (identity.num_layers, identity.num_kv_heads), count("tail.tokens")
     layout: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("torch.int64", (key_bounds(header.key)[1],))}
     known = [bits for bits in identity.row_bits if bits in header.bits]
     _require(bool(known) and header.bits == known, f"bits: got {header.bits}; expected some of {identity.row_bits}")
-    for number, bits in enumerate(header.bits):
-        part = f"parts.{number}."
-        n = count(f"{part}positions")
-        layout |= {f"{part}keep_lens": ("torch.int32", runs), f"{part}positions": ("torch.int32", (n,))}
-        rows(part, identity, n, bits=bits)
-        num_entries += n
+    num_entries = sum(entries(f"parts.{number}.", bits) for number, bits in enumerate(header.bits))
+    if header.evicted:
+        is_known = header.evicted in identity.row_bits
+        _require(is_known, f"evicted: got {header.evicted}; expected one of {identity.row_bits}, or 0")
+        layout["evicted_order"] = "torch.int16", (entries("evicted.", header.evicted),)
     layout |= {"order": ("torch.int16", (num_entries,)), "policy_state": ("torch.float32", runs)}
     if "tail.tokens" in tensors:
         _require(num_tail > 0, "tail.tokens: got 0 tokens")
@@ -285,7 +314,9 @@ def _check_values(record: SegmentRecord) -> None:
     for number, part in enumerate(record.parts):
         _check_runs(f"parts.{number}.keep_lens", part.keep_lens, f"parts.{number}.positions", part.positions, record)
     _require(record.num_entries > 0, "keep_lens: sums to 0; expected more")
-    shadow = record.shadow
+    shadow, evicted = record.shadow, record.evicted
+    if evicted is not None:
+        _check_runs("evicted.keep_lens", evicted.keep_lens, "evicted.positions", evicted.positions, record)
     if shadow is not None:
         _check_runs("shadow.lens", shadow.lens, "shadow.positions", shadow.positions, record)
         is_paid = bool((shadow.paid.isfinite() & (shadow.paid >= 0)).all())

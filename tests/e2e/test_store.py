@@ -18,6 +18,7 @@ from sgl_kvevict import client
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
 CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
+COMPLETE = {**CONFIG, "store_complete": True}
 NUM_DOCUMENTS = 3
 UNPINNED = "helpers.unpinned"
 HANDBOOK = Path(__file__).resolve().parents[2] / "examples" / "data" / "station_handbook.txt"
@@ -62,7 +63,7 @@ def store_state(server, *, stored: int = 0) -> dict:
 
 def make_store(start, model, folder: Path) -> list[list[int]]:
     """Fill a store and return the answers of the server that did."""
-    first = start(model, *FLAGS, config={**CONFIG, "store": str(folder)})
+    first = start(model, *FLAGS, config={**COMPLETE, "store": str(folder)})
     warm(first)
     expected = ask(first)
     state = store_state(first, stored=NUM_DOCUMENTS)
@@ -102,6 +103,12 @@ def test_the_same_questions_find_the_same_prefixes_after_a_restart(start, tiny_l
     server.post("/flush_cache?timeout=60")
     assert idle_state(server)["free_slots"] == 6000
     assert ask(server) == filled[1]  # from the store again
+    server.post("/flush_cache?timeout=60")
+    wish = {"kvevict": {"complete": True}}
+    for question in questions(prompts()):
+        report = client.CacheReport.of(generate(server, question, 12, custom_params=wish)["meta_info"])
+        assert report.compressed.share == 1.0 and report.compressed.num_tokens > 300
+    assert store_state(server)["growths"] >= NUM_DOCUMENTS
     server.post("/flush_cache?timeout=60")
     loaded = idle_state(server)["loaded_segments"]
     for document in prompts():

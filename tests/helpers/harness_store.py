@@ -42,14 +42,20 @@ def identity_for(harness: Harness) -> StoreIdentity:
     )
 
 
-def exported(harness: Harness, extra_key: str | None = None, tail: int = 4) -> list[SegmentRecord]:
-    """Segments of one namespace of a harness, through bytes and back, those nearest the root first."""
+def exported(
+    harness: Harness, extra_key: str | None = None, tail: int = 4, *, is_complete: bool = False
+) -> list[SegmentRecord]:
+    """Segments of one namespace of a harness, through bytes and back, those nearest the root first.
+
+    ``is_complete``: with what was evicted from them.
+    """
     tree, identity = harness.tree, identity_for(harness)
     records = []
     for node, span in tree.spans.items():
         if span.end != span.segment.end or node.key.extra_key != extra_key:
             continue
-        leaving = export_segment(node, tree.port, tree.spans, tree.packer, identity, tail)
+        complements = tree.prefixes.complements if is_complete else None
+        leaving = export_segment(node, tree.port, tree.spans, tree.packer, identity, tail, complements)
         if leaving is not None:
             record = leaving.record()
             records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, identity, DRAFT))
@@ -159,9 +165,13 @@ class Server:
         assert self.reader._workers.drain(300)
         return self.loading.settle(queue)
 
-    def serve(self, prompt, *, extra_key=None, lora_id=None):
-        """Queue a request, wait for the store, and run it; return how much it found."""
+    def serve(self, prompt, *, extra_key=None, lora_id=None, share=0.0):
+        """Queue a request, which may ask for a share of the entries, wait for the store, and run it.
+
+        Returns how much it found.
+        """
         req = self.harness.request(prompt, extra_key, lora_id=lora_id)
+        self.prefixes.readers[req].least_share = share
         after_queueing(None, SimpleNamespace(tree_cache=self.harness.tree), req)
         assert self.settle(req) == set()
         self.harness.check()

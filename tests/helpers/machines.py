@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness_store import adoption, exported
 from helpers.late_stream import TwiceStream
 from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
@@ -264,6 +265,18 @@ class HostMachine(PressureMachine):
             raise MemoryError
 
         setattr(broken, name, fail)
+
+    @precondition(lambda self: not self.harness.tree.prefixes.table.stale)
+    @rule(number=st.integers(0, 20), count=st.sampled_from([0, 20, 200]))
+    def comes_from_a_file(self, number, count):
+        """A segment is written to a file with what was evicted from it, may be dropped, and is read again."""
+        if "get" in vars(self.harness.tree.prefixes.complements):
+            return  # the next copy fails: it would not be written
+        records = exported(self.harness, is_complete=True)
+        if records:
+            self.harness.evict(count)
+            adoption(self.harness).adopt(records[number % len(records)], (None, None))
+        self._settle()
 
     @rule(
         base=st.sampled_from(BASES),

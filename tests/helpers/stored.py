@@ -78,6 +78,20 @@ def record(
     return dataclasses.replace(base, **changes)
 
 
+def completed(ours: SegmentRecord) -> SegmentRecord:
+    """A segment of one part, and all its other entries as evicted ones."""
+    (part,), end = ours.parts, ours.end
+    runs = torch.arange(part.keep_lens.numel()).repeat_interleave(part.keep_lens.flatten().long())
+    is_kept = torch.zeros(part.keep_lens.numel(), end, dtype=torch.bool)
+    is_kept[runs, part.positions.long()] = True
+    is_kept[:, : ours.start] = True
+    positions = (~is_kept).nonzero()[:, 1].int()
+    lens = (~is_kept).sum(1, dtype=torch.int32).view(part.keep_lens.shape)
+    k, v = (torch.arange(len(positions) * part.k.shape[1]).view(-1, part.k.shape[1]).to(part.k.dtype) for _ in "kv")
+    order = torch.arange(len(positions), dtype=torch.int16).flip(0)
+    return dataclasses.replace(ours, evicted=CopiedRows(part.bits, lens, positions, k, v), evicted_order=order)
+
+
 def keys_in(store: SegmentStore) -> list[str]:
     """Names of the segments of a store's identity."""
     return [each.key for each in list_segments(store.backend) if each.identity == store.identity.digest]
@@ -99,6 +113,7 @@ def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:
     for field in ("key", "identity", "start", "end", "splittable", "is_measured"):
         assert getattr(ours, field) == getattr(theirs, field), field
     assert [part.bits for part in ours.parts] == [part.bits for part in theirs.parts]
+    assert (ours.evicted and ours.evicted.bits) == (theirs.evicted and theirs.evicted.bits)
 
 
 def sealed(payload: bytes, version: int = FORMAT_VERSION, length: int | None = None) -> bytes:

@@ -9,9 +9,14 @@ from helpers.harness import PseudoRandomPolicy
 from helpers.harness_store import IDENTITY, Server
 from helpers.stored import keys_in
 from helpers.threads_as_ranks import on_two_ranks
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state, rank_states
 
 DOCUMENTS = [[*(i * 7 % 11 for i in range(10)), *((i * step) % 11 for i in range(1, 61))] for step in (3, 5, 7)]
+
+
+CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, store="s", store_complete=True)
+COMPLETE = {"config": CONFIG, "host_blocks": 400}
 
 
 def server_of(rank, group, folder, **kind) -> Server:
@@ -19,9 +24,9 @@ def server_of(rank, group, folder, **kind) -> Server:
     return Server(folder, identity, policy=PseudoRandomPolicy(rank=rank), group=group, **kind)
 
 
-def fill(folder):
+def fill(folder, **kind):
     def run(rank, group):
-        server = server_of(rank, group, folder, num_slots=300)
+        server = server_of(rank, group, folder, num_slots=300, **kind)
         for document in DOCUMENTS:
             server.serve(document)
         return sorted(keys_in(server.segments))
@@ -30,13 +35,13 @@ def fill(folder):
     assert len(ours) == len(theirs) == len(DOCUMENTS) and not set(ours) & set(theirs)
 
 
-def ask_all(folder, before=lambda server, rank: None, num_slots=300):
+def ask_all(folder, before=lambda server, rank: None, num_slots=300, share=0.0, **kind):
     """Ask about each document, on two ranks that have an empty tree; what each rank found and loaded."""
 
     def run(rank, group):
-        server = server_of(rank, group, folder, num_slots=num_slots)
+        server = server_of(rank, group, folder, num_slots=num_slots, **kind)
         before(server, rank)
-        found = [server.serve([*document[:66], 9, 9, i]) for i, document in enumerate(DOCUMENTS * 2)]
+        found = [server.serve([*document[:66], 9, 9, i], share=share) for i, document in enumerate(DOCUMENTS * 2)]
         states = rank_states(server.harness.tree)
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
         return SimpleNamespace(found=found, totals=server.recorder.totals, states=states)
@@ -50,6 +55,27 @@ def test_ranks_load_their_own_parts_of_what_all_have(tmp_path):
     fill(tmp_path)
     asked = ask_all(tmp_path)
     assert min(asked.found) >= 66 and asked.totals.loaded_segments == 3
+
+
+def test_ranks_load_what_was_evicted_and_grow_alike(tmp_path):
+    """Each rank has evicted other entries, and as many slots as the one that needs most."""
+    fill(tmp_path, **COMPLETE)
+    asked = ask_all(tmp_path, share=1.0, **COMPLETE)
+    assert min(asked.found) >= 66 and asked.totals.loaded_segments == asked.totals.growths == 3
+
+
+def test_a_file_of_one_rank_that_lacks_what_was_evicted_is_loaded_by_none(tmp_path):
+    fill(tmp_path, **COMPLETE)
+
+    def lose(server, rank):
+        for key in keys_in(server.segments) if rank == 1 else ():
+            record = server.segments.get(key)
+            server.segments.delete(key)
+            without = dataclasses.replace(record, evicted=None, evicted_order=None)
+            server.segments.put(without, server.segments.identity.namespace(None, None))
+
+    asked = ask_all(tmp_path, lose, share=1.0, **COMPLETE)
+    assert asked.found[0] == 0 and asked.totals.loaded_segments == 0
 
 
 def test_ranks_load_again_what_was_pushed_out(tmp_path):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,8 @@ from safetensors.torch import save_file
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from helpers.harness import NO_ROTARY, TINY_LLAMA
-from helpers.harness_store import DRAFT, Server
+from helpers.harness import NO_ROTARY, TINY_LLAMA, Harness
+from helpers.harness_store import DRAFT, Server, identity_for
 from helpers.stored import keys_in
 from helpers.verify_machines import VerifyingHarness
 from sgl_kvevict.cache.listener import CacheListener
@@ -113,6 +114,124 @@ def test_servers_that_differ_in_what_no_key_depends_on_share_a_store(tmp_path):
     whole = {"text_config": {"rms_norm_eps": 1e-6, "context_len": 1}, "_name_or_path": "a"}
     other = {"text_config": {"rms_norm_eps": 1e-6, "_name_or_path": "b"}, "dtype": "float16"}
     assert settings_of(SimpleNamespace(to_dict=lambda: whole)) == settings_of(SimpleNamespace(to_dict=lambda: other))
+
+
+COMPLETE = KVEvictConfig(
+    budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, store="s", store_complete=True
+)
+
+
+def complete_server(folder, bits=16, **kind):
+    """A server whose files hold evicted entries, too; its host has room for them."""
+    make = partial(Harness, bits=bits)
+    own = identity_for(Harness(bits=bits))
+    given = {"config": COMPLETE, "num_slots": 240, "host_blocks": 300} | kind
+    return Server(folder, own, make=make, **given)
+
+
+def share_of(server, prompt):
+    """Share of their entries that packed prefixes of a prompt have in the pool."""
+    prefixes = server.prefixes
+    path = prefixes._tree.find(prompt, (None, None))
+    return prefixes.spans.compressed_read(path, len(prompt)).share
+
+
+@pytest.mark.parametrize("bits", [16, "auto"])
+def test_what_was_evicted_outlives_its_server(tmp_path, bits):
+    """A request that asks for all entries gets them; others read what the pool had. The harness checks each entry."""
+    assert complete_server(tmp_path, bits).serve(DOCUMENT) == 0
+    second = complete_server(tmp_path, bits)
+    (key,) = keys_in(second.segments)
+    assert second.segments.get(key).is_complete
+    assert second.serve([*DOCUMENT[:56], 9, 9, 9]) == 56
+    assert share_of(second, DOCUMENT[:56]) < 0.9 and second.recorder.loads == [(0, 56)]
+    assert second.serve([*DOCUMENT[:56], 8, 8, 8], share=1.0) == 56
+    assert share_of(second, DOCUMENT[:56]) == 1.0 and second.harness.host.used_bytes == 0
+    third = complete_server(tmp_path, bits)  # the first request that it gets asks for all
+    assert third.serve([*DOCUMENT[:56], 9, 9, 9], share=1.0) == 56 and share_of(third, DOCUMENT[:56]) == 1.0
+    fourth = complete_server(tmp_path, bits)
+    assert fourth.serve([*DOCUMENT[:30], *[9] * 5], share=1.0) == 30  # of a prompt that leaves it in the middle
+    assert share_of(fourth, DOCUMENT[:30]) == 1.0
+    for server in (second, third, fourth):
+        assert cache_state(server.harness.tree)["leaked_slots"] == 0
+        assert not any(server.harness.tree.guard.errors.values())
+
+
+def test_files_hold_what_the_host_still_has(tmp_path):
+    """Nothing where its memory is full; a server that has it later writes the file again, once."""
+    full = complete_server(tmp_path, host_blocks=1)
+    full.serve(DOCUMENT)
+    (key,) = keys_in(full.segments)
+    assert full.segments.get(key).evicted is None
+    assert complete_server(tmp_path).serve([*DOCUMENT[:56], 9, 9], share=1.0) == 56
+    later = complete_server(tmp_path / "other")
+    later.serve(DOCUMENT)
+    record = later.segments.get(key)
+    assert record.is_complete and full.segments.put(record, full.segments.identity.namespace(None, None)) > 0
+    third = complete_server(tmp_path)
+    assert third.serve([*DOCUMENT[:56], 9, 9], share=1.0) == 56 and share_of(third, DOCUMENT[:56]) == 1.0
+
+
+@pytest.mark.parametrize("host_blocks", [0, 3])
+def test_a_host_without_room_leaves_the_pools_part(tmp_path, host_blocks):
+    complete_server(tmp_path).serve(DOCUMENT)
+    server = complete_server(tmp_path, host_blocks=host_blocks)
+    assert server.serve([*DOCUMENT[:56], 9, 9], share=1.0) == 56
+    assert 0 < share_of(server, DOCUMENT[:56]) < 0.5 and server.recorder.loads == [(0, 56)]
+    assert server.harness.host.used_bytes == 0 and not any(server.harness.tree.guard.errors.values())
+
+
+def test_rows_of_other_bits_than_this_servers_are_left_out(tmp_path):
+    """A file that somebody has made: its checksum is right, and its rows are not what this server evicts."""
+    complete_server(tmp_path).serve(DOCUMENT)
+    server = complete_server(tmp_path)
+    (key,) = keys_in(server.segments)
+    made_up = server.segments.get(key)
+    made_up = replace(made_up, evicted=replace(made_up.evicted, bits=8))
+    server.reader._recent[key] = made_up
+    assert server.serve([*DOCUMENT[:56], 9, 9], share=1.0) == 56 and share_of(server, DOCUMENT[:56]) < 0.5
+    assert server.harness.host.used_bytes == 0 and not any(server.harness.tree.guard.errors.values())
+
+
+def test_a_file_has_what_was_evicted_in_several_steps_and_from_several_segments(tmp_path):
+    """Two steps to the budget, and a path that leaves its first segment in the middle: one group of entries."""
+    server = complete_server(tmp_path, num_slots=400, config=COMPLETE.model_copy(update={"min_prefix_tokens": 50}))
+    prefixes, resizer = server.prefixes, server.prefixes.resizer
+    server.harness.finish(server.harness.run(DOCUMENT[:50]))
+
+    def shrink(prompt):
+        path = prefixes._tree.find(prompt, (None, None))
+        chain = resizer.range_to(path, len(prompt))
+        for share in (0.5, 0.3):
+            if share == 0.5:
+                resizer.shrink_now(chain[-1:], share)
+            else:
+                (segment,) = [each for each in prefixes.table.packed if each.end == len(prompt)]
+                resizer.resize([segment], resizer.slots_at(segment, share))
+            server.harness.check()
+
+    shrink(DOCUMENT[:50])
+    branch = [*DOCUMENT[:20], *[9] * 60]
+    server.harness.finish(server.harness.run(branch[:70]))
+    shrink(branch[:70])
+    assert server.writer.drain(300)
+    records = [server.segments.get(key) for key in keys_in(server.segments)]
+    assert sorted((record.start, record.end) for record in records) == [(0, 50), (0, 70)]
+    for record in records:
+        assert record.is_complete and not any(server.harness.tree.guard.errors.values())
+    for prompt in (DOCUMENT[:50], branch[:70]):
+        other = complete_server(tmp_path, config=COMPLETE.model_copy(update={"min_prefix_tokens": 50}))
+        assert other.serve([*prompt, 8, 8], share=1.0) == len(prompt) and share_of(other, prompt) == 1.0
+
+
+def test_what_waits_for_the_writer_counts_what_was_evicted(tmp_path, monkeypatch):
+    sizes = []
+    for config in (COMPLETE.model_copy(update={"store_complete": False}), COMPLETE):
+        server = complete_server(tmp_path, config=config)
+        monkeypatch.setattr(server.writer, "has_room", lambda num_bytes: bool(sizes.append(num_bytes)))
+        server.serve(DOCUMENT)
+    assert sizes[1] - sizes[0] > 0 and (sizes[1] - sizes[0]) % server.harness.host.block_bytes == 0
+    assert keys_in(server.segments) == []
 
 
 def test_a_tail_comes_back_for_prompts_that_go_on_with_it(tmp_path):
@@ -376,14 +495,16 @@ def test_what_is_told_is_counted_and_published(tmp_path):
     assert (events[1].error, events[3].start, events[5].error) == ("disk full", 20, "unreachable")
 
 
-def test_random_traffic_with_restarts_keeps_every_slot(tmp_path):
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_random_traffic_with_restarts_keeps_every_slot(tmp_path, is_complete):
     """Small pools, shared beginnings, loads that push others out: contents and conservation after every step."""
     documents = [[*DOCUMENT[:12], *((i * step) % 11 for i in range(1, 49))] for step in (3, 5, 8)]
     for start in range(3):
-        server = Server(tmp_path, num_slots=110)
+        server = complete_server(tmp_path, num_slots=110) if is_complete else Server(tmp_path, num_slots=110)
         for i in range(9):
             document = documents[(i + start) % 3]
-            server.serve([*document[: 60 - 7 * (i % 3)], *([i] * 6)])
+            server.serve([*document[: 60 - 7 * (i % 3)], *([i] * 6)], share=i % 2)
+            server.harness.turn()
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
         assert server.harness.tree.guard.errors == dict.fromkeys(server.harness.tree.guard.errors, 0)
         assert (server.recorder.totals.loaded_segments > 0) == (start > 0)

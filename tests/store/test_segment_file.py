@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from helpers.stored import SHADOW, assert_same, identity, record, sealed, tokens, with_rows
+from helpers.stored import SHADOW, assert_same, completed, identity, record, sealed, tokens, with_rows
 from kvevict_kernels.row_codec import GROUP as ROW_GROUP
 from kvevict_kernels.row_codec import WIDTHS, row_bytes
 from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
@@ -80,6 +80,59 @@ def test_entries_of_several_widths_are_parts():
     assert len(wide.positions) + 1 == later.num_entries == len(later.order)
     with pytest.raises(CorruptSegmentError, match=r"bits: got \[16, 4\]; expected some of \(16,\)"):
         decode_segment(data, ours.key, OWN)
+
+
+COMPLETE = completed(RECORD)
+
+
+def test_evicted_entries_are_a_group_of_their_own():
+    data = encode_segment(COMPLETE)
+    header = read_header(data)
+    assert header["evicted"] == 16 and header["bits"] == [16]
+    assert header["tensors"]["evicted.k"] == ["F32", [160 - 18, 4]]
+    assert read_header(encode_segment(RECORD))["evicted"] == 0
+    assert COMPLETE.is_complete and not RECORD.is_complete
+    assert_same(COMPLETE, decode_segment(data, COMPLETE.key, OWN))
+    assert_same(COMPLETE, COMPLETE.with_tensors(load(data[PREFIX_BYTES:])))
+    later = COMPLETE.after(20)
+    assert later.is_complete and later.num_entries + later.evicted.positions.numel() == 20 * 4
+    assert int(later.evicted.positions.min()) >= 20 and later.evicted.k.shape == (len(later.evicted_order), 4)
+    kept = COMPLETE.evicted.positions >= 20
+    assert torch.equal(later.evicted.k, COMPLETE.evicted.k[kept])
+    assert torch.equal(later.evicted_order, COMPLETE.evicted_order[kept])
+
+
+def test_one_rank_may_have_no_evicted_entries():
+    empty = CopiedRows(16, torch.zeros(2, 2, dtype=torch.int32), POSITIONS[:0], K[:0], V[:0])
+    ours = dataclasses.replace(RECORD, evicted=empty, evicted_order=RECORD.order[:0])
+    assert_same(ours, decode_segment(encode_segment(ours), ours.key, OWN))
+    assert ours.after(20).evicted.positions.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"positions": COMPLETE.evicted.positions.long()}, "evicted.positions: got torch.int64"),
+        ({"positions": COMPLETE.evicted.positions.flip(0)}, "evicted.positions: expected ascending"),
+        ({"positions": COMPLETE.evicted.positions + 30}, "evicted.positions: expected all in"),
+        ({"keep_lens": COMPLETE.evicted.keep_lens + 10}, "evicted.keep_lens: expected lengths from 0 to 40"),
+        ({"keep_lens": COMPLETE.evicted.keep_lens - 1}, "evicted.keep_lens: sums to"),
+        ({"k": COMPLETE.evicted.k[:9]}, "evicted.k: got"),
+        ({"v": None}, "tensors: got"),
+        ({"bits": 4}, r"evicted: got 4; expected one of \(16,\), or 0"),
+    ],
+)
+def test_evicted_entries_that_do_not_fit_together_are_refused(changes, what):
+    ours = dataclasses.replace(COMPLETE, evicted=dataclasses.replace(COMPLETE.evicted, **changes))
+    with pytest.raises(CorruptSegmentError, match=what):
+        decode_segment(encode_segment(ours), ours.key, OWN)
+
+
+@pytest.mark.parametrize("order", [None, COMPLETE.evicted_order[:9], COMPLETE.evicted_order.int()])
+def test_evicted_entries_have_an_order(order):
+    ours = dataclasses.replace(COMPLETE, evicted_order=order)
+    with pytest.raises(CorruptSegmentError, match=r"tensors: got|evicted_order: got"):
+        decode_segment(encode_segment(ours), ours.key, OWN)
 
 
 def test_rows_of_few_bits_are_bytes_of_the_right_number():
@@ -172,7 +225,7 @@ def test_the_header_tells_what_is_inside():
 
 
 def test_no_flipped_bit_is_ever_loaded():
-    data = encode_segment(RECORD)
+    data = encode_segment(COMPLETE)
     rng = random.Random(1)
     for _ in range(1000):
         flipped = bytearray(data)
@@ -182,7 +235,7 @@ def test_no_flipped_bit_is_ever_loaded():
 
 
 def test_no_part_of_a_file_is_ever_loaded():
-    data = encode_segment(RECORD)
+    data = encode_segment(COMPLETE)
     for length in [*range(0, 200), *range(200, len(data), 37)]:
         with pytest.raises(CorruptSegmentError):
             decode_segment(data[:length], RECORD.key, OWN)
@@ -264,7 +317,7 @@ def test_bounds_that_do_not_fit_are_refused(bounds):
     [
         (b"", "not a segment"),
         (pickle.dumps({"k": 1}) * 20, "not a segment"),
-        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 4"),
+        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 5"),
         (sealed(b"", length=1 << 63), "length: got 0"),
         (sealed(b""), "header: got 0"),
         (sealed((1 << 63).to_bytes(8, "little") + b"{}"), "header: got"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from helpers.stored import MIN_PREFIX, SHADOW, assert_same, identity, keys_in, record, tokens, with_rows
+from helpers.stored import MIN_PREFIX, SHADOW, assert_same, completed, identity, keys_in, record, tokens, with_rows
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError, StoreError
 from sgl_kvevict.store import (
     IndexEntry,
@@ -205,6 +205,23 @@ def test_a_name_lists_the_newest_segment(backend):
     store.delete(short.key)
     store.put(long, SPACE)
     assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(long.key, True, False))
+
+
+def test_a_complete_segment_takes_the_place_of_one_that_lacks_entries(backend):
+    """And one that readers have ordered that of one that they have not, complete or not."""
+    store = SegmentStore(backend, OWN)
+    plain = record(OWN, SPACE, tokens(40))
+    full, measured = completed(plain), dataclasses.replace(plain, is_measured=True)
+
+    def put(ours):
+        return store.put(ours, SPACE), store.find(tokens(40), SPACE)[0][1]
+
+    assert put(plain)[0] > 0 and put(plain) == (0, IndexEntry(plain.key, True, False, False))
+    assert put(full)[0] > 0
+    assert put(plain) == put(full) == (0, IndexEntry(plain.key, True, False, True))
+    assert_same(full, store.get(plain.key))
+    assert put(measured)[0] > 0 and put(full) == (0, IndexEntry(plain.key, True, True, False))
+    assert_same(measured, store.get(plain.key))
 
 
 def test_a_conversation_is_found_though_another_prompt_shares_its_first_turn(backend):
