@@ -25,6 +25,7 @@ from helpers.tolerance import assert_accurate, assert_same_bits
 from kvevict_kernels.device_limits import INTERPRETER
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.ragged_decode.launch import plan_batch
+from kvevict_kernels.ragged_decode.triton_merge import MERGE_RUNS
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
 from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill
 from sgl_kvevict.attention.triton.attention import TritonAttention
@@ -58,6 +59,18 @@ def test_sharers_read_a_span_once(start: Start, kind: Kind, sharers: int) -> Non
     items = tables.classes[which].item_count.tolist()
     assert items == ((span.lens + chunk - 1) // chunk).sum(1).tolist()
     assert tables.classes[1 - which].item_count.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_a_path_of_more_runs_than_are_found_at_once(start: Start, kind: Kind) -> None:
+    """Blocks of partials end in the middle of runs; some runs are empty; a shorter path of the same spans beside."""
+    runner = start(kind, 2, 4, 16, num_token_slots=900)
+    world = runner.world
+    path = tuple(world.uneven_span(40 if i % 3 else 4) for i in range(MERGE_RUNS + 1))
+    world.add((*path[:9], no_entries(world), *path[9:]), 50)
+    world.add(path[: MERGE_RUNS - 1], 3)
+    world.add(path[:MERGE_RUNS], 1)
+    runner.check()
 
 
 @pytest.mark.parametrize("kind", ON_GPU)

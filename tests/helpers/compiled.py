@@ -36,7 +36,8 @@ def compile_all(specs: list[Spec], cache_dir: str, python: str = sys.executable)
         ``warps``, and of the loop with the products, None without such a loop: ``in_flight``, groups of copies that it
         leaves unfinished when it waits; ``instructions`` of a warp in one pass, and ``cycles`` of a warp alone without
         its products. ``loads_before_keys``: of global memory, one after the other, before the first row of K or V; None
-        without asynchronous copies.
+        without asynchronous copies. ``loads_behind_wait``: the same behind the wait for the kernel before it, or of the
+        whole kernel.
 
     Raises:
         AssertionError: a kernel does not compile; the message holds the compiler's.
@@ -117,7 +118,7 @@ def _compile(spec: Spec) -> dict[str, Any]:
     from triton.compiler import ASTSource, compile
 
     from helpers.gpu_kernels import type_of
-    from helpers.sass import common_path, cycles, loads_before, parse
+    from helpers.sass import common_path, cycles, loads_before, loads_behind, parse
 
     module, _, name = spec["kernel"].partition(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -149,6 +150,7 @@ def _compile(spec: Spec) -> dict[str, Any]:
         "instructions": len(loop) or None,
         "cycles": cycles(loop) or None,
         "loads_before_keys": loads_before(code),
+        "loads_behind_wait": loads_behind(code),
     }
 
 

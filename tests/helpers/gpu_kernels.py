@@ -161,7 +161,7 @@ def _attention_kernels(
         yield spec(
             "ragged_decode.triton_merge:_merge_kernel",
             arch,
-            sizes | {"BLOCK": min(32, 8192 // sizes["BLOCK_D"])} | extras,
+            sizes | {"BLOCK": min(32, 4096 // sizes["BLOCK_D"]), "RUNS": 16} | extras,
         )
 
 

@@ -6,6 +6,7 @@ The loop's common path is its shortest one: blocks that are branched over (masks
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 PRODUCTS = re.compile(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA|QGMMA)")
@@ -109,6 +110,9 @@ def cycles(path: list[Instruction]) -> int:
 
 FIRST_KEY = re.compile(r"\bLDGSTS\S*\.128\b")
 """Asynchronous copies of 16 bytes: rows of K and V; indices are copied 4 bytes at a time."""
+WAIT = re.compile(r"\bACQBULK\b")
+"""The instruction with which a kernel waits for the one before it (``griddepcontrol.wait``)."""
+LOADS = ("LDG", "LD", "LDGSTS")
 _REGISTER = re.compile(r"\bU?[RP]\d+\b")
 
 
@@ -118,6 +122,20 @@ def loads_before(code: list[Instruction], pattern: re.Pattern[str] = FIRST_KEY) 
     Along all paths that only go forward, the longest one counts. An address depends on what its registers depend on,
     and on the branches before it; what is copied to shared memory is known to whoever reads there.
     """
+    return next((depth for one, depth in _depths(code) if pattern.search(one.text)), None)
+
+
+def loads_behind(code: list[Instruction], pattern: re.Pattern[str] = WAIT) -> int:
+    """Loads from global memory, one after the other, from the first match on, or of all without one.
+
+    A pass of each loop counts; paths are those of :func:`loads_before`.
+    """
+    first = next((i for i, one in enumerate(code) if pattern.search(one.text)), 0)
+    return max((depth + 1 for one, depth in _depths(code[first:]) if one.opcode in LOADS), default=0)
+
+
+def _depths(code: list[Instruction]) -> Iterator[tuple[Instruction, int]]:
+    """Every instruction that is reached, in order, and how many loads it waits for, one after the other."""
     place = {one.address: i for i, one in enumerate(code)}
     states: dict[int, dict[str, int]] = {0: {}}
     for i, one in enumerate(code):
@@ -126,9 +144,8 @@ def loads_before(code: list[Instruction], pattern: re.Pattern[str] = FIRST_KEY) 
         state = states.pop(i)
         names, sources = _operands(one)
         depth = max([state.get("branches", 0), *(state.get(name, 0) for name in sources)])
-        if pattern.search(one.text):
-            return depth
-        if one.opcode in ("LDG", "LD", "LDGSTS"):
+        yield one, depth
+        if one.opcode in LOADS:
             depth += 1
         if one.opcode == "LDGSTS":
             state["shared"] = max(state.get("shared", 0), depth)
@@ -138,13 +155,12 @@ def loads_before(code: list[Instruction], pattern: re.Pattern[str] = FIRST_KEY) 
         if one.opcode in ("BRA", "EXIT") and one.is_conditional:
             state["branches"] = max(state.get("branches", 0), depth)
         following = [place[one.target]] if one.target in place else []
-        if one.is_conditional or one.opcode not in ("BRA", "EXIT"):
+        if one.is_conditional or (one.target is None and one.opcode != "EXIT"):
             following.append(i + 1)
         for j in following:
             if j > i:
                 known = states.setdefault(j, {})
                 known |= {name: max(value, known.get(name, 0)) for name, value in state.items()}
-    return None
 
 
 def _operands(one: Instruction) -> tuple[list[str], list[str]]:

@@ -63,7 +63,9 @@ def test_the_merge_starts_beside_the_split_kernel_from_sm_90_on(tmp_path: Path, 
         assert ("griddepcontrol.wait" in merge) == can
         if can:
             before, _, after = merge.partition("griddepcontrol.wait")
-            assert "ld.global.v4.b32" not in before and "ld.global.v4.b32" in after, "partials are read after the wait"
+            copy = "cp.async.cg.shared.global"
+            assert copy not in before and copy in after, "partials are read after the wait"
+            assert found["merge"]["loads_behind_wait"] == 2, "a block of partials, then the next one; places are known"
 
 
 @pytest.mark.slow

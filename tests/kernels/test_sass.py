@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.sass import common_path, cycles, loads_before, parse
+from helpers.sass import common_path, cycles, loads_before, loads_behind, parse
 
 
 def line(address: int, text: str, *, stall: int = 1, sets: int = 7, waits: int = 0) -> str:
@@ -85,3 +85,11 @@ def test_a_branch_waits_for_what_it_depends_on() -> None:
     ]
     assert loads_before(parse(code_of(behind))) == 2
     assert loads_before(parse(code_of([behind[3], *behind[:3], behind[4]]))) == 1
+
+
+def test_loads_behind_a_wait_depend_on_nothing_before_it() -> None:
+    """What was loaded before the wait is there; where warps may diverge, they go on with the next instruction."""
+    code = ["LDG.E R2, desc[UR4][R8.64]", "ACQBULK", "BRA.DIV UR4, 0x0", "LDG.E R6, desc[UR4][R2.64]"]
+    assert loads_behind(parse(code_of([*code, "EXIT"]))) == 1
+    assert loads_behind(parse(code_of([*code, "LDG.E R7, desc[UR4][R6.64]", "EXIT"]))) == 2
+    assert loads_behind(parse(code_of([code[0], code[3], "EXIT"]))) == 2, "without a wait all count"

@@ -17,8 +17,7 @@ from kvevict_kernels.ragged_decode.tables import Tables
 from kvevict_kernels.transfer import to_device
 
 BATCH_FIELDS = (
-    *("run_address", "run_lens", "partial_start", "span_members", "span_member_start"),
-    *("span_chunk", "span_cap", "span_bits"),
+    *("run_address", "run_lens", "run_chunks", "partial_start", "span_members", "span_member_start", "span_bits"),
     *("members", "request_members", "new_lens_device", "compressed_lens", "request_chunk", "suffix_partial"),
     *("path_start", "path_span", "path_member", "merge_request", "merge_token"),
     *("span_positions", "member_request", "row_ends"),

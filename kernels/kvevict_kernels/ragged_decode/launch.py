@@ -93,6 +93,7 @@ def plan_batch(
         sizes=sizes,
         run_address=torch.empty(units, dtype=torch.int64, device=device),
         run_lens=torch.empty(units, dtype=torch.int32, device=device),
+        run_chunks=torch.empty(units, dtype=torch.int32, device=device),
         partial_start=torch.empty(units, dtype=torch.int64, device=device),
         has_splits=any(splits > 1 for splits in host.num_splits),
         classes=tuple(_class_tables(host, which, sent.pop(f"requests_{which}")) for which in range(NUM_CLASSES)),

@@ -47,6 +47,7 @@ class Tables:
     span_positions: Tensor  # [S], int64, bytes from an entry's head slot to its position; 0: unknown
     run_address: Tensor  # [num_layers, S, num_kv_heads], int64, address of each run's first head slot
     run_lens: Tensor  # [num_layers, S, num_kv_heads], int32
+    run_chunks: Tensor  # [num_layers, S, num_kv_heads], int32, chunks into which each run is cut
     partial_start: Tensor  # [num_layers, S, num_kv_heads], int64, first partial row of each unit in its layer
     span_members: Tensor  # [S], int32, new tokens that read each span in the split kernel
     span_member_start: Tensor  # [S], int32, where they start in ``members``

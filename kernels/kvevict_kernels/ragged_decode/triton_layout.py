@@ -21,7 +21,7 @@ FILL_BLOCK = 128
     do_not_specialize=["num_spans"],
     do_not_specialize_on_alignment=[
         *("span_address_ptr", "span_starts_ptr", "span_lens_ptr", "span_members_ptr", "span_class_ptr"),
-        *("span_chunk_ptr", "span_cap_ptr", "run_address_ptr", "run_lens_ptr", "partial_start_ptr"),
+        *("span_chunk_ptr", "span_cap_ptr", "run_address_ptr", "run_lens_ptr", "run_chunks_ptr", "partial_start_ptr"),
         *("item_start_0_ptr", "item_start_1_ptr", "item_count_0_ptr", "item_count_1_ptr"),
     ],
 )
@@ -35,6 +35,7 @@ def _runs_kernel(
     span_cap_ptr,
     run_address_ptr,  # [L, S, H] int64
     run_lens_ptr,  # [L, S, H] int32
+    run_chunks_ptr,
     partial_start_ptr,  # [L, S, H] int64
     item_start_0_ptr,  # [L, S * H] int32
     item_start_1_ptr,
@@ -47,7 +48,7 @@ def _runs_kernel(
     ROWS_1: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Address and length of every run of a layer, and the prefix sums of partials and work items."""
+    """Address, length and chunks of every run of a layer, and the prefix sums of partials and work items."""
     layer = tl.program_id(0)
     num_units = num_spans * H
     first_unit = layer.to(tl.int64) * num_units
@@ -70,6 +71,7 @@ def _runs_kernel(
         which = tl.load(span_class_ptr + span, mask=mask, other=0)
         tl.store(run_address_ptr + first_unit + unit, address, mask=mask)
         tl.store(run_lens_ptr + first_unit + unit, length, mask=mask)
+        tl.store(run_chunks_ptr + first_unit + unit, chunks, mask=mask)
         used = chunks.to(tl.int64) * rows
         tl.store(partial_start_ptr + first_unit + unit, partials + tl.cumsum(used, 0) - used, mask=mask)
         partials += tl.sum(used, 0)
@@ -141,9 +143,9 @@ def lay_out(tables: Tables) -> None:
     sizes, classes = tables.sizes, tables.classes
     _runs_kernel[(sizes.num_layers,)](
         *(tables.span_address, tables.span_starts, tables.span_lens, tables.span_members, tables.span_class),
-        *(tables.span_chunk, tables.span_cap, tables.run_address, tables.run_lens, tables.partial_start),
-        *(classes[0].item_start, classes[1].item_start, classes[0].item_count, classes[1].item_count),
-        tables.num_spans,
+        *(tables.span_chunk, tables.span_cap, tables.run_address, tables.run_lens, tables.run_chunks),
+        *(tables.partial_start, classes[0].item_start, classes[1].item_start),
+        *(classes[0].item_count, classes[1].item_count, tables.num_spans),
         H=sizes.num_kv_heads,
         G=sizes.group_size,
         ROWS_0=sizes.decode_rows[0],

@@ -30,7 +30,6 @@ from kvevict_kernels.ragged_decode.triton_block import (
     load_queries,
     load_tree,
 )
-from kvevict_kernels.ragged_decode.triton_merge import with_sink
 from kvevict_kernels.triton_head_slots import head_slot_of
 from kvevict_kernels.triton_rows import load_narrow, normalised_queries, with_values
 
@@ -125,9 +124,11 @@ def _first_row(request, addresses_ptr):
 @triton.jit
 def _add_sink(b_max, b_sum, b_out, p_sink, m_sink):
     """Add sink logits [BLOCK_M] to the softmax of the rows that ``m_sink`` marks."""
-    sink = tl.load(p_sink, mask=m_sink, other=float("-inf")).to(tl.float32)
-    b_max, b_sum, decay = with_sink(b_max, b_sum, 1.4426950408889634 * sink)
-    return b_max, b_sum, b_out * decay[:, None]
+    sink = 1.4426950408889634 * tl.load(p_sink, mask=m_sink, other=float("-inf")).to(tl.float32)
+    new_max = tl.maximum(b_max, sink)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(b_max - base)
+    return new_max, b_sum * decay + tl.exp2(sink - base), b_out * decay[:, None]
 
 
 @triton.jit
