@@ -1,4 +1,4 @@
-"""Write docs/results/gpu/roofline.md: the least time of every timed line, and what ragged_extend's code allows.
+"""Write docs/results/gpu/roofline.md: the least time of every timed line, and what the code of wide tiles allows.
 
 Runs on any machine, from the repository root: python benchmarks/gpu/roofline.py
 """
@@ -18,7 +18,6 @@ FOLDER = ROOT / "docs" / "results" / "gpu"
 DEVICES = ("H100", "H200", "A100", "L4", "RTX 4090")
 TRITON = "3.8.0"
 """Rows of compiled.md that count: the compiler of CUDA servers."""
-WARPS = 8
 TEXT = """# What is possible on a GPU
 
 Written by `python benchmarks/gpu/roofline.py`; arithmetic, nothing measured. Sizes are those that
@@ -29,13 +28,14 @@ Bytes: K, V, 4 bytes of index per entry, queries and results, each once. Operati
 key) pairs. The least time is the longer of bytes over memory bandwidth and operations over the tensor cores' peak;
 launches, latencies, exponentials and partial results take none, so lines of a few microseconds cannot reach it.
 """
-EXTEND = """## What the code of `ragged_extend` allows
+LOOPS = """## What the code of wide tiles allows
 
-Per 64 keys and multiprocessor, from the machine code ([compiled.md](compiled.md), triton {triton}): cycles in which
-each scheduler issues an instruction, cycles of the tensor cores at their peak, and cycles of a warp alone without its
-products. Every product is waited for, so a warp's own products overlap with nothing of its own. Share of the tensor
-cores' peak: if no warp overlaps with another; if they are half a step apart; and for the mean of both times, the
-estimate.
+`split` is the decode kernel with the q rows of many sharers of a span, or of several new tokens of a request; `extend`
+is `ragged_extend`. Per 64 keys and multiprocessor, of all resident programs, from the machine code
+([compiled.md](compiled.md), triton {triton}): cycles in which each scheduler issues an instruction, cycles of the
+tensor cores at their peak, and cycles of a warp alone without its products. Every product is waited for, so a warp's
+own products overlap with nothing of its own. Share of the tensor cores' peak: if no warp overlaps with another; if they
+are half a step apart; and for the mean of both times, the estimate.
 """
 
 
@@ -78,11 +78,12 @@ def page() -> str:
             cells = [str(num_heads), str(requests), f"{work.num_bytes / 1e6:.4g}", f"{work.flops / 1e9:.4g}"]
             cells += [_least(work, one) for _, one in peaks]
             lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", EXTEND.format(triton=TRITON)]
-    names = "| sm | head_dim | q rows | issue | tensor | warp alone | none overlap | half a step apart | estimate |"
-    lines += [names, "|--:|" + "--:|" * 8]
-    for loop in extend_loops():
-        cells = [loop.arch, loop.head_dim, loop.rows, round(loop.issue_slots), round(loop.tensor_cycles), loop.cycles]
+    lines += ["", LOOPS.format(triton=TRITON)]
+    names = "| kernel | sm | head_dim | q rows | programs | issue | tensor | warp alone "
+    lines += [names + "| none overlap | half a step apart | estimate |", "|---|--:|" + "--:|" * 9]
+    for kernel, loop in product_loops():
+        cells = [kernel, loop.arch, loop.head_dim, loop.rows, loop.programs]
+        cells += [round(loop.issue_slots), round(loop.tensor_cycles), loop.cycles]
         lines.append(f"| {' | '.join([*map(str, cells), *(f'{100 * share:.0f} %' for share in loop.shares())])} |")
     return TEXT + "\n" + "\n".join(lines) + "\n"
 
@@ -105,18 +106,26 @@ def _least(work: roofline.Work, peaks: roofline.Peaks) -> str:
     return f"{work.least_seconds(peaks) * 1e6:.4g}{mark}"
 
 
-def extend_loops() -> Iterator[roofline.ExtendLoop]:
-    """The loops of the plain ``ragged_extend`` of compiled.md: no windows, trees, fp8 rows or latents."""
-    from gpu_bench.roofline import ExtendLoop
+def product_loops() -> Iterator[tuple[str, roofline.ProductLoop]]:
+    """The loops of the plain kernels with wide tiles of compiled.md: no windows, trees, fp8 rows or latents."""
+    from gpu_bench.roofline import ProductLoop
+
+    from kvevict_kernels.device_limits import DeviceLimits
+    from kvevict_kernels.ragged_decode.tile_table import EXTEND, SMALL_SHARED, tiles_for
 
     table = [line for line in (FOLDER / "compiled.md").read_text().splitlines() if line.startswith("| ")]
     names = [cell.strip() for cell in table[0].split("|")[1:-1]]
     for line in table[2:]:
         row = dict(zip(names, [cell.strip() for cell in line.split("|")[1:-1]], strict=True))
         kernel, _, tile = row["kernel"].partition(", ")
-        if kernel == "extend" and row["triton"] == TRITON and row["head_dim"].isdigit() and tile.endswith("q rows"):
+        if kernel not in ("split", "extend") or row["triton"] != TRITON or not row["head_dim"].isdigit():
+            continue
+        arch, head_dim = int(row["sm"]), int(row["head_dim"])
+        limits = DeviceLimits(arch, num_sms=1, shared_per_sm=SMALL_SHARED if arch == 89 else 2 * SMALL_SHARED)
+        chosen = tiles_for(limits, head_dim)[EXTEND if kernel == "extend" else 1]
+        if tile == f"{chosen.rows} q rows":
             numbers = [int(row[name]) for name in ("programs per SM", "instructions", "cycles")]
-            yield ExtendLoop(int(row["sm"]), int(row["head_dim"]), int(tile.split()[0]), WARPS, *numbers)
+            yield kernel, ProductLoop(arch, head_dim, chosen.rows, chosen.warps, *numbers)
 
 
 if __name__ == "__main__":

@@ -210,8 +210,8 @@ LOOP_KEYS = 64
 
 
 @dataclass(frozen=True)
-class ExtendLoop:
-    """The loop of ``ragged_extend``, per 64 keys and multiprocessor, from its machine code."""
+class ProductLoop:
+    """The loop with the products of a kernel of attention, per 64 keys and multiprocessor, from its machine code."""
 
     arch: int
     head_dim: int

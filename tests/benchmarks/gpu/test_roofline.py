@@ -132,7 +132,7 @@ def test_rows_of_a_run_have_a_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shares_of_the_tensor_peak() -> None:
     """128 x 64 x 128: 1,024 cycles of the products; two warps per scheduler, so one waits for half of them."""
-    loop = roofline.ExtendLoop(90, 128, rows=128, warps=8, programs=1, instructions=417, cycles=949)
+    loop = roofline.ProductLoop(90, 128, rows=128, warps=8, programs=1, instructions=417, cycles=949)
     assert (loop.issue_slots, loop.tensor_cycles) == (834, 1024)
     alone, beside = 949 + 1024, 949 + 512
     assert loop.shares() == pytest.approx((1024 / alone, 1024 / beside, 2 * 1024 / (alone + beside)))
