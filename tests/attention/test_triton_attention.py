@@ -43,6 +43,20 @@ def test_decode_with_the_real_chunks(start: Start, kind: Kind) -> None:
     runner.check()
 
 
+@pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
+def test_sharers_with_the_real_tile(start: Start, kind: Kind) -> None:
+    """80 q rows of a span: one tile of 128 on sm_90, two of 64 elsewhere."""
+    runner = start(kind, 1, 4, 16, num_token_slots=1000)
+    world = runner.world
+    span = world.span(torch.tensor([[3], [700]], dtype=torch.int32), num_tokens=800)
+    for i in range(20):
+        world.add((span,), 1 + i % 3)
+    runner.check()
+    tables = runner.attention._planned.addresses.tables
+    tiles = -(-80 // tables.sizes.decode_rows[1])
+    assert int(tables.classes[1].item_count[1]) == tiles * -(-700 // int(tables.span_chunk))
+
+
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("sharers", [4, 9])
 def test_sharers_read_a_span_once(start: Start, kind: Kind, sharers: int) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvevict_kernels.device_limits import INTERPRETER, DeviceLimits, dependent_launch
 from kvevict_kernels.ragged_decode.tables import Step, Tables
-from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
 from sgl_kvevict.attention.triton.attention import TritonAttention
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def of_spans(tables: Tables, which: int, layer: int) -> list[Item]:
     spans = list({id(span): span for path in tables.paths for span in path}.values())
     for number, span in enumerate(spans):
         readers = int(tables.span_members[number])
-        tiles = -(-readers * group // DECODE_ROWS[which])
+        tiles = -(-readers * group // tables.sizes.decode_rows[which])
         for head in range(heads):
             length, start = int(span.lens[layer, head]), int(span.starts[layer, head])
             chunk = int(tables.span_chunk[number])
@@ -73,7 +72,7 @@ def of_suffixes(tables: Tables, step: Step, which: int) -> list[Item]:
         partial = int(tables.suffix_partial[request])
         member = int(tables.request_members[request])
         for split, begin in enumerate(range(0, length, chunk)):
-            for tile in range(-(-new * group // DECODE_ROWS[which])):
+            for tile in range(-(-new * group // tables.sizes.decode_rows[which])):
                 for head in range(heads):
                     first = partial + (split * heads + head) * new * group
                     left = length - begin

@@ -12,7 +12,6 @@ from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.key_scores import largest_kernel_size
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
 from kvevict_kernels.ragged_decode.tile_table import (
-    DECODE_ROWS,
     EXTEND,
     LATENT_DIM,
     block_widths,
@@ -195,7 +194,7 @@ def _sizes(head_dim: int) -> dict[str, Any]:
 def small_kernels(arch: int) -> Iterator[Spec]:
     """Kernels that touch no rows."""
     limits = DEVICES[arch]
-    rows = {f"ROWS_{which}": rows for which, rows in enumerate(DECODE_ROWS)}
+    rows = {f"ROWS_{which}": tile.rows for which, tile in enumerate(tiles_for(limits, 128)[:EXTEND])}
     yield spec("ragged_decode.triton_layout:_runs_kernel", arch, HEADS | rows | {"BLOCK": 256})
     yield spec("ragged_decode.triton_layout:_work_kernel", arch, HEADS | {"FILL": 128})
     counting = {"CLASS": 0, "LEAST": MIN_CHUNKS[0], "ROW_TILE": 16, "BLOCK": 128, "FILL": 128, "STEP": CHUNK_STEP}

@@ -1,7 +1,7 @@
 """Cutting keys into work items: small enough that one request fills the device, large enough to run at full speed.
 
-A chunk depends on its span or suffix and on the device, never on the batch: a row's result does not depend on other
-requests.
+A chunk depends on its span or suffix, on the device, and on how many tiles the q rows of the span's readers fill: a
+row's result depends on other requests only by that number.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ MIN_CHUNKS = (128, 256)
 """Entries of a work item, at least, by row class; with more q rows the partials of a short chunk cost more."""
 MAX_CHUNK = 1024
 """Entries of a span's chunk, at most, unless its run already has ``max_chunks`` chunks."""
-RAMP = 128
-"""Cost of a work item before its loop runs at full speed, in entries: four dependent loads (estimate)."""
+RAMPS = (128, 384)
+"""Cost of a work item before its loop runs at full speed, in entries, by row class: three dependent loads, and writing
+and reading the partials of up to 128 q rows (estimate)."""
 EXTEND_RAMP = 256
 """The same for ``ragged_extend``, with writing and reading a tile's partials (estimate)."""
 MIN_BUCKET = 512
@@ -26,16 +27,17 @@ MIN_EXTEND_KEYS = 256
 
 
 @lru_cache(maxsize=4096)
-def span_chunk(entries: int, num_kv_heads: int, num_items: int, which: int) -> int:
+def span_chunk(entries: int, num_kv_heads: int, num_items: int, which: int, num_tiles: int = 1) -> int:
     """Entries of one work item of a span: the fastest by a simple model.
 
     The model: rounds of ``num_items`` concurrent items, each as long as its entries and a ramp. ``entries`` is the
-    average of a layer, all heads; each head has a last chunk that is half full on average. ``which`` is the row class.
+    average of a layer, all heads; each head has a last chunk that is half full on average. ``which`` is the row class,
+    ``num_tiles`` are the tiles of the span's q rows, each of which reads every chunk.
     """
 
     def cost(chunk: int) -> int:
-        rounds = -(-(entries // chunk + num_kv_heads // 2 + 1) // num_items)
-        return rounds * (chunk + RAMP)
+        rounds = -(-(entries // chunk + num_kv_heads // 2 + 1) * num_tiles // num_items)
+        return rounds * (chunk + RAMPS[which])
 
     return min(range(MIN_CHUNKS[which], max(MAX_CHUNK, MIN_CHUNKS[which]) + 1, CHUNK_STEP), key=cost)
 

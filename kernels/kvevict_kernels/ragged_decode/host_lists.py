@@ -23,6 +23,8 @@ from kvevict_kernels.span_runs import SpanReaders, SpanRuns, compressed_len_of
 SPLIT_ROWS = 128
 """Requests with more q rows per KV head are left to ``ragged_extend``."""
 NUM_CLASSES = EXTEND
+LARGE_ROWS = 128
+"""Q rows of a tile of which one program is resident on a multiprocessor (compiled)."""
 
 
 def uses_split(new_len: int, group_size: int) -> bool:
@@ -49,8 +51,12 @@ class Sizes:
 
     @property
     def num_items(self) -> int:
-        """Work items into which a span or suffix is cut, if it is long enough."""
+        """Work items into which a suffix, or a span with few readers, is cut, if it is long enough."""
         return ITEMS_PER_SM * self.num_sms
+
+    def num_resident(self, which: int) -> int:
+        """Work items of a class that a device works at side by side: a tile of 128 q rows takes a multiprocessor."""
+        return self.num_items if self.decode_rows[which] < LARGE_ROWS else self.num_sms
 
 
 class HostLists:
@@ -79,9 +85,13 @@ class HostLists:
         self.span_class = [row_class(len(rows) * self.group_size, sizes) for rows in self.span_rows]
         self.request_class = [row_class(new * self.group_size, sizes) for new in new_lens]
         averages = [self._average(span) for span in self.spans]
+        self.span_tiles = [
+            -(-len(rows) * self.group_size // sizes.decode_rows[which])
+            for rows, which in zip(self.span_rows, self.span_class, strict=True)
+        ]
         self.span_chunk = [
-            span_chunk(average * sizes.num_kv_heads, sizes.num_kv_heads, sizes.num_items, which)
-            for average, which in zip(averages, self.span_class, strict=True)
+            span_chunk(average * sizes.num_kv_heads, sizes.num_kv_heads, sizes.num_resident(which), which, num_tiles)
+            for average, which, num_tiles in zip(averages, self.span_class, self.span_tiles, strict=True)
         ]
         self.span_cap = [max_chunks(*both) for both in zip(averages, self.span_chunk, strict=True)]
         self.shares = [self._shares(i) for i in range(len(new_lens))]
@@ -141,8 +151,8 @@ class HostLists:
     def max_items(self, which: int) -> int:
         """Maximum number of work items of a class's spans in one layer."""
         return sum(
-            self._max_chunks(span) * -(-len(rows) * self.group_size // self.sizes.decode_rows[which])
-            for span, rows in enumerate(self.span_rows)
+            self._max_chunks(span) * num_tiles
+            for span, num_tiles in enumerate(self.span_tiles)
             if self.span_class[span] == which
         )
 

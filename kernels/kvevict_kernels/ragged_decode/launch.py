@@ -189,7 +189,7 @@ def run_layer(addresses: TableAddresses, step: Step, inputs: LayerInputs, *, out
 
     Source: split-KV decoding (Flash-Decoding) over runs per head, as FlashInfer's variable block sparse attention;
         FlashAttention-2's loop over gathered rows.
-    Cost: keys are read once per tile of q rows of a unit (64 in decode, 128 in a prefill; fewer where rows are wide);
+    Cost: keys are read once per tile of q rows of a unit (64 or 128; fewer where rows are wide);
         float32 sums; one launch per class and a merge, one launch for prefills and one that merges the parts of their
         keys, if they are split; no host sync, no atomics.
     """

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 from kvevict_kernels.device_limits import DeviceLimits
 
-DECODE_ROWS = (16, 64)
-"""Q rows per tile of the split kernel, by class: unshared decode rows; many sharers, or several new tokens."""
-EXTEND = len(DECODE_ROWS)
+FEW_ROWS = 16
+"""Q rows per tile of the split kernel's first class: unshared decode rows."""
+MANY_ROWS = {80: 64, 89: 64, 90: 128, 100: 64}
+"""By family, of the second class: many sharers, or several new tokens. On sm_90 it has the tile of ``ragged_extend``,
+two warp groups: a third fewer instructions per row, and half the reads of K and V, than with 64 rows (compiled)."""
+EXTEND = 2
 """Index of ``ragged_extend``'s tile, after the classes of the split kernel."""
 STAGES = 5
 """Of software pipelining: index, then K and V, then products. Below 5 no copy overlaps with the products."""
@@ -64,7 +67,7 @@ def family_of(limits: DeviceLimits) -> int:
 def tiles_for(
     limits: DeviceLimits, head_dim: int, *, has_window: bool = False, has_few_bits: bool = False
 ) -> tuple[Tile, Tile, Tile]:
-    """Tiles of a device: split kernel with 16 rows, with 64 rows (or 32), ``ragged_extend``.
+    """Tiles of a device: split kernel with 16 rows, with 64 or 128 rows (or 32), ``ragged_extend``.
 
     With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same. With
     ``has_few_bits`` it also reads rows of 8 and 4 bits.
@@ -75,15 +78,17 @@ def tiles_for(
     width = next((width for width in HEAD_DIMS if head_dim <= width), None)
     if width is None:
         return _latent_tiles(limits, head_dim)
-    keys, extend_keys = KEYS[family_of(limits), width]
+    family = family_of(limits)
+    keys, extend_keys = KEYS[family, width]
     if has_window:
         keys, extend_keys = max(keys // 2, MIN_KEYS), max(extend_keys // 2, MIN_KEYS)
     is_wide = width == HEAD_DIMS[-1]
-    return (
-        Tile(DECODE_ROWS[0], keys, warps=4),
-        Tile(WIDE_FEW_BITS_ROWS if is_wide and has_few_bits else DECODE_ROWS[1], keys, warps=8 if is_wide else 4),
-        Tile(64 if is_wide else 128, extend_keys, warps=8),
-    )
+    extend = Tile(64 if is_wide else 128, extend_keys, warps=8)
+    if is_wide:
+        many = Tile(WIDE_FEW_BITS_ROWS if has_few_bits else 64, keys, warps=8)
+    else:
+        many = extend if MANY_ROWS[family] == extend.rows else Tile(MANY_ROWS[family], keys, warps=4)
+    return Tile(FEW_ROWS, keys, warps=4), many, extend
 
 
 def few_bits_options(which: int, head_dim: int) -> dict[str, int]:
