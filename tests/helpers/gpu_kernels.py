@@ -50,7 +50,7 @@ INT64: tuple[str, ...] = (
     "token_slots_ptr",
 )
 INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
-INT8 = ("staged_ptr", "source_bits_ptr")
+INT8 = ("kind_ptr", "occupied_ptr", "source_bits_ptr")
 NUMBERS = {
     "req_to_token": "i64",
     "scale_log2": "fp32",
@@ -201,6 +201,8 @@ def small_kernels(arch: int) -> Iterator[Spec]:
     counting |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms}
     yield spec("ragged_decode.triton_items:suffix_work_kernel", arch, HEADS | counting)
     yield spec("cut_runs.triton_impl:_cut_runs_kernel", arch, {"BLOCK": 32}, options={"num_warps": 1})
+    for name in ("_mark_kernel", "_kind_kernel"):
+        yield spec(f"compact_kv.triton_impl:{name}", arch, {"BLOCK": 1024})
     yield spec("alloc_head_slots.triton_impl:_indptr_kernel", arch, {"BLOCK": 1024})
     yield spec("alloc_head_slots.triton_impl:_head_slots_kernel", arch, {"BLOCK": 1024, "PER_SLOT": 3})
     for key_bits in (32, 64):

@@ -264,15 +264,30 @@ def test_order_of_programs_does_not_matter(
     assert_same_bits("v_arena", v, want_v)
 
 
+def kinds(src: Tensor, dst: Tensor, arena: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Masks of the moves into holes, of the staged ones and of the others."""
+    from kvevict_kernels.compact_kv.triton_impl import DIRECT, HOLE, STAGED, kinds_of_moves
+
+    found = kinds_of_moves(src, dst, *arena.shape[:3])
+    return found == HOLE.value, found == STAGED.value, found == DIRECT.value
+
+
 @pytest.mark.parametrize("sources", ["inside", "outside", "both"])
-def test_only_rows_from_written_slots_go_through_the_temporary(
+def test_rows_are_moved_by_the_launch_that_may(
     monkeypatch: pytest.MonkeyPatch, triton_device: str, sources: str
 ) -> None:
-    """Poison between the launches: the second may read no row that it writes, and no unused part of the temporary."""
+    """Poison between the launches: the second may read no row that it writes, and no unused part of the temporary.
+
+    The first one writes holes only: rows that no move reads.
+    """
     from kvevict_kernels.compact_kv import triton_impl
 
     k, v = arenas((2, 50, 3, 64), torch.bfloat16, triton_device)
     src, dst, from_inside = packing(sources, triton_device)
+    hole, staged, direct = kinds(src, dst, k)
+    assert torch.equal(hole, torch.isin(dst, src).logical_not())
+    assert torch.equal(staged, from_inside & ~hole)
+    assert torch.equal(direct, ~hole & ~staged)
     old, want = (k.clone(), v.clone()), (k.clone(), v.clone())
     compact_kv_reference(*want, src, dst)
     before_writing: list[tuple[Tensor, Tensor]] = []
@@ -283,7 +298,7 @@ def test_only_rows_from_written_slots_go_through_the_temporary(
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             def launch(rows: Tensor, staging: Tensor, *args: Any, **sizes: Any) -> None:
                 before_writing.append((rows.clone(), staging.view(55, 64).clone()))
-                rows.view(300, 64)[dst.long()] = torch.nan
+                rows.view(300, 64)[dst[~hole].long()] = torch.nan
                 self.kernel[grid](rows, staging, *args, **sizes)
 
             return launch
@@ -291,11 +306,38 @@ def test_only_rows_from_written_slots_go_through_the_temporary(
     monkeypatch.setattr(triton_impl, "_write_kernel", PoisonFirst())
     triton_impl.compact_kv_triton(k, v, src, dst, None, None)
     assert len(before_writing) == 2
-    for name, got, wanted, unwritten, (rows, staging) in zip("kv", (k, v), want, old, before_writing, strict=True):
+    for name, got, wanted, first, (rows, staging) in zip("kv", (k, v), want, old, before_writing, strict=True):
         assert_same_bits(f"{name}_arena", got, wanted)
-        assert_same_bits(f"{name}_arena after the gather launch", rows, unwritten)
-        staged = staging.isnan().logical_not()
-        assert torch.equal(staged, from_inside[:, None].expand(55, 64))
+        first.view(300, 64)[dst[hole].long()] = wanted.view(300, 64)[dst[hole].long()]
+        assert_same_bits(f"{name}_arena after the first launch", rows, first)
+        is_filled = staging.isnan().logical_not()
+        assert torch.equal(is_filled, staged[:, None].expand(55, 64))
+
+
+def test_few_rows_of_a_packed_prefix_go_through_the_temporary(triton_device: str) -> None:
+    """A fifth of each run, packed run after run into the first fifth of the token slots: a fifth of a fifth."""
+    num_layers, num_tokens, num_kv_heads = 4, 1000, 2
+    rows = torch.arange(num_layers * num_tokens * num_kv_heads).view(num_layers, num_tokens, num_kv_heads)
+    runs = rows.transpose(1, 2).flatten(0, 1)  # the rows of a layer and head, token after token
+    src = torch.cat([run[torch.randperm(num_tokens)[:200].sort().values] for run in runs]).int().to(triton_device)
+    dst = rows[:, :200].flatten().int().to(triton_device)
+    arena = torch.empty(num_layers, num_tokens, num_kv_heads, 1, device=triton_device)
+    hole, staged, direct = (float(mask.float().mean()) for mask in kinds(src, dst, arena))
+    assert 0.75 < hole < 0.85 and 0.02 < staged < 0.06 and 0.12 < direct < 0.2
+
+
+def test_moves_to_more_token_slots_than_they_fill(triton_device: str) -> None:
+    """Flags are as many as the moves; what has none counts as a source, and all arrives."""
+    k, v = arenas((2, 60, 3, 16), torch.float16, triton_device)
+    want = (k.clone(), v.clone())
+    dst = (3 * torch.randperm(60)[:30]).int().to(triton_device)  # a row of each of 30 token slots
+    src = torch.cat([dst[:10].flip(0), dst[10:] + 1])
+    compact_kv_reference(*want, src, dst)
+    hole, staged, _ = kinds(src, dst, k)
+    assert not hole[torch.isin(dst, src)].any() and staged.any()
+    compact_kv(k, v, src, dst)
+    assert_same_bits("k_arena", k, want[0])
+    assert_same_bits("v_arena", v, want[1])
 
 
 K = torch.zeros(1, 4, 2, 8)

@@ -45,8 +45,8 @@ def compact_kv(
             outside the arena, a repeated ``dst``, or an ``indptr`` that does not ascend from 0 to M.
 
     Source: merging after D2O (arXiv 2406.13035); the moves are a scheme of this project.
-    Cost: reads M and writes C rows of K and of V; rows in the temporary (on the CPU: all) are written and read once
-        more; no host sync on a device; deterministic, no atomics.
+    Cost: reads M and writes C rows of K and of V; rows in the temporary (on the CPU, and of weighted sums: all) are
+        written and read once more; no host sync on a device; deterministic, no atomics.
     """
     check_tensor("k_arena", k_arena, (None, None, None, None), (*KV_DTYPES, FP8))
     device = k_arena.device

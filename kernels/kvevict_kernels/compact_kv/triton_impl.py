@@ -1,4 +1,4 @@
-"""compact_kv on the device: a gather launch into a temporary, then a write launch, ordered by the stream.
+"""compact_kv on the device: two launches, ordered by the stream, and a temporary for rows that neither can move.
 
 README.md says which rows go through the temporary, and why the order of programs does not matter. The temporary has a
 place for every row: only the device knows how many rows use it.
@@ -22,8 +22,65 @@ MAX_COLUMNS = 256
 """Columns of a group: what a block of rows has registers for. Latents are wider."""
 WIDE = 128
 """Columns. Wider rows take twice the warps, so that their sums fit into registers."""
-INDICES = ("src_ptr", "dst_ptr", "staged_ptr", "indptr_ptr", "weights_ptr")
+HOLE, STAGED, DIRECT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Kinds of moves: in the first launch; out of the arena in the first launch and to its place in the second; in the
+second launch."""
+INDEX_BLOCK = 1024
+INDICES = ("src_ptr", "dst_ptr", "kind_ptr", "indptr_ptr", "weights_ptr", "place_ptr", "occupied_ptr")
 """Index pointers. Not specialised on alignment, which varies by call and would cause recompilation."""
+
+
+@triton.jit
+def _cell_of(row, place_ptr, mask, num_token_slots, num_kv_heads, num_places):
+    """Rank of a row's token slot among those that are written (-1: it is not), and the row's place in ``occupied``."""
+    slot = row // num_kv_heads
+    place = tl.load(place_ptr + slot % num_token_slots, mask=mask, other=-1)
+    cell = ((slot // num_token_slots).to(tl.int64) * num_places + place) * num_kv_heads + row % num_kv_heads
+    return place, cell
+
+
+@triton.jit(do_not_specialize=["num_out", "num_places"], do_not_specialize_on_alignment=list(INDICES))
+def _mark_kernel(
+    src_ptr,  # [C] int32
+    place_ptr,  # [num_token_slots] int32
+    occupied_ptr,  # [num_layers, num_places, num_kv_heads] int8
+    num_out,
+    num_token_slots,
+    num_kv_heads,
+    num_places,
+    BLOCK: tl.constexpr,
+):
+    """Mark the rows of written token slots that are sources."""
+    i_out = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_out = i_out < num_out
+    src = tl.load(src_ptr + i_out, mask=m_out, other=0)
+    place, cell = _cell_of(src, place_ptr, m_out, num_token_slots, num_kv_heads, num_places)
+    tl.store(occupied_ptr + cell, 1, mask=(place >= 0) & (place < num_places))
+
+
+@triton.jit(do_not_specialize=["num_out", "num_places"], do_not_specialize_on_alignment=list(INDICES))
+def _kind_kernel(
+    src_ptr,  # [C] int32
+    dst_ptr,  # [C] int32
+    place_ptr,  # [num_token_slots] int32
+    occupied_ptr,  # [num_layers, num_places, num_kv_heads] int8
+    kind_ptr,  # [C] int8
+    num_out,
+    num_token_slots,
+    num_kv_heads,
+    num_places,
+    BLOCK: tl.constexpr,
+):
+    """The kind of every move; a written token slot without a place in ``occupied`` is taken to hold only sources."""
+    i_out = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_out = i_out < num_out
+    src = tl.load(src_ptr + i_out, mask=m_out, other=0)
+    dst = tl.load(dst_ptr + i_out, mask=m_out, other=0)
+    from_place, _ = _cell_of(src, place_ptr, m_out, num_token_slots, num_kv_heads, num_places)
+    to_place, cell = _cell_of(dst, place_ptr, m_out, num_token_slots, num_kv_heads, num_places)
+    is_hole = tl.load(occupied_ptr + cell, mask=(to_place >= 0) & (to_place < num_places), other=1) == 0
+    kind = tl.where(is_hole, HOLE, tl.where(from_place >= 0, STAGED, DIRECT))
+    tl.store(kind_ptr + i_out, kind.to(tl.int8), mask=m_out)
 
 
 @triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
@@ -31,7 +88,8 @@ def _gather_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
     staging_ptr,  # [C, width]
     src_ptr,  # [C] int32
-    staged_ptr,  # [C] int8
+    dst_ptr,  # [C] int32
+    kind_ptr,  # [C] int8
     num_out,
     first_column,
     width,
@@ -39,14 +97,18 @@ def _gather_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """staging[i] = rows[src[i], first_column : first_column + width] where staged[i], bits unchanged."""
+    """The columns of rows[src[i]] go to rows[dst[i]] if that is a hole, or to staging[i] if staged; bits unchanged."""
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
-    m_staged = tl.load(staged_ptr + i_out, mask=i_out < num_out, other=0) != 0
-    mask = m_staged[:, None] & (o_col < width)[None, :]
-    src = tl.load(src_ptr + i_out, mask=m_staged, other=0).to(tl.int64)
-    b_rows = tl.load(rows_ptr + src[:, None] * HEAD_DIM + first_column + o_col[None, :], mask=mask)  # [BLOCK, BLOCK_D]
-    tl.store(staging_ptr + i_out[:, None] * width + o_col[None, :], b_rows, mask=mask)
+    kind = tl.load(kind_ptr + i_out, mask=i_out < num_out, other=DIRECT)
+    m_moved = kind != DIRECT
+    mask = m_moved[:, None] & (o_col < width)[None, :]
+    src = tl.load(src_ptr + i_out, mask=m_moved, other=0).to(tl.int64)
+    dst = tl.load(dst_ptr + i_out, mask=kind == HOLE, other=0).to(tl.int64)
+    p_columns = rows_ptr + first_column + o_col[None, :]
+    b_rows = tl.load(p_columns + src[:, None] * HEAD_DIM, mask=mask)  # [BLOCK, BLOCK_D]
+    p_staging = staging_ptr + i_out[:, None] * width + o_col[None, :]
+    tl.store(tl.where((kind == HOLE)[:, None], p_columns + dst[:, None] * HEAD_DIM, p_staging), b_rows, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
@@ -86,9 +148,9 @@ def _gather_sum_kernel(
 def _write_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
     staging_ptr,  # [C, width]
-    src_ptr,  # [C] int32; read only where not staged
+    src_ptr,  # [C] int32; read only where direct
     dst_ptr,  # [C] int32
-    staged_ptr,  # [C] int8
+    kind_ptr,  # [C] int8
     num_out,
     first_column,
     width,
@@ -96,17 +158,17 @@ def _write_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The columns of rows[dst[i]] = staging[i] where staged[i], else those of rows[src[i]]; bits unchanged."""
+    """The columns of rows[dst[i]] = staging[i] if staged, those of rows[src[i]] if direct; bits unchanged."""
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
-    m_out = i_out < num_out
+    kind = tl.load(kind_ptr + i_out, mask=i_out < num_out, other=HOLE)
+    m_out = kind != HOLE
     mask = m_out[:, None] & (o_col < width)[None, :]
-    m_staged = tl.load(staged_ptr + i_out, mask=m_out, other=0) != 0
-    src = tl.load(src_ptr + i_out, mask=m_out & ~m_staged, other=0).to(tl.int64)
+    src = tl.load(src_ptr + i_out, mask=kind == DIRECT, other=0).to(tl.int64)
     dst = tl.load(dst_ptr + i_out, mask=m_out, other=0).to(tl.int64)
     p_columns = rows_ptr + first_column + o_col[None, :]
     p_staging = staging_ptr + i_out[:, None] * width + o_col[None, :]
-    p_from = tl.where(m_staged[:, None], p_staging, p_columns + src[:, None] * HEAD_DIM)
+    p_from = tl.where((kind == STAGED)[:, None], p_staging, p_columns + src[:, None] * HEAD_DIM)
     b_rows = tl.load(p_from, mask=mask)  # [BLOCK, BLOCK_D]
     tl.store(p_columns + dst[:, None] * HEAD_DIM, b_rows, mask=mask)
 
@@ -126,18 +188,28 @@ def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -
     return [(first, min(width, head_dim - first)) for first in range(0, head_dim, width)]
 
 
-def rows_to_stage(src: Tensor, dst: Tensor, num_token_slots: int, num_kv_heads: int) -> Tensor:
-    """Find the moves (``src`` to ``dst``, [C], int32) whose source lies in a token slot that the same call writes.
+def kinds_of_moves(src: Tensor, dst: Tensor, num_layers: int, num_token_slots: int, num_kv_heads: int) -> Tensor:
+    """In which launches each move (``src`` to ``dst``, [C], int32) is done; no host sync.
 
-    Callers fill their token slots completely, so one flag per token slot is enough; flags per row would take layers x
-    heads as much memory. Reads C indices a few times and the token slots once; no host sync.
+    A destination that is no source is a hole: the first launch fills it, whatever its source. Of the others those whose
+    source lies in a token slot that the same call writes are staged. Callers fill their token slots completely, so the
+    flags of their rows are as many as the moves; with other moves those of further token slots are taken as set.
 
     Returns:
-        [C], int8: 1 where the row has to go through the temporary, else 0.
+        [C], int8: ``HOLE``, ``STAGED`` or ``DIRECT``.
     """
-    written = torch.zeros(num_token_slots, dtype=torch.int8, device=dst.device)
+    num_out, device = dst.numel(), dst.device
+    written = torch.zeros(num_token_slots, dtype=torch.int32, device=device)
     written.index_fill_(0, token_slot_of(dst, num_token_slots, num_kv_heads).long(), 1)
-    return written.index_select(0, token_slot_of(src, num_token_slots, num_kv_heads))
+    place = torch.where(written > 0, written.cumsum(0, dtype=torch.int32) - 1, -1)
+    num_places = -(-num_out // (num_layers * num_kv_heads))
+    occupied = torch.zeros(num_layers * num_places * num_kv_heads, dtype=torch.int8, device=device)
+    kinds = torch.empty(num_out, dtype=torch.int8, device=device)
+    sizes = (num_out, num_token_slots, num_kv_heads, num_places)
+    grid = (triton.cdiv(num_out, INDEX_BLOCK),)
+    _mark_kernel[grid](src, place, occupied, *sizes, BLOCK=INDEX_BLOCK)
+    _kind_kernel[grid](src, dst, place, occupied, kinds, *sizes, BLOCK=INDEX_BLOCK)
+    return kinds
 
 
 def compact_kv_triton(
@@ -154,12 +226,12 @@ def compact_kv_triton(
 
     Weighted sums all go through the temporary: most runs with several sources have one in a written token slot.
     """
-    _, num_token_slots, num_kv_heads, head_dim = k_arena.shape
+    num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
     num_out = dst.numel()
     if indptr is None:
-        staged = rows_to_stage(src, dst, num_token_slots, num_kv_heads)
+        kinds = kinds_of_moves(src, dst, num_layers, num_token_slots, num_kv_heads)
     else:
-        staged = torch.ones(num_out, dtype=torch.int8, device=dst.device)
+        kinds = torch.full((num_out,), STAGED.value, dtype=torch.int8, device=dst.device)
     grid = (triton.cdiv(num_out, ROW_BLOCK),)
     groups = column_groups(num_out, head_dim, k_arena.element_size(), staging_bytes)
     buffer = torch.empty(num_out * groups[0][1], dtype=k_arena.dtype, device=k_arena.device)
@@ -175,7 +247,7 @@ def compact_kv_triton(
         for first_column, width in groups:
             columns = (num_out, first_column, width)
             if indptr is None:
-                _gather_kernel[grid](rows, buffer, src, staged, *columns, **sizes)
+                _gather_kernel[grid](rows, buffer, src, dst, kinds, *columns, **sizes)
             else:
                 _gather_sum_kernel[grid](rows, buffer, src, indptr, weights, *columns, **sizes)
-            _write_kernel[grid](rows, buffer, src, dst, staged, *columns, **sizes)
+            _write_kernel[grid](rows, buffer, src, dst, kinds, *columns, **sizes)
