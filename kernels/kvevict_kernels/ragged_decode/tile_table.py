@@ -70,7 +70,8 @@ def tiles_for(
     """Tiles of a device: split kernel with 16 rows, with 64 or 128 rows (or 32), ``ragged_extend``.
 
     With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same. With
-    ``has_few_bits`` it also reads rows of 8 and 4 bits.
+    ``has_few_bits`` it also reads rows of 8 and 4 bits; at width 128 more warps keep up to 72 bytes of a thread on the
+    stack, not 200 (compiled).
 
     Raises:
         ValueError: head_dim beyond the table.
@@ -87,7 +88,8 @@ def tiles_for(
     if is_wide:
         many = Tile(WIDE_FEW_BITS_ROWS if has_few_bits else 64, keys, warps=8)
     else:
-        many = extend if MANY_ROWS[family] == extend.rows else Tile(MANY_ROWS[family], keys, warps=4)
+        many = Tile(MANY_ROWS[family], keys, warps=8 if has_few_bits and width == 128 else 4)
+        many = extend if many.rows == extend.rows else many
     return Tile(FEW_ROWS, keys, warps=4), many, extend
 
 
