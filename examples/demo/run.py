@@ -1,5 +1,7 @@
 """The dial: the same eight questions about one document, at all of its bytes, at a fifth, and at a twentieth.
 
+Last they are asked with `complete`, which takes back what was evicted.
+
 Progress and answers go to stderr; the last line of stdout is one JSON object. `compare.py` measures beside stock.
 """
 
@@ -9,13 +11,25 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
-from kvevict_demo.ask import Streamed, ask, ask_all, prefix_text, question_text, reading
+from kvevict_demo.ask import (
+    COMPLETE,
+    EXACT,
+    HELD_TOKENS,
+    Options,
+    Streamed,
+    ask_all,
+    prefix_text,
+    question_text,
+    reading,
+)
 from kvevict_demo.log import LOG_QUESTION, log_text
 from kvevict_demo.questions import BRANCH_QUESTIONS
 from rich.console import Console, Group
@@ -32,13 +46,11 @@ from sgl_kvevict.errors import KVEvictError
 
 POOL_SLOTS = 3300
 """The least: the uncompressed document with eight questions and answers. The model's context sets the most."""
-CONFIG = {"host_bytes": 0}
-"""Without host memory nothing that was evicted comes back, so the document keeps each size while it is read."""
-OTHER_SLOTS = 70
+OTHER_SLOTS = 70 + HELD_TOKENS
 """Token slots of the requests beside the document and the log: two short questions, and what is generated."""
 POLL_S = 0.1
 COMPRESSED_WITHIN_S = 60.0
-ANSWER_COLUMNS = 21
+ANSWER_COLUMNS = 16
 NEXT = """
 Try next
   make serve                     the same server for your own programs (OpenAI API, SGLang's frontend)
@@ -52,12 +64,12 @@ class Reading:
     """The answers of all questions, and the size of the document that they were read from.
 
     Attributes:
-        share: what the document was to take of its bytes.
+        share: what the document was to take of its bytes; None: as many as all of its entries take (``complete``).
         slots: token slots that it took, its uncompressed tail included.
         answers: of the questions, while they grow.
     """
 
-    share: float
+    share: float | None
     slots: int
     answers: Sequence[Streamed] = ()
 
@@ -93,12 +105,12 @@ class Screen:
 
     Args:
         live: display to write on.
-        shares: of the columns.
+        shares: of the columns; a last one is for `complete`.
     """
 
     def __init__(self, live: Live, shares: Sequence[float]) -> None:
         self.readings: list[Reading] = []
-        self._live, self._shares, self._doing = live, shares, ""
+        self._live, self._shares, self._doing = live, (*shares, None), ""
         self._started = time.monotonic()
 
     def note(self, text: str) -> None:
@@ -125,7 +137,7 @@ def main(
     """Run the demo; see the module's description."""
     console = Console(stderr=True, highlight=False, width=110)
     folder = made_model(model)
-    config: dict[str, Any] = {**CONFIG, "budget": budget}
+    config: dict[str, Any] = {"budget": budget}
     if stay:
         config["events"] = {}
     flags = ("--max-total-tokens", str(pool_slots), "--random-seed", "42", "--enable-metrics", "--enable-cache-report")
@@ -156,30 +168,37 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
     with Live(console=console, refresh_per_second=8) as live:
         screen = Screen(live, (1.0, budget, least))
         screen.doing("prefill of a handbook")
-        with reading(server, prefix_text(), is_exact=True) as meta:
-            tokens = int(meta["prompt_tokens"])
+        with reading(server, prefix_text(), options=EXACT) as whole:
+            tokens = int(whole["meta_info"]["prompt_tokens"])
             screen.note(
                 f"{tokens:,} tokens of a handbook: {tokens:,} token slots. A request with `exact` keeps them so."
             )
-            ask_about(server, screen, tokens, 1.0, is_exact=True)
+            ask_about(server, screen, tokens, Reading(1.0, held_slots(server, tokens)), EXACT)
         slots = wait_until_compressed(server, tokens)
         screen.note(f"That request is gone, and the handbook was compressed: {slots:,} token slots.")
-        ask_about(server, screen, tokens, budget)
+        ask_about(server, screen, tokens, Reading(budget, slots))
         state = plugin_state(server) or {}
         screen.doing("prefill of a log, which needs slots while another request reads the handbook")
         compressed = int(state["span_tokens"])
         room = (config.slots_at(above_least, compressed, 0) + config.slots_at(least, compressed, 0)) // 2
-        log = log_of(server, pool_slots - (tokens - compressed) - room - OTHER_SLOTS)
-        with reading(server, prefix_text() + question_text(BRANCH_QUESTIONS[0])):
-            pressing = Streamed(LOG_QUESTION)
-            ask(server.url, log, pressing, is_exact=True)
-            slots = held_slots(server, tokens)
-        screen.note(
-            f"A log of {pressing.meta['prompt_tokens']:,} tokens needed slots while another request read the handbook, "
-            f"which shrank: {slots:,}."
-        )
-        ask_about(server, screen, tokens, least)
+        log = log_of(server, pool_slots - (tokens - compressed) - room - OTHER_SLOTS) + question_text(LOG_QUESTION)
+        with ExitStack() as log_is_read:
+            # Retained, because with room in the host's memory it would move there once nobody reads it.
+            retain = {"retain": {"seconds": 600, "share": least}}
+            with reading(server, prefix_text() + question_text(BRANCH_QUESTIONS[0]), options=retain):
+                pressing = log_is_read.enter_context(reading(server, log, options=EXACT))
+                slots, grown = held_slots(server, tokens), grown_slots(server)
+            screen.note(
+                f"A log of {pressing['meta_info']['prompt_tokens']:,} tokens needed slots while another request read "
+                f"the handbook, which shrank: {slots:,}."
+            )
+            # The log leaves no room in which the handbook could grow.
+            ask_about(server, screen, tokens, Reading(least, slots))
+        last = Reading(None, slots)
+        ask_about(server, screen, tokens, last, COMPLETE)
+        last.slots += grown_slots(server) - grown
         screen.doing("")
+        screen.note(f"The log is gone. Questions with `complete` took back what was evicted: {last.slots:,} slots.")
     server.check_alive()
     after = plugin_state(server) or {}
     leaks = abs(int(after["leaked_slots"])) + len(server.leak_messages())
@@ -188,21 +207,23 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
     return {
         "prefix_tokens": tokens,
         "compressed_tokens": compressed,
-        "dial": [each.figures() for each in screen.readings],
+        "dial": [each.figures() for each in screen.readings if each is not last],
+        "complete": last.figures(),
         "answers": len(BRANCH_QUESTIONS),
         "sharers": int(after["max_sharers"]),
         "pool_slots": pool_slots,
-        "pressing_tokens": pressing.meta["prompt_tokens"],
-        "pressing_answer_is_right": pressing.is_right,
+        "pressing_tokens": pressing["meta_info"]["prompt_tokens"],
+        "pressing_answer_is_right": LOG_QUESTION.is_right(pressing["text"]),
         "pool_leaks": leaks,
         "budget": budget,
         "policy": state["policy"],
     }
 
 
-def ask_about(server: RunningServer, screen: Screen, tokens: int, share: float, *, is_exact: bool = False) -> None:
+def ask_about(
+    server: RunningServer, screen: Screen, tokens: int, now: Reading, options: Options = MappingProxyType({})
+) -> None:
     """Ask all questions about the document, which has ``tokens`` tokens, as it is in the cache now."""
-    now = Reading(share, held_slots(server, tokens))
     screen.readings.append(now)
     screen.doing("eight questions at once")
 
@@ -210,7 +231,7 @@ def ask_about(server: RunningServer, screen: Screen, tokens: int, share: float, 
         now.answers = answers
         screen.draw()
 
-    now.answers = ask_all(server.url, BRANCH_QUESTIONS, on_word, prefix_tokens=tokens, is_exact=is_exact)
+    now.answers = ask_all(server.url, BRANCH_QUESTIONS, on_word, prefix_tokens=tokens, options=options)
     screen.draw()
 
 
@@ -218,6 +239,11 @@ def held_slots(server: RunningServer, tokens: int) -> int:
     """Token slots of the document, while nothing else is compressed."""
     state = plugin_state(server) or {}
     return int(tokens - state["span_tokens"] + state["span_slots"])
+
+
+def grown_slots(server: RunningServer) -> int:
+    """Token slots that compressed prefixes have taken for entries that came back, since the start."""
+    return int((plugin_state(server) or {})["grown_slots"])
 
 
 def wait_until_compressed(server: RunningServer, tokens: int) -> int:
@@ -241,19 +267,20 @@ def log_of(server: RunningServer, num_tokens: int) -> str:
     return log_text(round(num_days * num_tokens / tokens))
 
 
-def dial_table(shares: Sequence[float], readings: Sequence[Reading]) -> Table:
-    """Questions, and for each share of the document's bytes what was answered so far."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+def dial_table(shares: Sequence[float | None], readings: Sequence[Reading]) -> Table:
+    """Questions, and for each share of the document's bytes (None: `complete`) what was answered so far."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
     table.add_column("share of the handbook's bytes", no_wrap=True)
     for share in shares:
-        table.add_column(f"{share:g}", width=ANSWER_COLUMNS, no_wrap=True, overflow="ellipsis")
+        title = "complete" if share is None else f"{share:g}"
+        table.add_column(title, width=ANSWER_COLUMNS, no_wrap=True, overflow="ellipsis")
     for number, question in enumerate(BRANCH_QUESTIONS):
         cells = [_answer(reading.answers[number]) for reading in readings if reading.answers]
         table.add_row(question.text, *cells)
     table.add_row()
     done = [reading for reading in readings if all(answer.meta for answer in reading.answers) and reading.answers]
     table.add_row("token slots", *(f"{reading.slots:,}" for reading in readings))
-    read = (f"{reading.share_of_entries:.0%}, {reading.bits:.1f} bits each" for reading in done)
+    read = (f"{reading.share_of_entries:.0%}, {reading.bits:.1f} bits" for reading in done)
     table.add_row("entries read", *read)
     right = (f"[green]{reading.num_right} of {len(reading.answers)}[/]" for reading in done)
     table.add_row("right answers", *right)

@@ -23,8 +23,7 @@ HANDBOOK_TOKENS = 2800
 
 @pytest.fixture(scope="module")
 def server(start, demo_model):
-    # Without host memory prefixes stay at the budget; with it they would grow, because the pool has room.
-    return start(demo_model, *FLAGS, config={"host_bytes": 0})
+    return start(demo_model, *FLAGS, config={})
 
 
 @pytest.fixture
@@ -68,13 +67,16 @@ def test_demo(server, monkeypatch):
     spec.loader.exec_module(demo)
     shown = io.StringIO()
     figures = demo.run(server, Console(file=shown, width=120), 0.2, POOL)
-    whole, fifth, least = figures["dial"]
+    (whole, fifth, least), complete = figures["dial"], figures["complete"]
     assert whole["slots"] == figures["prefix_tokens"] and (whole["share_of_entries"], whole["bits"]) == (1, 16)
     tail = figures["prefix_tokens"] - figures["compressed_tokens"]
     assert [round((each["slots"] - tail) / figures["compressed_tokens"], 3) for each in (fifth, least)] == [0.2, 0.05]
     assert fifth["right_answers"] == whole["right_answers"] == figures["answers"] == figures["sharers"] == 8
     assert 0 <= least["right_answers"] <= 8 and least["share_of_entries"] < fifth["share_of_entries"] < 1
-    assert [each["cached_tokens"] for each in figures["dial"]] == [8 * figures["prefix_tokens"]] * 3
+    assert (complete["share"], complete["share_of_entries"]) == (None, 1) and complete["right_answers"] == 8
+    assert least["slots"] < fifth["slots"] < complete["slots"] < 0.375 * figures["prefix_tokens"]
+    columns = [*figures["dial"], complete]
+    assert [each["cached_tokens"] for each in columns] == [8 * figures["prefix_tokens"]] * 4
     assert figures["pressing_answer_is_right"] and figures["pressing_tokens"] < figures["pool_slots"] == POOL
     assert figures["pool_leaks"] == 0
     assert shown.getvalue().count("Tomas Brandt") >= 2 and "8 of 8" in shown.getvalue()

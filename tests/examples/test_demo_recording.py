@@ -94,7 +94,8 @@ def test_the_committed_picture_is_of_the_committed_run() -> None:
     assert title == {"$ make demo", f"{int(figures['seconds'])} s"}
     shown = "\n".join(lines)
     named = [figures["prefix_tokens"], figures["pool_slots"], figures["pressing_tokens"]]
-    named += [each["slots"] for each in figures["dial"]]
+    columns = [*figures["dial"], figures["complete"]]
+    named += [each["slots"] for each in columns]
     assert [number for number in named if f"{number:,}" not in shown] == []
-    right = [f"{each['right_answers']} of {figures['answers']}" for each in figures["dial"]]
+    right = [f"{each['right_answers']} of {figures['answers']}" for each in columns]
     assert re.search(r"^right answers\s+" + r"\s+".join(right), shown, re.MULTILINE)

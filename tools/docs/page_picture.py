@@ -30,20 +30,22 @@ from sgl_kvevict.cli.web import WebServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "results" / "top-web.png"
-WIDTH, HEIGHT = 1200, 2200  # the page is shorter: its end is cut off
+WINDOW = "1200,2200"  # higher than the page
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 FLAGS = (*FLAGS, "--disable-background-networking", "--disable-component-update")
 SELECT = """
 (async () => {
   const later = (ms) => new Promise((done) => setTimeout(done, ms));
   await later(3000);
-  const whole = [...nodes.values()].sort((a, b) => b.tokens - a.tokens)[0];
-  document.querySelector(`#icicle button[data-node="${whole.id}"]`).click();
+  const handbook = [...nodes.values()].filter((node) => node.tokens > 256).sort((a, b) => b.hits - a.hits)[0];
+  document.querySelector(`#icicle button[data-node="${handbook.id}"]`).click();
   while ($("text").hidden) await later(200);
-  return Math.ceil($("node").getBoundingClientRect().bottom) + 20;
+  const end = Math.ceil($("text").getBoundingClientRect().bottom) + 20;
+  return { width: document.documentElement.clientWidth, height: end };
 })()
 """
-"""Selects the demo's document, waits until all of it is shown, and returns where the page ends."""
+"""Selects the demo's document, waits until its text is shown, and returns the part of the page down to there, without
+the place of its scroll bar."""
 
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 
@@ -75,7 +77,7 @@ def opened(url: str) -> Iterator[Page]:
     """Open a page in a browser of its own."""
     with tempfile.TemporaryDirectory() as profile:
         port = free_port()
-        command = ["chromium", *FLAGS, f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={profile}"]
+        command = ["chromium", *FLAGS, f"--window-size={WINDOW}", f"--user-data-dir={profile}"]
         command += [f"--remote-debugging-port={port}", url]
         browser = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
@@ -100,10 +102,11 @@ def _debugger(port: int) -> str:
 def main() -> None:
     """Run the demo beside the page, select its document, and write the picture."""
     import run as demo
+    from kvevict_demo.ask import ask
 
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/events"
-        config = {**demo.CONFIG, "events": {"endpoint": endpoint, "expose_tokens": True}}
+        config = {"events": {"endpoint": endpoint, "expose_tokens": True}}
         flags = ("--max-total-tokens", str(demo.POOL_SLOTS), "--random-seed", "42")
         system = kvevict_system("page", config, flags)
         log = ROOT / "out" / "page_picture.log"
@@ -115,9 +118,8 @@ def main() -> None:
             with opened(f"http://127.0.0.1:{web.server_port}/") as page:
                 demo.run(server, Console(file=io.StringIO()), 0.2, demo.POOL_SLOTS)
                 for num_days in (60, 60, 8):  # compressed as usual, and too short to be compressed
-                    demo.ask(server.url, demo.log_text(num_days), demo.Streamed(demo.LOG_QUESTION))
-                height = page.evaluate(SELECT)
-                area = {"x": 0, "y": 0, "width": WIDTH, "height": height, "scale": 1}
+                    ask(server.url, demo.log_text(num_days), demo.Streamed(demo.LOG_QUESTION))
+                area = {"x": 0, "y": 0, "scale": 1, **page.evaluate(SELECT)}
                 picture = page.ask("Page.captureScreenshot", format="png", clip=area)["data"]
             web.shutdown()
     PICTURE.write_bytes(base64.b64decode(picture))

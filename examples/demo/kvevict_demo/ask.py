@@ -20,8 +20,12 @@ from .questions import Question, system_prompt
 ANSWER_TOKENS = 12
 HELD_TOKENS = 64
 """Tokens that a request generates which is to read a prompt for a while: two seconds or more."""
-EXACT: Mapping[str, Any] = {"custom_params": {"kvevict": {"exact": True}}}
-"""Sampling parameters of a request that reads nothing compressed."""
+Options = Mapping[str, Any]
+"""Of a request: what it has under ``kvevict`` in its custom parameters."""
+EXACT: Options = {"exact": True}
+"""Read nothing compressed."""
+COMPLETE: Options = {"complete": True}
+"""Read every entry, so take back what was evicted."""
 
 
 @dataclass
@@ -60,7 +64,7 @@ def ask_all(
     on_word: Callable[[Sequence[Streamed]], None],
     *,
     prefix_tokens: int,
-    is_exact: bool = False,
+    options: Options = MappingProxyType({}),
 ) -> list[Streamed]:
     """Ask all questions about the document at the same time, streamed.
 
@@ -70,7 +74,7 @@ def ask_all(
         on_word: called with all answers whenever one of them has grown; from several threads.
         prefix_tokens: length of the document's part of the prompts. What follows is computed even if it is cached,
             because the same question may have been computed behind another size of the document.
-        is_exact: read nothing compressed.
+        options: of all requests.
 
     Raises:
         OSError: the server is gone, or refused a request.
@@ -78,7 +82,7 @@ def ask_all(
     answers = [Streamed(question) for question in questions]
     anew = {"return_logprob": True, "logprob_start_len": prefix_tokens}  # SGLang matches no token from there on
     with ThreadPoolExecutor(len(answers)) as pool:
-        ask_one = partial(ask, url, prefix_text(), on_word=lambda: on_word(answers), is_exact=is_exact, fields=anew)
+        ask_one = partial(ask, url, prefix_text(), on_word=lambda: on_word(answers), options=options, fields=anew)
         list(pool.map(ask_one, answers))
     return answers
 
@@ -89,7 +93,7 @@ def ask(
     answer: Streamed,
     on_word: Callable[[], None] = lambda: None,
     *,
-    is_exact: bool = False,
+    options: Options = MappingProxyType({}),
     fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Ask one question behind a prefix; ``answer`` grows with every word. ``fields``: further ones of the request.
@@ -99,7 +103,7 @@ def ask(
     """
     body = {
         "text": prefix + question_text(answer.question),
-        "sampling_params": {"max_new_tokens": ANSWER_TOKENS, "temperature": 0, **(EXACT if is_exact else {})},
+        "sampling_params": {"max_new_tokens": ANSWER_TOKENS, "temperature": 0, **_custom(options)},
         "stream": True,
         **fields,
     }
@@ -110,21 +114,29 @@ def ask(
 
 
 @contextmanager
-def reading(server: RunningServer, prompt: str, *, is_exact: bool = False) -> Iterator[dict[str, Any]]:
-    """Have a request read a prompt while the block runs; yields the ``meta_info`` of its first token.
+def reading(server: RunningServer, prompt: str, *, options: Options = MappingProxyType({})) -> Iterator[dict[str, Any]]:
+    """Have a request read a prompt while the block runs.
+
+    Yields its answer as SGLang sends it (``text``, ``meta_info``), at first with one token, after the block with all.
 
     Raises:
         OSError: the server is gone, or refused the request.
     """
     name = secrets.token_hex(8)
-    sampling = {"max_new_tokens": HELD_TOKENS, "ignore_eos": True, "temperature": 0, **(EXACT if is_exact else {})}
+    sampling = {"max_new_tokens": HELD_TOKENS, "ignore_eos": True, "temperature": 0, **_custom(options)}
     parts = _stream(
         f"{server.url}/generate", {"rid": name, "text": prompt, "sampling_params": sampling, "stream": True}
     )
-    yield next(parts)["meta_info"]
+    answer = next(parts)
+    yield answer
     server.post("/abort_request", {"rid": name})
-    for _ in parts:  # to its end: only then no token of it is computed any more
-        pass
+    for part in parts:  # to its end: only then no token of it is computed any more
+        answer.update(part)
+
+
+def _custom(options: Options) -> dict[str, Any]:
+    """Sampling parameters of a request with options."""
+    return {"custom_params": {"kvevict": dict(options)}} if options else {}
 
 
 def _stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
