@@ -31,4 +31,8 @@ def kept_share(span: Span, num_bins: int) -> Tensor:
 
 def entries_by_head(span: Span) -> dict[int, Tensor]:
     """[num_layers * num_kv_heads], int32: entries that each (layer, KV head) stores, by the bits of their rows."""
-    return {runs.bits: runs.lens.flatten() for runs in span.runs()}
+    counts: dict[int, Tensor] = {}
+    for runs in span.runs():  # several of one width: a part for each piece that came back
+        lens = runs.lens.flatten()
+        counts[runs.bits] = counts[runs.bits] + lens if runs.bits in counts else lens
+    return counts

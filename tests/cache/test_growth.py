@@ -8,6 +8,8 @@ from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.cache.growth import AMPLE_SHARE, MAX_RETURNED
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.segments.kept import entries_by_head
+from sgl_kvevict.sglang_adapter.monitoring.inspection import tree_report
 
 TEXT = [i * 7 % 11 for i in range(64)]
 CONFIG = KVEvictConfig(
@@ -325,3 +327,19 @@ def test_a_flush_or_new_weights_forget_what_was_evicted(empty):
     empty(harness)
     harness.check()
     assert harness.host.used_bytes == 0
+
+
+def test_reports_count_the_entries_of_every_piece_that_came_back() -> None:
+    """Pieces have rows of one width, each in a part of its own; both halves of a segment that is split later."""
+    harness = harness_of()
+    segment = shrunk(harness, 0.5, 0.3, 0.1)
+    serve(harness, TEXT, complete=True)
+    serve(harness, TEXT[:30] + [10] * 12)
+    assert segment.num_spans == 2 and segment.num_live_entries == num_entries(segment)
+    report = tree_report(harness.tree, 100, expose_tokens=False)
+    compressed = [node for node in report.nodes if node.compressed]
+    assert sum(sum(node.entries.values()) for node in compressed) == num_entries(segment)
+    assert [node.kept for node in compressed] == [1, 1]
+    for span in (harness.tree.spans[each] for each in harness.tree.nodes() if each in harness.tree.spans):
+        counts = entries_by_head(span)
+        assert sum(int(each.sum()) for each in counts.values()) == span.num_tokens * segment.geometry.num_runs

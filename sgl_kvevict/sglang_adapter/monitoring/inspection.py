@@ -146,12 +146,16 @@ def _entries(spans: list[Span]) -> list[dict[int, int]]:
     """Entries that each span reads, by the bits of their rows; one device read for all spans with shared segments."""
     shared = [runs for span in spans if span.segment.num_spans > 1 for runs in span.runs()]
     counts = iter(torch.stack([runs.lens.sum() for runs in shared]).tolist() if shared else ())
-    return [
-        {runs.bits: count for runs in span.runs() if (count := next(counts))}
-        if span.segment.num_spans > 1
-        else span.segment.entries_by_bits
-        for span in spans
-    ]
+    found: list[dict[int, int]] = []
+    for span in spans:
+        if span.segment.num_spans == 1:
+            found.append(span.segment.entries_by_bits)
+            continue
+        stored = Counter[int]()
+        for runs in span.runs():  # several of one width: a part for each piece that came back
+            stored[runs.bits] += next(counts)
+        found.append({bits: count for bits, count in stored.items() if count})
+    return found
 
 
 def _slots(span: Span, entries: int) -> float:
