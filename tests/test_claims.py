@@ -180,14 +180,14 @@ def test_the_page_of_quality_says_what_the_dial_keeps() -> None:
             for row in csv.DictReader(file)
         }
     text = " ".join((ROOT / "docs" / "quality.md").read_text(encoding="utf-8").split())
-    small, qwen = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"
+    small, qwen, large = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"
     ours, others = (
         [[kept[model, bits, share] for model in (small, qwen)] for share in ("0.2", "0.1", "0.05")]
         for bits in ("auto", "16")
     )
     for phrase in (
-        f"keeps {ours[1][0]} on SmolLM2 and {ours[1][1]} on Qwen 0.5B,",
-        f"where 16 bits keep {others[1][0]} and {others[1][1]}. At a twentieth,",
+        f"keeps {ours[1][0]} on SmolLM2, {ours[1][1]} on Qwen 0.5B and {kept[large, 'auto', '0.1']} on the 1.5B model,",
+        f"where 16 bits keep {others[1][0]} and {others[1][1]} (1.5B: not measured). At a twentieth,",
         f"it keeps {ours[2][0]} and {ours[2][1]}, and 16 bits keep {others[2][0]} and {others[2][1]}.",
         f"At a fifth it keeps {ours[0][0]} on SmolLM2, where 16 bits keep {others[0][0]};",
         f"on Qwen 0.5B the two do not differ ({ours[0][1]} and {others[0][1]}).",
