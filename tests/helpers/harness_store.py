@@ -35,10 +35,14 @@ IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_
 
 
 def identity_for(harness: Harness) -> StoreIdentity:
-    """The same of a harness whose rows have its own width and dtype."""
+    """The same of a harness that has its own number of heads, width of rows and dtype."""
     geometry = harness.geometry
     return dataclasses.replace(
-        IDENTITY, dtype=str(harness.k.dtype), head_dim=geometry.head_dim, own_value_dim=geometry.own_value_dim
+        IDENTITY,
+        dtype=str(harness.k.dtype),
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        own_value_dim=geometry.own_value_dim,
     )
 
 
