@@ -24,7 +24,7 @@ setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 model: setup ## download and convert the demo model, once (ARGS=qwen-0.5b: another one; ARGS=--list)
 	@$(BIN)/python -m kvevict_tools.models $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
 
-demo: model ## eight questions about one document at all, a fifth and a twentieth of its bytes, and all taken back: one to two minutes
+demo: model ## eight questions about one document at all, a fifth and a twentieth of its bytes, and all taken back: about a minute
 	@$(BIN)/python examples/demo/run.py $(ARGS)
 
 recording: model ## the demo as it was seen, drawn: docs/demo.svg, and its figures in docs/results/demo-watched.json
