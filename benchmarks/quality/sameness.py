@@ -226,13 +226,14 @@ def by_time(rows: Rows) -> dict[str, list[float]]:
 
 def page(rows: Rows) -> str:
     """The page: by model and setup, then by when it was asked, and by what an answer was read from."""
+    asks = max(int(row["ask"]) for row in rows) + 1
     lines = [
         "# Sameness of answers",
         "",
-        "Written by `python benchmarks/quality/sameness.py`. One question is asked 30 times, greedily, while its",
-        "prefix goes twice through all shares and out of the pool, and comes back; other requests take and give back",
+        f"Written by `python benchmarks/quality/sameness.py`. One question is asked {asks} times, greedily, while its",
+        "prefix goes through all shares, out of the pool and back, again and again; other requests take and give back",
         "the slots. *Same*: answers that equal the first one, token by token. *Distinct*: different answers to a",
-        "question, mean and most. *Changes*: answers that differ from the one before, of 29.",
+        f"question, mean and most. *Changes*: answers that differ from the one before, of {asks - 1}.",
         "",
         "| model | setup | questions | same | distinct | changes | commit |",
         "|---|---|--:|--:|--:|--:|---|",

@@ -368,7 +368,7 @@ class Sources:
         places = [i for i, piece in enumerate(self._pieces) if piece.bits == bits]
         count, lens = sum(self._pieces[i].count for i in places), self._lens[places]
         numbers = run_entries(self._firsts[places].T, lens.T, count)
-        if len(places) > len(self.ranges):  # a range has several parts of this width
+        if len(places) > 1 and self._interleaves:  # maybe one range has several of them, and another has none
             numbers = self._by_position(numbers, lens.sum(0))
         return KeptRows(bits, numbers, lens.sum(0).int().view(self.geometry.num_layers, -1))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.cache.growth import AMPLE_SHARE, MAX_RETURNED
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.segments import Sources, View
 from sgl_kvevict.segments.kept import entries_by_head
 from sgl_kvevict.sglang_adapter.monitoring.inspection import tree_report
 
@@ -252,6 +254,23 @@ def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
         assert serve(harness, [*text[:60], 5, 5], complete=True) == 60
         assert prefixes.spans.compressed_read(prefixes._tree.find(text[:60], (None, None)), 60).share == 1.0
     assert not any(harness.tree.guard.errors.values())
+
+
+def test_a_copy_of_a_segment_that_has_grown_and_of_another_one_is_in_order_of_positions():
+    """The first one has two parts of 4 bits, the other none: as many as there are segments."""
+    harness = harness_of(bits="auto", num_slots=400)
+    first = shrunk(harness, 0.3)
+    prefixes = harness.tree.prefixes
+    serve(harness, [*TEXT[:60], *[9] * 24])
+    path = prefixes._tree.find([*TEXT[:60], *[9] * 20], (None, None))
+    prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.5)
+    assert prefixes.growth.grow(first, is_asked=True)
+    second = prefixes.spans.at(path[-1]).segment
+    views = [View(each, each.start, each.end) for each in (first, second)]
+    assert [part.bits for view in views for part in view.segment.storage.parts].count(4) == 2 and second is not first
+    for part in harness.tree.packer.copy(Sources(first.geometry, views)).parts:
+        runs = part.positions.split(part.keep_lens.flatten().tolist())
+        assert all(torch.equal(run, run.sort().values) for run in runs)
 
 
 def test_what_was_cut_off_does_not_come_back():
