@@ -226,24 +226,23 @@ def by_time(rows: Rows) -> dict[str, list[float]]:
 
 def page(rows: Rows) -> str:
     """The page: by model and setup, then by when it was asked, and by what an answer was read from."""
-    asks = max(int(row["ask"]) for row in rows) + 1
     lines = [
         "# Sameness of answers",
         "",
-        f"Written by `python benchmarks/quality/sameness.py`. One question is asked {asks} times, greedily, while its",
+        "Written by `python benchmarks/quality/sameness.py`. One question is asked many times (*asks*), greedily, while its",
         "prefix goes through all shares, out of the pool and back, again and again; other requests take and give back",
         "the slots. *Same*: answers that equal the first one, token by token. *Distinct*: different answers to a",
-        f"question, mean and most. *Changes*: answers that differ from the one before, of {asks - 1}.",
+        "question, mean and most. *Changes*: answers that differ from the one before.",
         "",
-        "| model | setup | questions | same | distinct | changes | commit |",
-        "|---|---|--:|--:|--:|--:|---|",
+        "| model | setup | questions | asks | same | distinct | changes | commit |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     for (model, setup), chosen in _groups(rows, "model", "setup"):
         answers = of_questions(chosen)
         same = fmean(answer == 0 for each in answers for answer in each)
         distinct = [len(set(each)) for each in answers]
         lines.append(
-            f"| {model} | {setup} | {len(answers)} | {same:.0%} | {fmean(distinct):.1f}, {max(distinct)} "
+            f"| {model} | {setup} | {len(answers)} | {len(answers[0])} | {same:.0%} | {fmean(distinct):.1f}, {max(distinct)} "
             f"| {fmean(map(changes, answers)):.1f} | {chosen[0]['commit']} |"
         )
     lines += [

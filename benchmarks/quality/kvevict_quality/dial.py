@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,8 @@ class Point:
 def points(rows: Sequence[Row]) -> list[Point]:
     """All points whose tasks were all measured, by model and bits, fewest bytes first; lines end at the full cache.
 
+    The full cache may have been asked more questions, behind those of a point; these do not count.
+
     Args:
         rows: of this plugin's server, with the scores of their questions and one seed.
     """
@@ -65,7 +67,8 @@ def points(rows: Sequence[Row]) -> list[Point]:
         if policy != DEFAULT_POLICY or options not in BITS or not set(TASKS) <= tasks.keys() & full.keys():
             continue
         measured = [tasks[task] for task in TASKS]
-        share, error = paired_share(_scores([full[task] for task in TASKS]), _scores(measured))
+        asked = [full[task].scores.split()[: tasks[task].questions] for task in TASKS]
+        share, error = paired_share(_numbers(asked), _numbers(row.scores.split() for row in measured))
         held = sum(row.slots for row in measured) / sum(row.context_tokens for row in measured)
         questions = sum(row.questions for row in measured)
         found.append(Point(model, BITS[options], budget, round(held, 4), questions, round(share, 4), round(error, 4)))
@@ -74,8 +77,8 @@ def points(rows: Sequence[Row]) -> list[Point]:
     return sorted(found, key=lambda point: (point.model, point.bits, point.bytes_share))
 
 
-def _scores(rows: Sequence[Row]) -> list[float]:
-    return [float(score) for row in rows for score in row.scores.split()]
+def _numbers(words: Iterable[Sequence[str]]) -> list[float]:
+    return [float(word) for of_task in words for word in of_task]
 
 
 def draw(found: Sequence[Point], path: Path) -> None:
