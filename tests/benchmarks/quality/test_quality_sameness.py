@@ -91,8 +91,8 @@ def test_what_is_counted(sameness):
     both = [*rows([0, 1, 0, 2]), *rows([0, 0, 0, 0], "1"), *rows([0, 0, 0, 0], setup="warmed before")]
     assert sameness.of_questions(both) == [[0, 1, 0, 2], [0] * 4, [0] * 4]
     lines = sameness.page(both).splitlines()
-    assert "| m | default | 2 | 75% | 2.0, 3 | 1.5 | abc |" in lines
-    assert "| m | warmed before | 1 | 100% | 1.0, 1 | 0.0 | abc |" in lines
+    assert "| m | default | 2 | 4 | 75% | 2.0, 3 | 1.5 | abc |" in lines
+    assert "| m | warmed before | 1 | 4 | 100% | 1.0, 1 | 0.0 | abc |" in lines
     assert "| m | default | ample slots | 100% | 100 | 0.50 | 8.0 |" in lines
     assert sameness.by_time(both) == {"before": [1, 1], "during": [(1 / 2 + 1 / 3) / 2, 1], "after": [1, 1]}
     assert any(line.startswith("| m | default | 2 | 1.000 | 0.708 (71% ±") for line in lines)
