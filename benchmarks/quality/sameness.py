@@ -229,9 +229,9 @@ def page(rows: Rows) -> str:
     lines = [
         "# Sameness of answers",
         "",
-        "Written by `python benchmarks/quality/sameness.py`. One question is asked many times (*asks*), greedily, while its",
-        "prefix goes through all shares, out of the pool and back, again and again; other requests take and give back",
-        "the slots. *Same*: answers that equal the first one, token by token. *Distinct*: different answers to a",
+        "Written by `python benchmarks/quality/sameness.py`. One question is asked many times (*asks*), greedily, while",
+        "its prefix goes through all shares, out of the pool and back, again and again; other requests take and give",
+        "back the slots. *Same*: answers that equal the first one, token by token. *Distinct*: different answers to a",
         "question, mean and most. *Changes*: answers that differ from the one before.",
         "",
         "| model | setup | questions | asks | same | distinct | changes | commit |",
@@ -242,8 +242,8 @@ def page(rows: Rows) -> str:
         same = fmean(answer == 0 for each in answers for answer in each)
         distinct = [len(set(each)) for each in answers]
         lines.append(
-            f"| {model} | {setup} | {len(answers)} | {len(answers[0])} | {same:.0%} | {fmean(distinct):.1f}, {max(distinct)} "
-            f"| {fmean(map(changes, answers)):.1f} | {chosen[0]['commit']} |"
+            f"| {model} | {setup} | {len(answers)} | {len(answers[0])} | {same:.0%} "
+            f"| {fmean(distinct):.1f}, {max(distinct)} | {fmean(map(changes, answers)):.1f} | {chosen[0]['commit']} |"
         )
     lines += [
         "",
