@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 # Neither this folder nor ``tools`` is installed in the environment of kvpress.
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import torch
 from kvevict_quality import fidelity
