@@ -229,7 +229,7 @@ def page(rows: Rows) -> str:
     lines = [
         "# Sameness of answers",
         "",
-        "Written by `python benchmarks/quality/sameness.py`. One question is asked many times (*asks*), greedily, while",
+        "Written by `python benchmarks/quality/sameness.py`. A question is asked many times (*asks*), greedily, while",
         "its prefix goes through all shares, out of the pool and back, again and again; other requests take and give",
         "back the slots. *Same*: answers that equal the first one, token by token. *Distinct*: different answers to a",
         "question, mean and most. *Changes*: answers that differ from the one before.",
