@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
 
-from kvevict_quality.by_model import FEW_BITS_GOALS, goal_table, model_table
+from kvevict_quality.by_model import FEW_BITS_GOALS, fidelity_table, goal_table, model_table
 from kvevict_quality.rows import BITS_RESULTS, MODEL_RESULTS, Row, read_rows
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -77,7 +77,7 @@ def size_table() -> str:
 
 
 def few_bits_tables(rows: Sequence[Row]) -> dict[str, str]:
-    """Of rows of 8 and 4 bits, by the names of their places: our server; beside presses of kvpress.
+    """Of rows of 8 and 4 bits, by the names of their places: our server; beside presses of kvpress; on real text.
 
     Presses are compared on the tasks, lengths and models that they have rows of, at the budgets that these rows have.
     """
@@ -89,6 +89,7 @@ def few_bits_tables(rows: Sequence[Row]) -> dict[str, str]:
     return {
         "bits": model_table(ours, FEW_BITS_GOALS).rstrip(),
         "equal bytes": model_table([*beside, *pressed]).rstrip(),
+        "divergence": fidelity_table(rows).rstrip(),
     }
 
 
