@@ -410,3 +410,20 @@ def test_what_fills_its_own_path_shrinks_for_a_request_that_asks():
     assert harness.admit(req) and req.prefix_len == 120
     assert prefixes.spans.compressed_read(prefixes._tree.find(text[:120], (None, None)), 120).share == 1.0
     assert first.num_live_entries == num_entries(first)
+
+
+def test_what_was_loaded_of_a_path_is_not_dropped_for_the_rest_of_it():
+    """Two segments of one path are in the host's memory; the pool has room for the first one alone."""
+    harness = harness_of(num_slots=400)
+    shrunk(harness, 0.3)
+    prefixes = harness.tree.prefixes
+    text = [*TEXT[:60], *[9] * 64]
+    serve(harness, text)
+    path = prefixes._tree.find(text[:120], (None, None))
+    prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.3)
+    while harness.evict(1):
+        pass
+    assert len(harness.tree.spans) == 0 and len(harness.host) == 2
+    harness._alloc(harness.allocator.available_size() - 20)
+    req = harness.request([*text[:120], 5, 5])
+    assert harness.admit(req) and req.prefix_len == 60
