@@ -83,7 +83,8 @@ class Adoption:
             return 0  # before other prefixes shrink for it
         geometry = self._packer.geometry
         num_slots = geometry.slots_for(geometry.head_slots_for(CopiedEntries(record.parts, record.order).sizes))
-        slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
+        with self._tree.holding([node for node in there if node in self._spans]):
+            slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
         segment = self._install(record, tokens, slots, namespace, pieces)
@@ -104,11 +105,12 @@ class Adoption:
         drafts = self._packer.drafts
         if drafts is not None and tail.draft_k is None:
             return False
-        slots = self._tree.alloc(tail.tokens.numel())
+        path: list[int] = record.tokens.tolist()
+        tokens = self._key(path + tail.tokens.tolist(), rest[tail.tokens.numel() :])
+        with self._tree.holding(self._tree.find(tokens, namespace)):
+            slots = self._tree.alloc(tail.tokens.numel())
         if slots is None:
             return False
-        path: list[int] = record.tokens.tolist()
-        tokens = self._key(path + tail.tokens.tolist(), rest[slots.numel() :])
         with accounting():
             there = self._tree.find(tokens, namespace)
             is_free = length_of(there) == len(path) == self._spans.compressed_len(there)

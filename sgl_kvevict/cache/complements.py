@@ -25,7 +25,7 @@ class Complement:
     Attributes:
         pieces: first what was evicted first, which is worth least; lost ones, too.
         num_found: how many prompts have found the segment since it shrank last.
-        num_returned: pieces that it has taken back since its rows were written; each is a part of its own.
+        num_returned: parts that it has taken back since its rows were written.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -59,10 +59,13 @@ class Complements:
         """The complement of a segment, maybe an empty one."""
         return self._of.get(segment) or Complement()
 
+    def there(self, segment: Segment) -> list[Piece]:
+        """Pieces that are not lost, as they were evicted: what can come back when a segment grows."""
+        return [piece for piece in self[segment].pieces if not piece.is_lost]
+
     def last(self, segment: Segment) -> Piece | None:
-        """What comes back first when a segment grows: the last piece that is not lost; None: nothing can."""
-        pieces = self[segment].pieces
-        return next((piece for piece in reversed(pieces) if not piece.is_lost), None)
+        """What comes back first; None: nothing can."""
+        return next(reversed(self.there(segment)), None)
 
     # ---- out --------------------------------------------------------------------------------------------------
 
@@ -124,7 +127,11 @@ class Complements:
 
     def copied(self, views: Sequence[View]) -> CopiedEntries | None:
         """Copy what was evicted from views of segments, as one piece, to the pool's device; None: all of it is lost."""
-        there = [self.get(piece) for piece in self.of(views) if not piece.is_lost]
+        return self.joined([piece for piece in self.of(views) if not piece.is_lost])
+
+    def joined(self, pieces: Sequence[Piece]) -> CopiedEntries | None:
+        """Copy pieces that are not lost, as one piece, to the pool's device; None: there are none."""
+        there = [self.get(piece) for piece in pieces]
         if len(there) < 2:
             return there[0] if there else None
         rows, numbers = CopiedRows.joined([each.parts[0] for each in there])
@@ -141,12 +148,12 @@ class Complements:
             order = order[kept]
         return CopiedEntries((rows,), order)
 
-    def take(self, segment: Segment, piece: Piece) -> None:
-        """A piece is in the pool again, or cannot be read."""
+    def take(self, segment: Segment, pieces: Sequence[Piece]) -> None:
+        """Pieces are in the pool again, as one part, or cannot be read."""
         complement = self[segment]
-        complement.pieces.remove(piece)
+        complement.pieces = [piece for piece in complement.pieces if piece not in pieces]
         complement.num_returned += 1
-        self._host.release([piece])
+        self._host.release(pieces)
         if not complement.pieces:
             self.forget(segment)
 

@@ -14,8 +14,8 @@ from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import CopiedEntries, Segment
 
 MAX_RETURNED = 6
-"""Pieces that a segment takes back until it has shrunk, which writes its rows anew: attention reads each as a span of
-its own."""
+"""Parts that a segment takes back until it has shrunk, which writes its rows anew: attention reads each as a span of
+its own. A part is one piece; if a request asks, the last one has all pieces that are left."""
 AMPLE_SHARE = 1 / 8
 """Slots are ample while this part of the pool stays free of what segments take by themselves: running requests and the
 next prompts take theirs there, so that nothing shrinks again at once."""
@@ -53,13 +53,15 @@ class Growth:
     def to_share(self, path: Sequence[Node], share: float) -> None:
         """Let the segments of a path grow until they have a share of their entries, for a request that asks for it.
 
-        Other prefixes shrink or are dropped for it, as for a prompt that is computed.
+        Other prefixes shrink or are dropped for it, as for a prompt that is computed. Nothing of the path itself is
+        dropped: the request would have to compute it, in more slots than it had.
         """
         spans = (self._table.spans.at(node) for node in path)
-        for segment in dict.fromkeys(span.segment for span in spans if span is not None):
-            while self._can_grow(segment) and self._lacks(segment, share):
-                if not self.grow(segment, is_asked=True):
-                    break
+        with self._tree.holding(path):
+            for segment in dict.fromkeys(span.segment for span in spans if span is not None):
+                while self._can_grow(segment) and self._lacks(segment, share):
+                    if not self.grow(segment, is_asked=True):
+                        break
 
     def _lacks(self, segment: Segment, share: float) -> bool:
         """Whether a segment has less than a share of its entries, on some rank."""
@@ -102,31 +104,34 @@ class Growth:
     def grow(self, segment: Segment, *, is_asked: bool) -> bool:
         """Give a segment back what was evicted from it last; return whether it has it.
 
-        ``is_asked``: other prefixes may shrink or be dropped for it.
+        ``is_asked``: other prefixes may shrink or be dropped for it, and if it may get one more part, that has all.
         """
-        piece = self._complements.last(segment)
-        if piece is None or not self._can_grow(segment):
+        if not self._can_grow(segment):
             return False
+        pieces = self._complements.there(segment)
+        if not is_asked or self._complements[segment].num_returned < MAX_RETURNED - 1:
+            pieces = pieces[-1:]
         entries: CopiedEntries | None = None
         with self._guard.at(Place.HOST):
-            entries = self._complements.get(piece)
+            entries = self._complements.joined(pieces)
         if entries is None:
-            self._complements.take(segment, piece)
+            self._complements.take(segment, pieces)
             return False
         geometry = segment.geometry
         num_slots = geometry.slots_for(geometry.head_slots_for(entries.sizes))
         num_slots = self._tree.largest(num_slots, segment.start, segment.num_slots)
         if not num_slots:  # all its entries were of tokens that were cut off
-            self._complements.take(segment, piece)
+            self._complements.take(segment, pieces)
             return True
         if not is_asked and num_slots > self._tree.num_free:
             return False
         slots = self._tree.alloc(num_slots)
         if slots is None:
             return False
-        if not self._can_grow(segment) or self._complements.last(segment) is not piece:  # it shrank for the slots
+        is_same = self._complements.there(segment)[-len(pieces) :] == pieces
+        if not (is_same and self._can_grow(segment)):  # it shrank for the slots
             self._tree.free(slots)
             return False
         self._resizer.grow(segment, entries, slots)
-        self._complements.take(segment, piece)
+        self._complements.take(segment, pieces)
         return True

@@ -340,7 +340,7 @@ class ScoringPasses:
             return
         segments = [*packed, *in_place]
         with self._guard.on_one_rank():
-            num_bytes = sum(map(bytes_of, segments))
+            num_bytes = sum(bytes_of(segment, self._packer.statistics) for segment in segments)
             if self.num_bytes + num_bytes <= self._config.observation_bytes:
                 radius = ANSWER_RADIUS if job.questions else 0
                 arena = self._packer.k_arena

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +59,9 @@ class TreePort(Protocol):
 
     def alloc(self, num_slots: int) -> Tensor | None:
         """[num_slots], int64, token slots of the pool, for which prefixes shrink or are dropped; None: too few."""
+
+    def holding(self, path: Sequence[Node]) -> AbstractContextManager[None]:
+        """Meanwhile no node of a path is dropped for slots; its segments may shrink."""
 
     @property
     def num_free(self) -> int:

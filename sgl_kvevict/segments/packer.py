@@ -59,8 +59,8 @@ class SegmentPacker(ArenaRows):
         return self._slot_bytes(1)
 
     def bytes_of(self, segment: Segment) -> int:
-        """Bytes of a segment's entries outside the pool, at most; by slots, because entries differ between ranks."""
-        bits = 16 if segment.packed is None else segment.packed.parts[-1].bits
+        """Bytes of a segment's entries outside the pool, at most; by slots: ranks differ in entries, and in widths."""
+        bits = 16 if segment.packed is None or self.statistics is None else 4
         return segment.num_slots * self._slot_bytes(self.geometry.rows_per_slot(bits))
 
     def _slot_bytes(self, per_head_slot: int) -> int:

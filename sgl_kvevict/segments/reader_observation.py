@@ -67,7 +67,7 @@ class ReaderObservation:
 
     def observe(self, segment: Segment) -> None:
         """Begin to observe a segment's entries."""
-        self.num_bytes += bytes_of(segment)
+        self.num_bytes += bytes_of(segment, self.statistics)
         shape: tuple[int, ...] = (segment.num_entries,)
         if segment.packed is None:
             shape = (self.geometry.num_layers, self.geometry.num_kv_heads, segment.num_tokens)
@@ -87,10 +87,13 @@ class ReaderObservation:
         return ReaderChunk(self, query_start + num_counted, num_counted, tuple(parts))
 
 
-def bytes_of(segment: Segment) -> int:
-    """Memory of the sums of a segment, at most; by slots, because numbers of entries differ between ranks."""
-    geometry, packed = segment.geometry, segment.packed
-    is_whole = packed is None or packed.parts[-1].bits == 16
+def bytes_of(segment: Segment, statistics: RowStatistics | None) -> int:
+    """Memory of the sums of a segment, at most; by slots: ranks differ in entries, and in widths of their rows.
+
+    ``statistics``: see :class:`ReaderObservation`.
+    """
+    geometry = segment.geometry
+    is_whole = segment.packed is None or statistics is None
     return 4 * geometry.num_runs * segment.num_slots * geometry.rows_per_slot(16 if is_whole else 4)
 
 

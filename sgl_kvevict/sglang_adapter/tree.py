@@ -6,6 +6,7 @@ import logging
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ class UnifiedTreePort:
     def __init__(self, cache: KVEvictTree, ranks: TensorRanks) -> None:
         self.ranks = ranks
         self.checked: Req | None = None
+        self._held: UnifiedTreeNode | None = None
         self._cache = cache
         self.adapters = AdapterNamespaces(self._namespaces_in_use)
 
@@ -85,8 +87,9 @@ class UnifiedTreePort:
         return RadixKey(array("q", tokens), extra_key, bool(self.lookahead), cache_salt=cache_salt)
 
     def num_locks(self, node: UnifiedTreeNode) -> int:
-        """Number of locks on a node."""
-        return int(node.component_data[FULL].lock_ref)
+        """Number of locks on a node, but for that of :meth:`holding`."""
+        is_held = self._held is not None and node in path_to(self._held)
+        return int(node.component_data[FULL].lock_ref) - is_held
 
     def locked_by(self, reader: Req) -> UnifiedTreeNode | None:
         """Last node of the path that a request locks."""
@@ -131,6 +134,19 @@ class UnifiedTreePort:
             self._cache.evict(EvictParams(num_tokens=missing))
         slots: torch.Tensor | None = allocator.alloc(num_slots)
         return None if slots is None else slots.long()
+
+    @contextmanager
+    def holding(self, path: Sequence[UnifiedTreeNode]) -> Iterator[None]:
+        """Lock a path meanwhile; no reader needs its slots, so it may shrink (:meth:`num_locks`)."""
+        if not path:
+            yield
+            return
+        self._held, lock = path[-1], self._cache.lock(path[-1].id)
+        try:
+            yield
+        finally:
+            self._held = None
+            self._cache.unlock(lock)
 
     @property
     def num_free(self) -> int:

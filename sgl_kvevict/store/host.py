@@ -169,6 +169,7 @@ class HostSegments(Tier):
         """
         parts = _parts(record)
         num_blocks = self.largest(self._blocks_for(parts))
+        data = self._gathered(parts)
         held = self.hold(pieces)
         self.delete(record.key)
         if num_blocks > self.num_blocks:
@@ -176,7 +177,7 @@ class HostSegments(Tier):
             return 0
         while len(self._free) < num_blocks:
             self._evict()
-        copy = Copy(*self._write(parts, num_blocks))
+        copy = Copy(_shapes(parts), self._write(data, num_blocks))
         entry, block_tokens = IndexEntry.of(record), self.identity.block_tokens
         chain = namespace.chain(record.tokens.tolist(), block_tokens)
         names = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
@@ -233,11 +234,11 @@ class HostSegments(Tier):
         num_blocks = self.largest(self._blocks_for(tensors))
         if num_blocks > len(self._free) + self._num_spare:
             return None
+        num_entries, num_slots = tensors["positions"].numel(), self.largest(num_slots)
+        data = self._gathered(tensors)
         while len(self._free) < num_blocks:
             self._evict()
-        shapes, blocks = self._write(tensors, num_blocks)
-        num_entries, num_slots = tensors["positions"].numel(), self.largest(num_slots)
-        copy = EvictedCopy(shapes, blocks, *bounds, num_entries, num_slots)
+        copy = EvictedCopy(_shapes(tensors), self._write(data, num_blocks), *bounds, num_entries, num_slots)
         self.evicted[copy] = None
         self._num_spare += num_blocks
         return Piece(copy, *bounds)
@@ -305,12 +306,11 @@ class HostSegments(Tier):
         """Blocks that tensors take."""
         return -(-sum(_padded(part.nbytes) for part in parts.values()) // self.block_bytes)
 
-    def _write(self, parts: Mapping[str, Tensor], num_blocks: int) -> tuple[dict[str, Tensor], list[int]]:
-        """Copy tensors, one after the other, into free blocks; on a GPU behind what is launched, without waiting.
+    def _gathered(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """[num_bytes], uint8: tensors one after the other, on the pool's device; on a GPU behind what is launched.
 
-        Returns their shapes, and the blocks: more than they need if another rank needs more.
+        This allocates, so it comes before anything changes: without the memory everything stays as it is.
         """
-        blocks, self._free = self._free[:num_blocks], self._free[num_blocks:]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -319,13 +319,22 @@ class HostSegments(Tier):
                 own = part.contiguous().flatten().view(torch.uint8)
                 pieces += [own, own.new_empty(_padded(own.numel()) - own.numel())]
             data = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-            for block, begin in zip(blocks, range(0, data.numel(), self.block_bytes), strict=False):
-                piece = data[begin : begin + self.block_bytes]
-                self._arena[block, : piece.numel()].copy_(piece, non_blocking=True)
         if self._stream is not None:
             for part in parts.values():
                 part.record_stream(self._stream)
-        return {name: part.to("meta") for name, part in parts.items()}, blocks
+        return data
+
+    def _write(self, data: Tensor, num_blocks: int) -> list[int]:
+        """Copy gathered tensors into free blocks, on a GPU without waiting; return these.
+
+        They are more than the tensors need if another rank needs more.
+        """
+        blocks, self._free = self._free[:num_blocks], self._free[num_blocks:]
+        with torch.cuda.stream(self._stream):
+            for block, begin in zip(blocks, range(0, data.numel(), self.block_bytes), strict=False):
+                piece = data[begin : begin + self.block_bytes]
+                self._arena[block, : piece.numel()].copy_(piece, non_blocking=True)
+        return blocks
 
     def _read(self, copy: Copy) -> dict[str, Tensor]:
         """Copy blocks to the pool's device, beside the forward in flight; what is launched next waits for them."""
@@ -352,3 +361,8 @@ def _padded(num_bytes: int) -> int:
 def _parts(record: SegmentRecord) -> dict[str, Tensor]:
     """Tensors of a record that lie in blocks: all but those that stay to compare."""
     return {name: part for name, part in record.tensors.items() if name != "tokens"}
+
+
+def _shapes(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the same shapes and dtypes without contents."""
+    return {name: part.to("meta") for name, part in parts.items()}

@@ -314,6 +314,17 @@ def test_a_full_host_loses_what_was_evicted_first():
     assert len(harness.host) == 1
 
 
+def test_a_request_that_asks_gets_every_piece_however_many_there_are():
+    """Prompts that shrink while they are prefilled have a piece for each of their chunks."""
+    harness = harness_of(bits="auto")
+    segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
+    assert len(harness.tree.prefixes.complements.there(segment)) > MAX_RETURNED
+    num_parts = len(segment.storage.parts)
+    assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
+    assert segment.num_live_entries == num_entries(segment)
+    assert len(segment.storage.parts) == num_parts + MAX_RETURNED and not harness.host.evicted
+
+
 def test_many_parts_are_not_added_to():
     harness = harness_of()
     segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
@@ -362,3 +373,57 @@ def test_reports_count_the_entries_of_every_piece_that_came_back() -> None:
     for span in (harness.tree.spans[each] for each in harness.tree.nodes() if each in harness.tree.spans):
         counts = entries_by_head(span)
         assert sum(int(each.sum()) for each in counts.values()) == span.num_tokens * segment.geometry.num_runs
+
+
+@pytest.mark.parametrize("num_free", [0, 4, 20])
+def test_a_request_that_asks_loses_nothing_of_its_own_path(num_free):
+    """A path of two segments, and no other prefix that could make room for what the first one takes back."""
+    harness = harness_of(bits="auto", num_slots=400)
+    shrunk(harness, 0.3, 0.1)
+    prefixes = harness.tree.prefixes
+    text = [*TEXT[:60], *[9] * 64]
+    serve(harness, text)
+    path = prefixes._tree.find(text[:120], (None, None))
+    prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.3)
+    second = prefixes.spans.at(path[-1]).segment
+    prefixes.resizer.resize([second], prefixes.resizer.slots_at(second, 0.1))
+    harness._alloc(harness.allocator.available_size() - num_free)
+    req = harness.request([*text[:120], 5, 5], options={"complete": True})
+    prefixes.readers[req].least_share = 1.0
+    assert harness.admit(req)
+    assert req.prefix_len == 120 and len(prefixes.table.packed) == 2
+    assert (prefixes.listener.totals.growths > 0) is (num_free > 0)
+    assert not any(harness.tree.guard.errors.values())
+
+
+def test_what_fills_its_own_path_shrinks_for_a_request_that_asks():
+    """Uncompressed tokens of the path take fewer slots, and lose nothing, so that its beginning can be complete."""
+    harness = harness_of(bits="auto", num_slots=400)
+    first = shrunk(harness, 0.3, 0.1)
+    prefixes = harness.tree.prefixes
+    text = [*TEXT[:60], *[9] * 64]
+    serve(harness, text)
+    prefixes._tree.find(text[:120], (None, None))
+    harness._alloc(harness.allocator.available_size())
+    req = harness.request([*text[:120], 5, 5], options={"complete": True})
+    prefixes.readers[req].least_share = 1.0
+    assert harness.admit(req) and req.prefix_len == 120
+    assert prefixes.spans.compressed_read(prefixes._tree.find(text[:120], (None, None)), 120).share == 1.0
+    assert first.num_live_entries == num_entries(first)
+
+
+def test_what_was_loaded_of_a_path_is_not_dropped_for_the_rest_of_it():
+    """Two segments of one path are in the host's memory; the pool has room for the first one alone."""
+    harness = harness_of(num_slots=400)
+    shrunk(harness, 0.3)
+    prefixes = harness.tree.prefixes
+    text = [*TEXT[:60], *[9] * 64]
+    serve(harness, text)
+    path = prefixes._tree.find(text[:120], (None, None))
+    prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.3)
+    while harness.evict(1):
+        pass
+    assert len(harness.tree.spans) == 0 and len(harness.host) == 2
+    harness._alloc(harness.allocator.available_size() - 20)
+    req = harness.request([*text[:120], 5, 5])
+    assert harness.admit(req) and req.prefix_len == 60

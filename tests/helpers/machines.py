@@ -253,11 +253,11 @@ class HostMachine(PressureMachine):
     def grow_between_steps(self):
         self.harness.tree.prefixes.growth.between_steps()
 
-    @rule(name=st.sampled_from(["put_evicted", "get"]))
+    @rule(name=st.sampled_from(["put_evicted", "get", "_gathered"]))
     def break_host(self, name):
-        """The next copy of evicted entries fails: their prefix loses them, and nothing else happens."""
+        """The next copy to or from the host fails: the prefix loses these entries, and nothing else happens."""
         prefixes, guard = self.harness.tree.prefixes, self.harness.tree.guard
-        broken = self.harness.host if name == "put_evicted" else prefixes.complements
+        broken = prefixes.complements if name == "get" else self.harness.host
 
         def fail(*args):
             delattr(broken, name)
@@ -314,6 +314,12 @@ class GrowthMachine(HostMachine):
                     prefixes.pressure._shrink(node, 0)
         self.harness.check()
         self._settle()
+
+
+class WindowsHostMachine(HostMachine):
+    """A layer with a sliding window: what it kept, and what was evicted from it, come back whole or not at all."""
+
+    options: ClassVar[dict[str, Any]] = HostMachine.options | {"windows": (5, 0)}
 
 
 class HostUnsplittableMachine(HostMachine):
@@ -524,6 +530,13 @@ class BesideHostMachine(BesideMachine):
     options: ClassVar[dict[str, Any]] = BesideMachine.options | {"scores_any_range": True, "host_blocks": 16}
 
 
+class BesideGrowthMachine(BesideMachine, GrowthMachine):
+    """What has shrunk meanwhile grows again."""
+
+    policy = GrowthMachine.policy
+    options: ClassVar[dict[str, Any]] = GrowthMachine.options | BesideMachine.options
+
+
 class BesideHintsMachine(Hinting, BesideHostMachine):
     """Of what stays entries are still being chosen."""
 
@@ -567,6 +580,7 @@ MACHINES = (
     GrowthMachine,
     HostUnsplittableMachine,
     HostExactMachine,
+    WindowsHostMachine,
     HostMeasuredMachine,
     SupersedingMachine,
     HintsMachine,
@@ -587,6 +601,7 @@ MACHINES = (
     BesideMachine,
     BesideUnsplittableMachine,
     BesideHostMachine,
+    BesideGrowthMachine,
     BesideHintsMachine,
     BesidePressureMachine,
     BesideGenerationMachine,

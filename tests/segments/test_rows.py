@@ -23,6 +23,7 @@ from sgl_kvevict.segments import (
     Span,
     TokenRange,
     View,
+    bytes_of,
 )
 
 NUM_TOKENS, START, SLOTS = 40, 100, 64
@@ -268,3 +269,12 @@ def test_sinks_have_16_bits_in_every_head(world: World, bits: Bits) -> None:
         layers, heads = first.run_of_entries() // 2, first.run_of_entries() % 2
         assert rows.equal(world.before[0][layers, world.token_slots[first.positions.long()], heads])
     assert 16 not in {kept.bits for kept in Sources(world.geometry, [world.tokens()]).best(8, bits, 2).kept}
+
+
+def test_ranks_that_have_rows_of_different_widths_count_equally_many_bytes(world: World) -> None:
+    """After a cut one rank may have rows of 8 bits alone, and another one some of 4: what has room is up to slots."""
+    wide, narrow = world.segment(20, "auto"), world.segment(28 // world.geometry.itemsize, "auto")
+    assert [part.bits for part in wide.storage.parts] == [8] and narrow.storage.parts[-1].bits == 4
+    for num_bytes in (world.packer.bytes_of, lambda segment: bytes_of(segment, world.statistics)):
+        assert num_bytes(wide) * narrow.num_slots == num_bytes(narrow) * wide.num_slots
+    assert bytes_of(narrow, world.statistics) >= 4 * narrow.num_entries

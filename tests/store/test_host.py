@@ -102,6 +102,28 @@ def test_what_does_not_fit_is_not_taken():
     assert len(segments) == 0 and segments.used_bytes == 0
 
 
+def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
+    """A copy is gathered on the pool's device, which may be full, too; every block still has an owner afterwards."""
+    segments, ours = host(), record(OURS, NAMES, tokens(40))
+    entries = {"positions": torch.arange(3, dtype=torch.int32)}
+    piece = segments.put_evicted(entries, (0, 40), 1)
+    segments.put(ours, NAMES, [piece])
+    segments.release([piece])
+
+    def fail(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", fail)
+        with pytest.raises(MemoryError):
+            segments.put(ours, NAMES, segments.pieces_of(ours.key))
+        with pytest.raises(MemoryError):
+            segments.put_evicted(entries, (0, 40), 1)
+    check_host(segments)
+    assert_same(segments.get(ours.key), ours)
+    assert segments.get_evicted(piece)["positions"].tolist() == [0, 1, 2]
+
+
 def test_ranks_take_equally_many_blocks():
     alone = host().put(record(OURS, NAMES, tokens(40)), NAMES)
     segments = HostSegments(100, 64, CPU, OURS, lambda blocks: blocks + 2)
