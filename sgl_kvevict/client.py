@@ -33,8 +33,9 @@ class Warmed:
 
     Attributes:
         tokens: length of the prompt (tokens).
-        outcome: "compressed"; "in-use": scored, compressed once the last request that reads it ends; "too-short" to
-            compress; "no-room" in the pool for a scoring pass; "no-memory" for its observations; "busy": too many
+        outcome: "compressed"; "in-use": scored, compressed once the last request that reads it ends; "too-short":
+            its tokens that are not compressed yet are too few; "questions-too-late": it was compressed before, and the
+            questions have changed nothing; "no-room" in the pool for a scoring pass; "no-memory" for its observations; "busy": too many
             prefixes wait; "dropped", "aborted" or "failed" before the end; "cached": the policy needs no passes.
         seconds: from the request to the outcome.
     """
