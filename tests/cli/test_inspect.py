@@ -305,10 +305,10 @@ def test_the_text_tree_counts_nodes_that_it_leaves_out(capsys):
 
 def test_a_namespace_cannot_steer_the_terminal(capsys):
     looked = snapshot()
+    looked = replace(looked, about=msgspec.structs.replace(looked.about, model="m"))
     for node in looked.tree.nodes:
         node.namespace = "\x1b]0;title\x07\x1b[2J\nfaké"
     print_shaped(inspection.as_text(looked, is_long=True))
     text = capsys.readouterr().out
-    first, *lines = text.removeprefix(looked.about.model).splitlines()
-    assert "\x1b" not in text and first.startswith(", policy") and len(lines) == 4
+    assert "\x1b" not in text and len(text.splitlines()) == 5
     assert "namespace \\x1b]0;title\\x07\\x1b[2J\\nfaké  node" in text
