@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,9 +34,11 @@ class Warmed:
 
     Attributes:
         tokens: length of the prompt (tokens).
-        outcome: "compressed"; "in-use": scored, compressed once the last request that reads it ends; "too-short" to
-            compress; "no-room" in the pool for a scoring pass; "no-memory" for its observations; "busy": too many
-            prefixes wait; "dropped", "aborted" or "failed" before the end; "cached": the policy needs no passes.
+        outcome: "compressed"; "in-use": scored, compressed once the last request that reads it ends; "too-short": its
+            tokens that are not compressed yet are too few; "questions-too-late": it was compressed before, and the
+            questions have changed nothing; "no-room" in the pool for a scoring pass; "no-memory" for its observations;
+            "busy": too many prefixes wait; "dropped", "aborted" or "failed" before the end; "cached": the policy needs
+            no passes.
         seconds: from the request to the outcome.
     """
 
@@ -111,10 +114,13 @@ def _call(url: str, path: str, body: dict[str, Any] | None, deadline: float) -> 
             values = json.load(reply)
     except urllib.error.HTTPError as error:
         body_text = " ".join(error.read().decode(errors="replace").split())
-        raise WarmError(f"{url}{path}: status {error.code}: {body_text}") from error
+        hint = "; allowed as url: http://HOST:PORT, without /v1" if error.code == HTTPStatus.NOT_FOUND else ""
+        raise WarmError(f"{url}{path}: status {error.code}: {body_text}{hint}") from error
     except urllib.error.URLError as error:  # no connection
         reason = getattr(error.reason, "strerror", None) or error.reason
         raise WarmError(f"{url}{path}: no connection ({reason}); is a server running there?") from error
+    except http.client.BadStatusLine as error:
+        raise WarmError(f"{url}{path}: the answer is not HTTP; is this the port of SGLang's server?") from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: the answer is not JSON
         raise WarmError(f"{url}{path}: {' '.join(str(error).split()) or type(error).__name__}") from error
     if not isinstance(values, dict):

@@ -250,31 +250,30 @@ class KVEvictConfig(BaseModel):
         raise ValueError("not a budget")
 
     @model_validator(mode="after")
-    def _check_shares(self) -> Self:
-        """Refuse explicit shares that contradict ``budget``; a default that does not fit has no effect."""
-        given = self.model_fields_set
+    def _check_together(self) -> Self:
+        """Refuse fields that contradict each other, each in a line; a default that does not fit has no effect.
+
+        ``store_complete`` needs a store, and host memory that keeps what is evicted until it is stored.
+        """
+        problems = []
         if self.prefill_budget is not None and (not self.shares or self.prefill_budget < self.budget):
-            raise ConfigError(
+            problems.append(
                 f"prefill_budget: got {self.prefill_budget}, budget is {self.budget}; allowed: a float in [budget, 1) "
                 "with a budget in (0, 1) that excludes the tail, or null"
             )
-        if isinstance(self.budget, int):
-            return self
-        if "min_budget" in given and self.min_budget is not None and self.min_budget > self.budget:
-            raise ConfigError(
-                f"min_budget: got {self.min_budget}, budget is {self.budget}; allowed: a float in (0, budget], or null"
+        least = self.min_budget if "min_budget" in self.model_fields_set else None
+        if least is not None and isinstance(self.budget, float) and least > self.budget:
+            problems.append(
+                f"min_budget: got {least}, budget is {self.budget}; allowed: a float in (0, budget], or null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_store(self) -> Self:
-        """Refuse ``store_complete`` where nothing is stored, or nothing keeps what is evicted until it is stored."""
         if self.store_complete and (self.store is None or self.host_bytes == 0 or len(self.shares) < 2):
-            raise ConfigError(
+            problems.append(
                 f"store_complete: got true, store is {self.store!r}, host_bytes is {self.host_bytes}, "
                 f"shares of prefixes are {self.shares}; allowed: false, or true with a store, host memory and at least "
                 "two shares"
             )
+        if problems:
+            raise ConfigError("\n".join(problems))
         return self
 
     def num_slots(self, num_tokens: int, start: int = 0) -> int:
@@ -343,7 +342,9 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
         return KVEvictConfig.model_validate(dict(values))
     except ValidationError as error:
         problems = [
-            _describe(problem["loc"], problem.get("ctx", {}).get("error"), values) for problem in error.errors()
+            line
+            for problem in error.errors()
+            for line in _describe(problem["loc"], problem.get("ctx", {}).get("error"), values).splitlines()
         ]
         lines = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
         raise ConfigError(f"invalid configuration in {source}:\n{lines}") from error

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError, cut, shown
+from sgl_kvevict.fields import allowed
 
 REQUEST_KEY = "kvevict"
 MIN_TICKET_CHARS = 16
@@ -21,13 +22,7 @@ _EXCLUSIVE = (
 )
 """Options of which a request has the first or the second."""
 MAX_RETAIN_S = 86_400
-_ALLOWED = (
-    "an object with 'warm' (true or false), 'questions' (a list of strings, only with warm), 'ticket' (a string of "
-    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm), without warm at most one of 'exact', "
-    "'complete' (true or false) and 'share' (a number above 0, at most 1), 'retain' (not with exact: an object with "
-    f"'seconds', above 0 and at most {MAX_RETAIN_S}, and maybe 'share', above 0 and at most the server's budget) and "
-    "'demote' (true or false, not with exact, warm or retain)"
-)
+_NUMBER = "a number above 0, at most {}"
 
 
 class Retain(BaseModel):
@@ -35,8 +30,19 @@ class Retain(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    seconds: float = Field(gt=0, le=MAX_RETAIN_S, description="from the end of the prefill")
-    share: float | None = Field(default=None, gt=0, le=1, description="null: the server's budget")
+    seconds: float = Field(
+        gt=0,
+        le=MAX_RETAIN_S,
+        description="from the end of the prefill",
+        json_schema_extra={"allowed": _NUMBER.format(MAX_RETAIN_S)},
+    )
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="null: the server's budget",
+        json_schema_extra={"allowed": _NUMBER.format("the server's budget") + ", or null"},
+    )
 
 
 class RequestOptions(BaseModel):
@@ -46,20 +52,25 @@ class RequestOptions(BaseModel):
 
     warm: bool = Field(default=False, description="the prompt is a prefix that will be shared: score it now")
     questions: list[str] = Field(
-        default=[], description="texts that will follow the prefix: entries that they attend to are kept"
+        default=[],
+        description="texts that will follow the prefix: entries that they attend to are kept",
+        json_schema_extra={"allowed": "a list of strings"},
     )
     ticket: str | None = Field(
         default=None,
         min_length=MIN_TICKET_CHARS,
         max_length=MAX_TICKET_CHARS,
         description="a random text that only the sender knows: the outcome is published under its hash",
+        json_schema_extra={"allowed": f"a string of {MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, or null"},
     )
     exact: bool = Field(
         default=False,
         description="read nothing compressed: match what is uncompressed, compute the rest again",
     )
     retain: Retain | None = Field(
-        default=None, description="for so long the prompt is not dropped, and does not shrink below a share"
+        default=None,
+        description="for so long the prompt is not dropped, and does not shrink below a share",
+        json_schema_extra={"allowed": "an object with 'seconds' and maybe 'share', or null"},
     )
     demote: bool = Field(
         default=False,
@@ -70,7 +81,11 @@ class RequestOptions(BaseModel):
         description="read all entries of compressed prefixes that pool and host have, with 4 bits at least",
     )
     share: float | None = Field(
-        default=None, gt=0, le=1, description="read at least this share of their entries, if they have it"
+        default=None,
+        gt=0,
+        le=1,
+        description="read at least this share of their entries, if they have it",
+        json_schema_extra={"allowed": _NUMBER.format(1) + ", or null"},
     )
 
     @property
@@ -97,13 +112,14 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
     except ValidationError as error:
         problem = error.errors()[0]
         where = cut(repr(".".join([_FIELD, *map(str, problem["loc"])]))[1:-1])
-        raise ConfigError(f"{where}: got {shown(problem['input'])}; allowed: {_ALLOWED}") from error
+        raise ConfigError(f"{where}: got {shown(problem['input'])}; allowed: {_allowed(problem['loc'])}") from error
     for name in ("questions", "ticket"):
         if getattr(options, name) and not options.warm:
-            raise ConfigError(f"{_FIELD}.{name}: got {shown(getattr(options, name))}; allowed: {_ALLOWED}")
+            value = shown(getattr(options, name))
+            raise ConfigError(f"{_FIELD}.{name}: got {value} without warm; allowed: only together with 'warm': true")
     for name, other in _EXCLUSIVE:
         if getattr(options, name) and getattr(options, other):
-            raise ConfigError(f"{_FIELD}.{name}: got {shown(values[name])} together with {other}; allowed: {_ALLOWED}")
+            raise ConfigError(f"{_FIELD}.{name}: got {shown(values[name])} together with {other}; allowed: one of them")
     share = None if options.retain is None else options.retain.share
     if share is not None and (not config.shares or share > config.budget):
         allowed = f"above 0 and at most {config.budget} (the server's budget)" if config.shares else "null"
@@ -116,10 +132,23 @@ def ticket_digest(ticket: str) -> str:
     return hashlib.sha256(ticket.encode()).hexdigest()
 
 
+def _allowed(location: tuple[int | str, ...]) -> str:
+    """What is allowed where a value is wrong: ``location`` as in pydantic's errors, () for the whole object."""
+    model: type[BaseModel] = RequestOptions
+    if location[:1] == ("retain",) and len(location) > 1:
+        model, location = Retain, location[1:]
+    field = model.model_fields.get(str(location[0])) if location else None
+    if field is not None:
+        return "a string" if len(location) > 1 else allowed(field)
+    names = ", ".join(model.model_fields)
+    return names if location else f"an object with any of: {names}"
+
+
 def _check_size(field: str, values: object, model: type[BaseModel]) -> None:
     """Refuse an object with more options than there are before each of them is validated."""
     if isinstance(values, Mapping) and len(values) > len(model.model_fields):
-        raise ConfigError(f"{field}: got {len(values)} options ({shown(values)}); allowed: {_ALLOWED}")
+        names = ", ".join(model.model_fields)
+        raise ConfigError(f"{field}: got {len(values)} options ({shown(values)}); allowed: any of {names}")
 
 
 def _check_questions(questions: object, config: KVEvictConfig) -> None:

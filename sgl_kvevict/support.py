@@ -276,14 +276,15 @@ ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Of speculative decoding, those that work over compressed prefixes."""
 
 _SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
+_OTHER_TIER = f"{_SLOT_READERS}; host_bytes and store keep compressed prefixes instead"
 _ELSEWHERE = "a rank attends to a part of the tokens, and the entries of a span lie in the pool of one rank"
 _LAYOUT = "head slots are numbered as the stock pool lays out layers, slots and heads"
 
 FLAGS: dict[str, tuple[object, str]] = {
     "disable_radix_cache": (False, "there would be no prefixes to compress"),
     "page_size": (1, "spans are packed into single token slots"),
-    "enable_hierarchical_cache": (False, _SLOT_READERS),
-    "enable_lmcache": (False, _SLOT_READERS),
+    "enable_hierarchical_cache": (False, _OTHER_TIER),
+    "enable_lmcache": (False, _OTHER_TIER),
     "enable_flexkv": (False, _SLOT_READERS),
     "enable_hisparse": (False, _SLOT_READERS),
     "enable_unified_cache_external_linker": (False, _SLOT_READERS),

@@ -118,6 +118,14 @@ def test_shares_that_cannot_follow_each_other_are_refused(values: dict[str, floa
     assert message in str(caught.value)
 
 
+def test_all_contradictions_are_listed_at_once() -> None:
+    given = {"min_budget": 0.3, "prefill_budget": 0.1, "store_complete": True}
+    with pytest.raises(ConfigError) as caught:
+        load(json.dumps(given))
+    _, *lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["  - prefill_budget", "  - min_budget", "  - store_complete"]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

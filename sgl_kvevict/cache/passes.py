@@ -185,9 +185,10 @@ class ScoringPasses:
         job = ScoringJob(node, tuple(options.questions), _tickets(options), True, self._kept(prompt))
         self._queue(job, prompt)
 
-    def report_warm(self, options: RequestOptions, *, is_in_use: bool) -> None:
-        """Report the outcome of a prefix that needed no passes."""
-        self.jobs.report(_tickets(options), _outcome_of(is_in_use=is_in_use))
+    def report_warm(self, path: Sequence[Node], end: int, options: RequestOptions, *, is_in_use: bool) -> None:
+        """Report the outcome of the first ``end`` tokens of a path, a prefix that needed no passes."""
+        is_short = self._resizer.is_too_short(path, end)
+        self.jobs.report(_tickets(options), Outcome.TOO_SHORT if is_short else _outcome_of(is_in_use=is_in_use))
 
     def _kept(self, prompt: PromptObservation) -> PromptObservation | None:
         """A prompt's observation if learned scores need it with a job; None if it is not kept."""
@@ -204,7 +205,9 @@ class ScoringPasses:
                 outcome = _outcome_of(is_in_use=is_in_use)
             self.jobs.report(job.tickets, outcome)
         elif self._resizer.bounds(path) is None and not self._unmeasured(job, path):
-            self.jobs.report(job.tickets, Outcome.TOO_SHORT)
+            done = Outcome.QUESTIONS_TOO_LATE if job.questions else Outcome.COMPRESSED
+            is_short = self._resizer.is_too_short(path, self._resizer.end_of(path))
+            self.jobs.report(job.tickets, Outcome.TOO_SHORT if is_short else done)
         else:
             self.jobs.add(job)
 

@@ -157,7 +157,7 @@ class RequestPrefills(Prefills):
         if is_at_once and not options.questions:
             is_in_use = self._resizer.shrink(path, end - self._tail, observation)
             if options.warm and self._passes.is_on:
-                self._passes.report_warm(options, is_in_use=is_in_use)
+                self._passes.report_warm(path_to(node), end - self._tail, options, is_in_use=is_in_use)
             return
         if not self._passes.is_on:
             return

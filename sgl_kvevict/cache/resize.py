@@ -100,6 +100,11 @@ class Resizer:
         start, end = self._spans.compressed_len(path), self.end_of(path)
         return (start, end) if self.is_long_enough(end - start) else None
 
+    def is_too_short(self, path: Sequence[Node], end: int) -> bool:
+        """Whether a path has uncompressed tokens before ``end``, and too few of them to compress."""
+        start = self._spans.compressed_len(path)
+        return start < max(end, 1) and not self.is_long_enough(end - start)
+
     def end_of(self, path: Sequence[Node]) -> int:
         """Logical position of a path's tail, which stays uncompressed."""
         return length_of(path) - self._config.tail_tokens

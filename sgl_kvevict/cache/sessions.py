@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -11,8 +12,15 @@ from sgl_kvevict.cache.records import OTHERS, PrefixTable, Session
 MAX_SESSIONS = 16_384
 """Sessions remembered; beyond them the one that was asked longest ago is forgotten, and supersedes nothing more."""
 
-SessionKey = tuple[NamespaceKey, str]
-"""A session's namespace and the id that its client sends: in another namespace the same id is another session."""
+SessionKey = bytes
+
+
+def session_key(namespace: NamespaceKey, session_id: str) -> SessionKey:
+    """A digest of a session's namespace and of the id that its client sends.
+
+    In another namespace the same id is another session. Both texts may be as long as a client likes, and are not kept.
+    """
+    return hashlib.sha256(repr((*namespace, session_id)).encode()).digest()
 
 
 class Sessions:

@@ -14,7 +14,7 @@ import uvloop
 from rich.text import Text
 from rich.tree import Tree as TextTree
 
-from sgl_kvevict.cli.output import mean_bits, short_model, shorten
+from sgl_kvevict.cli.output import mean_bits, printable, short_model, shorten
 from sgl_kvevict.cli.size import show_bytes
 from sgl_kvevict.events import questions
 from sgl_kvevict.events.client import InspectClient, check_endpoint
@@ -100,10 +100,8 @@ def asked(endpoint: str, timeout_s: float, ask: Callable[[InspectClient], Awaita
 
 def as_text(snapshot: Snapshot, *, is_long: bool = False) -> TextTree:
     """Draw the tree for a terminal; ``is_long``: names of models and namespaces in full."""
-    tree, about = snapshot.tree, snapshot.about
-    pool = tree.pool
-    held = pool.compressed + pool.full
-    tokens = sum(node.tokens for node in tree.nodes)
+    tree, about, gauges = snapshot.tree, snapshot.about, snapshot.status.gauges
+    pool, held, tokens = gauges.pool, gauges.held_slots, gauges.logical_tokens
     model = about.model if is_long else short_model(about.model)
     title = f"{model}, policy {about.policy}: {tokens:,} tokens in {held:,} of {pool.total:,} token slots"
     title += f" ({show_bytes(held * about.slot_bytes)} of {show_bytes(pool.total * about.slot_bytes)})"
@@ -125,7 +123,8 @@ def _line(node: TreeNode, is_long: bool) -> Text:
     if node.readers:
         text.append(f"  {node.readers} reading", style="yellow")
     if node.namespace:
-        namespace = node.namespace if is_long else shorten(node.namespace, 12)
+        namespace = printable(node.namespace)
+        namespace = namespace if is_long else shorten(namespace, 12)
         text.append(f"  namespace {namespace}", style="magenta")
     return text.append(f"  node {node.id}", style="bright_black")
 

@@ -54,7 +54,10 @@ def inspect(
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained page with pictures to this file.")] = None,
     node: Annotated[
-        int | None, typer.Option(help="Show what each layer and head keeps of one node, and in how many bits.")
+        int | None,
+        typer.Option(
+            min=1, max=2**63 - 1, help="Show what each layer and head keeps of one node, and in how many bits."
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=20_000, help="Nodes at most, root side first.")] = 5000,
     maps: Annotated[int, typer.Option(min=0, help="Page: nodes, largest first, whose kept tokens are shown.")] = 100,
@@ -185,7 +188,7 @@ def size(
     kv_memory: Annotated[str | None, typer.Option(help="Or the memory of the pool: 40GB, 512MiB.")] = None,
     reserve_tokens: Annotated[int, typer.Option(min=0, help="Slots left to running requests.")] = 0,
     host_memory: Annotated[
-        str | None, typer.Option(help="For what the pool drops: 40GB; default: twice the pool.")
+        str | None, typer.Option(help="For what the pool drops: 40GB, 0 for none; default: twice the pool.")
     ] = None,
     tail_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
     min_prefix_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
@@ -209,7 +212,7 @@ def size(
     config, why_16_bits = sizing.with_bits_of(config, sizes)
     pool_slots = pool_tokens or sizing.parse_bytes(kv_memory or "") // sizes.slot_bytes
     default = HOST_PER_POOL * pool_slots * sizes.slot_bytes
-    host_bytes = default if host_memory is None else sizing.parse_bytes(host_memory)
+    host_bytes = default if host_memory is None else sizing.parse_bytes(host_memory, "--host-memory", least=0)
     rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens, host_bytes)
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:

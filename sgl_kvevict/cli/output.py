@@ -38,6 +38,11 @@ def shorten(text: str, num_chars: int) -> str:
     return text if len(text) <= num_chars else f"{text[: num_chars - 1]}…"
 
 
+def printable(text: str) -> str:
+    """A text that a client chose, on one line and without control characters, which a terminal would obey."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def short_model(path: str) -> str:
     """A model's hub name, or the last part of its folder's path; at most 40 characters."""
     return shorten(path.rstrip("/").rpartition("/")[2] if path.startswith(("/", ".", "~")) else path, 40)

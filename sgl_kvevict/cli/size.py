@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from sgl_kvevict.cli.model_names import resolve_model
+from sgl_kvevict.cli.model_names import resolve_model, unknown_model
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.geometry import KVGeometry
@@ -86,11 +86,11 @@ def read_model_sizes(model: str) -> ModelSizes:
     Raises:
         ConfigError: no such model, or it has no plain attention.
     """
+    if reason := unknown_model(os.path.expanduser(model)):
+        raise ConfigError(reason)
     model = resolve_model(model)
     allowed = "a folder with a config.json, or a hub name that can be reached from here"
     folder = Path(os.path.expanduser(model))
-    if model.startswith((".", "/", "~")) and not folder.is_dir():
-        raise ConfigError(f"model: got {model!r}, no such folder; allowed: {allowed}")
     try:
         file = folder / "config.json" if folder.is_dir() else _downloaded(model)
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -126,14 +126,19 @@ def _downloaded(hub_name: str) -> Path:
     return Path(hf_hub_download(hub_name, "config.json"))
 
 
-def parse_bytes(text: str) -> int:
-    """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; anything else is a ``ConfigError``."""
+def parse_bytes(text: str, name: str = "--kv-memory", *, least: int = 1) -> int:
+    """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; ``name`` is for error messages.
+
+    Raises:
+        ConfigError: not an amount, or less than ``least`` bytes.
+    """
     try:
         amount = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
-        amount = 0
-    if amount <= 0:
-        raise ConfigError(f"kv memory: got {text!r}; allowed: an amount like 40GB, 512MiB or a number of bytes")
+        amount = -1
+    if amount < least:
+        allowed = f"an amount like 40GB, 512MiB or a number of bytes, >= {least}"
+        raise ConfigError(f"{name}: got {text!r}; allowed: {allowed}")
     return amount
 
 

@@ -31,7 +31,7 @@ from sgl_kvevict.cache.nodes import NamespaceKey, length_of, namespace_of, path_
 from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.recency import Priority
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.cache.sessions import SessionKey
+from sgl_kvevict.cache.sessions import SessionKey, session_key
 from sgl_kvevict.events.types import PrefilledCompressed, PromptComplete, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.request import RequestOptions, parse_request_options
@@ -545,7 +545,7 @@ def _session_of(req: Req) -> SessionKey | None:
     session_id = req.session_id
     if session_id is None and req.session is not None:
         session_id = req.session.session_id
-    return None if session_id is None else (namespace_of_request(req), session_id)
+    return None if session_id is None else session_key(namespace_of_request(req), session_id)
 
 
 def _keeps_own_chunks(req: Req, up_to: int) -> bool:

@@ -219,6 +219,8 @@ def test_the_reader_of_a_pipe_may_stop(tmp_path: Path) -> None:
         ("store ls {missing}", "which is not a folder; allowed: the folder or URL of a server's store"),
         ("top {dead} --count 1 --timeout 0.1 --json", "no answer from tcp://"),
         ("inspect {dead} --timeout 0.1", "s (serve --events opens this socket)"),
+        (f"inspect {{dead}} --node {2**64}", "Invalid value for '--node'"),
+        ("inspect {dead} --node 0", "Invalid value for '--node'"),
     ],
 )
 def test_a_newcomer_reads_what_to_do(

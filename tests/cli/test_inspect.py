@@ -294,3 +294,21 @@ def test_the_text_tree_of_a_snapshot(capsys):
     print_shaped(inspection.as_text(looked, is_long=True))
     text = capsys.readouterr().out
     assert text.startswith(f"{looked.about.model}, policy ") and f"namespace {EVIL[:20]}" in text
+
+
+def test_the_text_tree_counts_nodes_that_it_leaves_out(capsys):
+    looked = snapshot()
+    print_shaped(inspection.as_text(looked))
+    gauges = looked.status.gauges
+    assert f": {gauges.logical_tokens:,} tokens in {gauges.held_slots:,} of " in capsys.readouterr().out
+
+
+def test_a_namespace_cannot_steer_the_terminal(capsys):
+    looked = snapshot()
+    looked = replace(looked, about=msgspec.structs.replace(looked.about, model="m"))
+    for node in looked.tree.nodes:
+        node.namespace = "\x1b]0;title\x07\x1b[2J\nfaké"
+    print_shaped(inspection.as_text(looked, is_long=True))
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and len(text.splitlines()) == 5
+    assert "namespace \\x1b]0;title\\x07\\x1b[2J\\nfaké  node" in text

@@ -102,8 +102,14 @@ def test_amounts_of_memory(text, amount):
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "1TBB", "many"])
 def test_bad_amounts_of_memory(text):
-    with pytest.raises(ConfigError, match="kv memory: got "):
+    with pytest.raises(ConfigError, match=r"--kv-memory: got .*; allowed: an amount like 40GB, .* >= 1"):
         parse_bytes(text)
+
+
+def test_host_memory_may_be_off():
+    assert parse_bytes("0", "--host-memory", least=0) == 0
+    with pytest.raises(ConfigError, match=r"--host-memory: got '-1'; allowed: .* >= 0"):
+        parse_bytes("-1", "--host-memory", least=0)
 
 
 @pytest.fixture
@@ -170,6 +176,8 @@ def test_command(capsys, model):
         (["--prefix-tokens", "9"], "--pool-tokens and --kv-memory: give one of them"),
         (["--prefix-tokens", "9", "--pool-tokens", "9", "--budget", "2.5"], "budget: got 2.5; allowed: a float"),
         (["--prefix-tokens", "9", "--pool-tokens", "9", "--model", "./nowhere"], "no such folder"),
+        (["--prefix-tokens", "9", "--pool-tokens", "9", "--model", "dmeo"], "got 'dmeo', no such folder; allowed: a"),
+        (["--prefix-tokens", "9", "--pool-tokens", "9", "--host-memory", "x"], "--host-memory: got 'x'; allowed: an"),
     ],
 )
 def test_bad_input(capsys, model, arguments, message):

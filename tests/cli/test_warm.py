@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +24,7 @@ class FakeServer(ThreadingHTTPServer):
     outcome: str | None = "compressed"
     is_ours = True
     refusal: str | None = None
+    status = 400
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -52,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, body))
         if self.server.refusal is not None:
-            self._answer({"error": self.server.refusal}, 400)
+            self._answer({"error": self.server.refusal}, self.server.status)
         elif self.path == "/generate":
             self._answer({"text": "", "meta_info": {"prompt_tokens": 1234}})
         else:
@@ -133,3 +135,25 @@ def test_command_line_wants_one_source(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         main(["warm", "http://127.0.0.1:1"])
     assert "--text-file and --messages-file: give one of them" in capsys.readouterr().err
+
+
+def test_the_port_of_something_else_is_said_without_its_bytes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"\xff\x00\x1b[2J not HTTP\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(WarmError, match="/generate: the answer is not HTTP; is this the port of SGLang's server"):
+            warm(f"http://127.0.0.1:{other.getsockname()[1]}", text="A prefix.")
+        thread.join()
+
+
+def test_the_address_of_openai_s_clients_is_corrected(server: FakeServer) -> None:
+    server.refusal, server.status = "Not Found", 404
+    with pytest.raises(WarmError, match=r"status 404: .*; allowed as url: http://HOST:PORT, without /v1"):
+        warm(f"{server.url}/v1", text="A prefix.")

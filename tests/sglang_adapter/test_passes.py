@@ -333,6 +333,31 @@ def test_what_is_too_short_is_said():
     assert outcome(harness) == "too-short"
 
 
+def test_a_prefix_that_is_compressed_already_is_not_called_too_short():
+    harness, scheduler = cache()
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    assert scheduler.run_all() == 3 and outcome(harness) == "compressed"
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    assert scheduler.run_all() == 0 and outcome(harness) == "compressed"
+    harness.finish(harness.run(DOCUMENT, options=WARM | {"questions": ["aaa"]}))
+    assert scheduler.run_all() == 0 and outcome(harness) == "questions-too-late"
+    harness.finish(harness.run([*DOCUMENT, 1], options=WARM))
+    assert scheduler.run_all() == 0 and outcome(harness) == "too-short"
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 9])
+def test_a_prompt_too_short_for_learned_scores_is_not_called_compressed(num_tokens):
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    harness = Harness(config=config, policy=PseudoRandomPolicy(needs_passes=True), scores_any_range=True)
+    harness.finish(harness.run(DOCUMENT[:num_tokens], options=WARM))
+    assert spans(harness) == [] and outcome(harness) == "too-short"
+    for _ in range(2):
+        harness.finish(harness.run(DOCUMENT, options=WARM))
+        assert spans(harness)[-1][1] == 56 and outcome(harness) == "compressed"
+    harness.finish(harness.run([*DOCUMENT, 1], options=WARM))
+    assert outcome(harness) == "too-short"
+
+
 @pytest.mark.parametrize("forget", [Harness.flush, lambda harness: harness.tree.forget_compressed()])
 def test_a_flush_and_new_weights_forget_jobs(forget):
     harness, scheduler = cache()

@@ -156,3 +156,21 @@ def test_sessions_are_bounded(harness, monkeypatch):
     assert superseded(harness) == 0
     ask(harness, [*TOOLS, *LEFT], "session 5")
     assert superseded(harness) == 0
+
+
+def test_long_names_of_sessions_are_not_kept(harness):
+    """A client chooses ids and namespaces: what the server remembers of each session has a fixed size."""
+    ask(harness, [*TOOLS, *LEFT], "s" * 100_000, namespace="n" * 100_000)
+    (key,) = harness.tree.prefixes.sessions._sessions
+    assert len(key) == 32
+
+
+def test_sessions_are_told_apart_by_namespace_and_id():
+    names = [
+        ((None, None), "a"),
+        ((None, "a"), ""),
+        (("a", None), ""),
+        ((None, None), "None"),
+        (("\ud800", None), "\0"),
+    ]
+    assert len({sessions_module.session_key(namespace, name) for namespace, name in names}) == len(names)
