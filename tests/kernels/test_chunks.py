@@ -22,7 +22,6 @@ from kvevict_kernels.ragged_decode.tile_table import (
     HEAD_DIMS,
     KEYS,
     LATENTS,
-    Tile,
     block_widths,
     family_of,
     tiles_for,
@@ -109,8 +108,8 @@ def test_every_architecture_finds_its_tiles(arch: int, shared_per_sm: int, famil
     assert family_of(limits) == family
     assert tiles_for(limits, 80) == tiles_for(limits, 128)
     few, many, extend = tiles_for(limits, 80)
-    assert (few.keys, extend.keys) == KEYS[family, 128]
-    assert many == (extend if family == 90 else Tile(64, few.keys, warps=4))
+    assert (few.keys, many.keys, extend.keys) == KEYS[family, 128]
+    assert (many.rows, many.warps) == ((extend.rows, extend.warps) if family == 90 else (64, 4))
     with pytest.raises(ValueError, match="head_dim: expected at most 576, got 577"):
         tiles_for(limits, 577)
 

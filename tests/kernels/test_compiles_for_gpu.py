@@ -93,6 +93,7 @@ def test_kernels_for_rows_of_few_bits_compile_for_an_h100(tmp_path: Path) -> Non
         if name.startswith(("split", "extend")):
             assert "mma" in result["ptx"], name
             assert result["in_flight"] >= 3, name
+            assert "cvt.rn.f32.u" not in result["ptx"], f"{name}: few lanes convert integers"
 
 
 def test_the_wait_is_read_from_the_innermost_loop_with_products() -> None:

@@ -71,9 +71,12 @@ def _path_of(request, layer, head, addresses_ptr, H: tl.constexpr):
 
 @triton.jit
 def _rows_of(is_own, layer, head, num_token_slots, H: tl.constexpr, D: tl.constexpr):
-    """Elements from one index to the next, and to index 0: runs hold head slots, the own tokens' list token slots."""
+    """Rows from one index to the next, and elements to index 0: runs hold head slots, the own tokens token slots.
+
+    Rows of a layer fit 32 bits, as head slots do: a product with the width of a row, a constant, is one instruction.
+    """
     shift = tl.where(is_own > 0, head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H), 0)
-    return tl.where(is_own > 0, H * D, D).to(tl.int64), shift * D
+    return tl.where(is_own > 0, H, 1), shift * D
 
 
 @triton.jit
@@ -302,9 +305,8 @@ def _extend_kernel(
             if BITS < 16:
                 s, b_v = _score_narrow_block(b_q, k_ptr, v_ptr, slot, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
             else:
-                s, b_v = _score_block(
-                    b_q, b_rot, k_ptr + shift, v_ptr + shift, slot.to(tl.int64) * stride, o_d, D, DV, BLOCK_D, BLOCK_ROT
-                )
+                row = (slot * stride).to(tl.int64) * D
+                s, b_v = _score_block(b_q, b_rot, k_ptr + shift, v_ptr + shift, row, o_d, D, DV, BLOCK_D, BLOCK_ROT)
             if (start + BLOCK_N > all_to) | (start < all_from):
                 limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
                 seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n - num_before, is_own == 0)
@@ -317,6 +319,10 @@ def _extend_kernel(
     if BITS < 16:
         b_max += b_offset * scale_log2
         b_out = with_values(b_out, b_sum, statistics_ptr, layer, head, o_d, H=H, D=D)
+    # Read again: the numbers of the rows would take registers from the products.
+    tile = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + i_tile, volatile=True)
+    i_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = i_row < count * G
     if sink_logits_ptr is not None:  # only the first part counts it
         b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
     _store_part(
