@@ -45,7 +45,7 @@ def compile_all(specs: list[Spec], cache_dir: str, python: str = sys.executable)
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "kernels")])
     run = subprocess.run(
-        [python, __file__],
+        [python, "-P", __file__],  # else modules of this folder would hide those of Python (statistics)
         input=json.dumps(specs),
         env=env | {"TRITON_CACHE_DIR": cache_dir, "PYTHONPATH": paths},
         capture_output=True,
