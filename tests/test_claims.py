@@ -18,6 +18,7 @@ from sgl_kvevict.policies.budgets import AllLayersBudget
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+SMALL, QWEN, LARGE = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
 
@@ -180,15 +181,20 @@ def test_the_page_of_quality_says_what_the_dial_keeps() -> None:
             for row in csv.DictReader(file)
         }
     text = " ".join((ROOT / "docs" / "quality.md").read_text(encoding="utf-8").split())
-    small, qwen, large = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"
     ours, others = (
-        [[kept[model, bits, share] for model in (small, qwen)] for share in ("0.2", "0.1", "0.05")]
+        [[kept[model, bits, share] for model in (SMALL, QWEN)] for share in ("0.2", "0.1", "0.05")]
         for bits in ("auto", "16")
     )
+    fours = {
+        model: "{}, {} and {}".format(*(kept[model, "4", share] for share in ("0.2", "0.1", "0.05")))
+        for model in (SMALL, QWEN)
+    }
     for phrase in (
-        f"keeps {ours[1][0]} on SmolLM2, {ours[1][1]} on Qwen 0.5B and {kept[large, 'auto', '0.1']} on the 1.5B model,",
+        f"keeps {ours[1][0]} on SmolLM2, {ours[1][1]} on Qwen 0.5B and {kept[LARGE, 'auto', '0.1']} on the 1.5B model,",
         f"where 16 bits keep {others[1][0]} and {others[1][1]} (1.5B: not measured). At a twentieth,",
         f"it keeps {ours[2][0]} and {ours[2][1]}, and 16 bits keep {others[2][0]} and {others[2][1]}.",
+        f"(The 1.5B model keeps {kept[LARGE, 'auto', '0.05']} there.)",
+        f"`bits: 4`) keep {fours[SMALL]} on SmolLM2, and {fours[QWEN]} on Qwen 0.5B, at a fifth, a tenth and a",
         f"At a fifth it keeps {ours[0][0]} on SmolLM2, where 16 bits keep {others[0][0]};",
         f"on Qwen 0.5B the two do not differ ({ours[0][1]} and {others[0][1]}).",
     ):
@@ -205,16 +211,23 @@ def test_goals_that_the_default_misses_are_those_of_the_table() -> None:
     ]
     found = [dict(zip(names, cells, strict=True)) for cells in lines]
     missed = [(row["model"], row["task"], name, cell) for row in found for name, cell in row.items() if "**" in cell]
-    assert missed == [("Qwen2.5-Coder-1.5B-Instruct", "`table`", "`distilled` 0.2", "**78 ± 10 %**")]
+    assert missed == [(LARGE, "`table`", "`distilled` 0.2", "**78 ± 10 %**")]
     assert "at a fifth of the bytes the 1.5B model keeps 78 ± 10 % of its `table`" in " ".join(text.split())
-    (long,) = [row for row in found if (row["task"], row["tokens"]) == ("`factbook`", "4,096")]
-    assert f"With 4,096 tokens SmolLM2 keeps {long['`distilled` 0.2']} of `factbook`" in text
+    long = {(row["model"], row["task"]): row["`distilled` 0.2"] for row in found if row["tokens"] == "4,096"}
+    words = " ".join(text.split())
+    assert f"With 4,096 tokens SmolLM2 keeps {long[SMALL, '`factbook`']} of `factbook`" in words
+    of_qwen = (
+        f"Qwen 0.5B keeps {long[QWEN, '`factbook`']} of `factbook` and {long[QWEN, '`squad`'].strip('*')} of `squad`,"
+    )
+    assert f"{of_qwen} the 1.5B model {long[LARGE, '`factbook`']} and {long[LARGE, '`squad`']}." in words
     below = [
         (row["model"], row["task"])
         for row in found
-        if row["`distilled` 0.05"] and share(row["`distilled` 0.05"]) < share(row["`distilled bits=16` 0.2"])
+        if row["`distilled` 0.05"]
+        and row["`distilled bits=16` 0.2"]
+        and share(row["`distilled` 0.05"]) < share(row["`distilled bits=16` 0.2"])
     ]
-    small = [task for model, task in below if model == "SmolLM2-135M-Instruct"]
+    small = [task for model, task in below if model == SMALL]
     assert small == ["`factbook`", "`squad`", "`table`"] and len(below) - len(small) == 3
 
 
