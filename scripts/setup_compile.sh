@@ -23,7 +23,7 @@ rm -f "$stamp"
 echo "compile: an environment with $(grep '^triton==' requirements/compile.txt)"
 if ! {
     .venv/bin/python -m venv --clear "$venv"
-    pip "$(grep '^torch==' requirements/compile.txt)"
+    pip "$(grep '^torch==' requirements/compile.txt)" "$(grep '^numpy==' requirements/compile.txt)" # kernels import numpy
     pip --no-deps "$(grep '^triton==' requirements/compile.txt)" # torch would want another one, or none
 } >"$log" 2>&1; then
     echo "compile: failed (whole log: $log)" >&2
