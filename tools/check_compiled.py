@@ -45,10 +45,8 @@ WORKERS = 4
 """Processes that compile at the same time."""
 KEY = 4
 """So many columns name a row."""
-WIDE_FEW_BITS_STACK = 96
-"""Bytes on the stack that are known of the split kernel with 32 q rows, which reads rows of few bits 256 wide."""
-FEW_BITS_STACK = 128
-"""The same of other kernels that read such rows, but for those on sm_90, which have none."""
+FEW_BITS_STACK = 8
+"""Bytes on the stack that are known of kernels on sm_100 that read rows of 8 and 4 bits; others have none."""
 WINDOW_STACK = 48
 """The same of kernels of layers with windows, but for those with triton 3.8.0 on sm_90 and head_dim up to 128."""
 TREE_STACK = 32
@@ -146,11 +144,9 @@ def must_hold(rows: list[Row]) -> list[str]:
 
 
 def known_stack(row: Row) -> int:
-    """Bytes on the stack that a kernel with windows, with trees, or with wide rows of few bits may have."""
-    if row[2:4] == ("256", "split, 32 q rows, few bits"):
-        return WIDE_FEW_BITS_STACK
-    if " bits" in row[3] and row[1] != "90":
-        return FEW_BITS_STACK
+    """Bytes on the stack that a kernel with windows, with trees, or with rows of few bits may have."""
+    if " bits" in row[3]:
+        return FEW_BITS_STACK if row[1] == "100" else 0
     if "window" not in row[3]:
         return TREE_STACK if "trees" in row[3] else 0
     return 0 if row[:2] == ("3.8.0", "90") and int(row[2]) <= 128 else WINDOW_STACK

@@ -27,7 +27,8 @@ FEW_BITS_REGISTERS = 168
 """Registers of a thread of the split kernel's small tile where it also reads rows of 8 and 4 bits, at most."""
 WIDE_FEW_BITS_ROWS = 32
 """Q rows of the split kernel's larger tile where head_dim is above 128 and rows may have 8 and 4 bits: with 64 it keeps
-312 to 1,480 bytes of a thread on the stack, with these 40 to 96, whatever the keys and warps (compiled)."""
+312 to 1,480 bytes of a thread on the stack, whatever the keys and warps (compiled before codes were read in words).
+With these it keeps none."""
 KEYS = {
     **{(80, 64): (64, 64, 64), (80, 128): (32, 32, 32), (80, 256): (32, 32, 16)},
     **{(89, 64): (64, 64, 64), (89, 128): (32, 32, 32), (89, 256): (16, 16, 16)},
