@@ -259,7 +259,7 @@ def test_the_dial_has_a_point_where_all_tasks_were_measured_and_ends_at_the_full
         *dial_rows([1, 1, 0], **ours),
         *dial_rows([1, 0, 0], **ours, budget=0.1, slots=130.0)[:2],  # no squad
         *dial_rows([1, 0, 0], **ours, options="bits=16", budget=0.1, slots=130.0),
-        *dial_rows([0, 0, 0], **ours, options="bits=8"),  # no line of its own
+        *dial_rows([0, 0, 0], **ours, options="sink_tokens=8"),  # no line of its own
         *dial_rows([0, 0, 0], **ours, tokens=4096),
         *dial_rows([0, 0, 0]),  # another policy
         *dial_rows([1, 1, 1], **ours, model="without its full cache"),
