@@ -107,12 +107,14 @@ bench-traces: setup ## conversations of coding agents through SGLang's tree and 
 bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1"; --aware)
 	@$(BIN)/python benchmarks/quality/run.py $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
+	@$(BIN)/python tools/write_tables.py
 
 bench-peers: export OMP_WAIT_POLICY := passive
 bench-peers: model ## the same contexts and questions with kvpress, in an environment of its own
 	@scripts/setup_peers.sh
 	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/python -m kvevict_tools.models)" $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
+	@$(BIN)/python tools/write_tables.py
 
 bench-policies: model ## what each policy costs and what it keeps; writes docs/results/policies-* and docs/policies.md
 	@$(BIN)/python benchmarks/policies/run.py $(ARGS)

@@ -91,7 +91,7 @@ def test_decode_is_that_of_the_bars() -> None:
 
 
 def test_quality_is_that_of_the_tables_and_the_first_screen_says_what_is_lost() -> None:
-    with (RESULTS / "quality" / "few-bits.csv").open(encoding="utf-8") as file:
+    with (RESULTS / "quality" / "results.csv").open(encoding="utf-8") as file:
         found = {
             (row["model"], row["task"], row["policy"], row["options"], row["budget"]): row
             for row in csv.DictReader(file)

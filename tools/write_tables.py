@@ -1,4 +1,4 @@
-"""Write generated tables: fields of the configuration, sockets, metrics, goals of quality by model, and flows.
+"""Write generated tables: fields of the configuration, sockets, metrics, quality, and flows.
 
 Run: python tools/write_tables.py [--check]
 """
@@ -15,8 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
 
-from kvevict_quality.by_model import FEW_BITS_GOALS, fidelity_table, goal_table, model_table
-from kvevict_quality.rows import BITS_RESULTS, MODEL_RESULTS, Row, read_rows
+from kvevict_quality.by_model import DEFAULT_POLICY, GOALS, fidelity_table, model_table, policy_table
+from kvevict_quality.rows import AWARE_RESULTS, RESULTS, Row, read_rows
+from kvevict_quality.systems import FULL
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -36,6 +37,7 @@ LABELLED = {
 }
 FLOWS = tuple(ROOT / "docs" / "results" / name for name in ("flows-before.json", "flows.json"))
 HISTOGRAM = "compression_seconds"
+SMALL = "SmolLM2-135M-Instruct"
 LLAMA_8B = ModelSizes(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 
 
@@ -76,18 +78,36 @@ def size_table() -> str:
     return "\n".join(lines)
 
 
-def few_bits_tables(rows: Sequence[Row]) -> dict[str, str]:
-    """Of rows of 8 and 4 bits, by the names of their places: our server; beside presses of kvpress; on real text.
+def quality_tables(rows: Sequence[Row], aware: Sequence[Row]) -> dict[str, str]:
+    """By the names of their places: the dial; policies on the demo's model; beside presses of kvpress; on real text.
 
     Presses are compared on the tasks, lengths and models that they have rows of, at the budgets that these rows have.
+
+    Args:
+        rows: of contexts that were compressed before their questions came.
+        aware: of prompts that were compressed with their question.
     """
-    ours = [row for row in rows if row.engine == "kvevict" and row.policy != "random"]
+    ours = [row for row in rows if row.engine == "kvevict"]
+    default = [row for row in ours if row.policy in (DEFAULT_POLICY, FULL)]
     pressed = [row for row in rows if row.engine == "kvpress"]
     asked = {(row.task, row.tokens, row.model, row.seed) for row in pressed}
-    budgets = {row.budget for row in pressed}
-    beside = [row for row in ours if (row.task, row.tokens, row.model, row.seed) in asked and row.budget in budgets]
+    budgets = {row.budget for row in pressed} | {1.0}
+    beside = [
+        row
+        for row in default
+        if (row.task, row.tokens, row.model, row.seed) in asked
+        and row.budget in budgets
+        and row.options in ("", "bits=16")
+    ]
+    unknown, in_prompt = (
+        [row for row in some if (row.engine, row.model, row.tokens) == ("kvevict", SMALL, 1024)]
+        for some in (rows, aware)
+    )
+    compared = {row.task for row in unknown if row.policy not in (DEFAULT_POLICY, FULL, "random")}
+    unknown = [row for row in unknown if row.task in compared and "bits" not in row.options]
     return {
-        "bits": model_table(ours, FEW_BITS_GOALS).rstrip(),
+        "bits": model_table(default, GOALS).rstrip(),
+        "policies": policy_table({"": unknown, ", asked in the prompt": in_prompt}, 0.2).rstrip(),
         "equal bytes": model_table([*beside, *pressed]).rstrip(),
         "divergence": fidelity_table(rows).rstrip(),
     }
@@ -145,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is out of date")
     arguments = parser.parse_args()
+    quality = quality_tables(read_rows(RESULTS), read_rows(AWARE_RESULTS))
     for document, name, table in (
         ("docs/configuration.md", "configuration", field_table(KVEvictConfig)),
         ("docs/operations.md", "sockets", field_table(EventsConfig)),
@@ -152,8 +173,7 @@ def main() -> None:
         ("docs/operations.md", "size", size_table()),
         ("docs/design.md", "flows", flow_table()),
         ("docs/design.md", "hooks", hook_table()),
-        *(("docs/quality.md", name, table) for name, table in few_bits_tables(read_rows(BITS_RESULTS)).items()),
-        ("docs/quality.md", "goals", goal_table(read_rows(MODEL_RESULTS)).rstrip()),
+        *(("docs/quality.md", name, table) for name, table in quality.items()),
     ):
         path = ROOT / document
         text = path.read_text(encoding="utf-8")

@@ -3,9 +3,9 @@
 Run: python benchmarks/quality/run.py --policies random snapkv reconstruction --budgets 0.2 0.1 --tasks needles
 
 Every context is sent alone and compressed before its questions are asked; with --aware, each question comes in one
-prompt with the context, which is compressed before the answer (rows go to aware.csv). The full cache (stock SGLang) is
-always measured beside what is asked for, and so is the policy `random` but with --no-control. Rows that exist are not
-measured again. Stock SGLang takes minutes for the questions of one long context on a CPU; --own-full takes its place.
+prompt with the context, which is compressed before the answer (rows go to aware.csv). The full cache (this plugin's
+attention, nothing compressed) is always measured beside what is asked for, and so is the policy `random` but with
+--no-control. Rows that exist are not measured again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=DEMO, help="folder, or a name of `make model ARGS=--list`")
     parser.add_argument("--aware", action="store_true", help="context and question in one prompt")
-    parser.add_argument("--own-full", action="store_true", help="full cache: this plugin's attention (policy none)")
     parser.add_argument("--no-control", action="store_true", help=f"do not measure the policy {CONTROL!r}")
     parser.add_argument("--results", type=Path, help="CSV file; default: results.csv, or aware.csv, of the documents")
     return parser.parse_args()
@@ -73,7 +72,7 @@ def main() -> None:
     setups = [Setup(name, budget, options, args.aware) for budget in args.budgets for name, options in policies]
     if args.aware and (found := {*FIDELITY_TASKS} & {*plan.tasks}):
         raise SystemExit(f"task {min(found)!r} has no question; leave it out with --aware")
-    for setup in (Setup(FULL, 1.0, aware=args.aware, own_full=args.own_full), *setups):
+    for setup in (Setup(FULL, 1.0, aware=args.aware), *setups):
         run_setup(plan, setup, progress)
 
 

@@ -7,30 +7,19 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from kvevict_quality.rows import Row
-from kvevict_quality.systems import AWAITED
-from kvevict_quality.tables import DEFAULT_POLICY, FULL
+from kvevict_quality.systems import FULL
 from kvevict_quality.tasks import FIDELITY_TASKS, NEEDLE_TASKS
+from sgl_kvevict.config import KVEvictConfig
 
-GOALS = {
-    ("needles", 1024): 0.95,
-    ("squad", 1024): 0.92,
-    ("factbook", 1024): 0.92,
-    ("reading", 1024): 0.92,
-    ("table", 1024): 0.85,
-    ("squad", 4096): 0.90,
-    ("factbook", 4096): 0.90,
-}
-"""Least share of the full cache's score that the default policy should keep, by task and length."""
-GOAL_BUDGET = 0.2
+DEFAULT_POLICY = KVEvictConfig().policy
+
 _ASKED = ("needles", "squad", "factbook", "reading", "table")
-FEW_BITS_GOALS = {
+GOALS = {
     **{(task, 1024, 0.2): 0.97 for task in _ASKED},
     **{(task, 1024, 0.1): 0.80 if task == "table" else 0.92 for task in _ASKED},
     **{(task, 4096, 0.2): 0.95 for task in ("squad", "factbook")},
 }
-"""The same for rows of 8 and 4 bits, by task, length and budget."""
-GOAL_POLICIES = {"learned scores": DEFAULT_POLICY, "passes": "reconstruction", "both": AWAITED}
-"""Policies by what chooses the entries: the default has one or the other, or both where passes had time."""
+"""Least share of the full cache's score that the default should keep, by task, length and budget."""
 
 PEERS = " (kvpress)"
 """Behind the names of kvpress' presses."""
@@ -111,23 +100,25 @@ def model_table(rows: Sequence[Row], goals: Mapping[tuple[str, int, float], floa
     return _table(lines, 2)
 
 
-def goal_table(rows: Sequence[Row]) -> str:
-    """One line per goal of ``GOALS`` and model: what the default keeps at ``GOAL_BUDGET``; missed goals are marked.
+def policy_table(columns: Mapping[str, Sequence[Row]], budget: float) -> str:
+    """One line per policy or press: the share of the full cache's score that it keeps of each task, highest mean first.
 
     Args:
-        rows: as in :func:`model_table`.
+        columns: rows of one model and length by what the heads of their tasks end with; as in :func:`model_table`.
+        budget: of what is shown.
     """
-    found = _by_task(rows)
-    models = sorted({row.model for row in rows if row.task not in FIDELITY_TASKS})
-    lines = [["task", "model", "tokens", "goal", *GOAL_POLICIES]]
-    for (task, tokens), goal in GOALS.items():
-        for model in models:
-            by_system = found.get((model, tokens, task), {})
-            shares = [_share(by_system, (-GOAL_BUDGET, policy)) for policy in GOAL_POLICIES.values()]
-            if any(shares):
-                verdicts = [_verdict(share, goal) for share in shares]
-                lines.append([f"`{task}`", model, f"{tokens:,}", f"{100 * goal:.0f} %", *verdicts])
-    return _table(lines, 2)
+    found = {
+        f"`{task}`{ending}": by_system
+        for ending, rows in columns.items()
+        for (_, _, task), by_system in _by_task(rows).items()
+    }
+    labels = {label for by_system in found.values() for of, label in by_system if of == -budget}
+    shares = {label: [_share(by_system, (-budget, label)) for by_system in found.values()] for label in labels}
+    worth = {label: fmean(share[0] for share in of if share is not None) for label, of in shares.items()}
+    lines = [["policy", *found]]
+    for label in sorted(labels, key=lambda label: (-worth[label], label)):
+        lines.append([f"`{label}`", *map(_cell, shares[label])])
+    return _table(lines, 1)
 
 
 def _verdict(share: tuple[float, float] | None, goal: float) -> str:

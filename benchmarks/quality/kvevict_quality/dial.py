@@ -11,9 +11,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from kvevict_quality.by_model import paired_share
+from kvevict_quality.by_model import DEFAULT_POLICY, paired_share
 from kvevict_quality.rows import Row
-from kvevict_quality.tables import DEFAULT_POLICY, FULL
+from kvevict_quality.systems import FULL
 
 TASKS = ("needle-multi-key", "table", "squad")
 """What every model was asked at every point; a point without one of them is left out."""

@@ -13,10 +13,6 @@ ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results" / "quality" / "results.csv"
 AWARE_RESULTS = RESULTS.with_name("aware.csv")
 """The same rows for prompts that end with their question."""
-MODEL_RESULTS = RESULTS.with_name("models.csv")
-"""Rows of several models, each with the scores of its questions."""
-BITS_RESULTS = RESULTS.with_name("few-bits.csv")
-"""The same of rows of 8 and 4 bits, and of 16 beside them."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,8 @@ class Row:
     """One measurement.
 
     Attributes:
-        engine: "stock", "kvevict" (the server with this plugin) or "kvpress".
-        policy: a policy's or a press's name; "full" keeps everything.
+        engine: "kvevict" (the server with this plugin) or "kvpress".
+        policy: a policy's or a press's name; "full" keeps everything (kvevict: the policy "none").
         options: of the policy, "name=value" with spaces between them; may be empty.
         budget: as configured (kvpress: the share that was asked for); 1.0 for "full".
         task: a task's name, or "fidelity".

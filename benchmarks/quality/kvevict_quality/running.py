@@ -21,6 +21,8 @@ from kvevict_quality.tasks.texts import ShortAnswer
 from kvevict_tools.launcher import RunningServer, has_fast_bfloat16, launch
 
 Progress = Callable[[str], None]
+ENGINE = "kvevict"
+"""Of all rows that are measured here."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Plan:
             if task in FIDELITY_TASKS and setup.policy == FULL and not self.full_path(task, tokens, 0).exists():
                 return True  # the row is there, but what others are compared with was left on another machine
             key = (
-                setup.engine,
+                ENGINE,
                 setup.policy,
                 setup.options_text,
                 setup.budget,
@@ -185,7 +187,7 @@ def _served_dtype(model: Path) -> str:
 def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
     num = len(sums.prepared)
     return Row(
-        engine=setup.engine,
+        engine=ENGINE,
         policy=setup.policy,
         options=setup.options_text,
         budget=setup.budget,

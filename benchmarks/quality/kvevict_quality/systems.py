@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvevict_tools.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock_system
+from kvevict_tools.launcher import STRICT_CHECK_ENV, System, kvevict_system
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import Policy, Signal, configured_policy
 
@@ -52,7 +52,6 @@ class Setup:
         budget: share of the bytes; 1.0 for ``FULL``.
         options: of the policy; ``bits`` is the configuration's, ``pool`` is of ``WHILE_PREFILLED``.
         aware: context and question come in one prompt, compressed before the answer.
-        own_full: ``FULL`` is measured on this plugin with the policy ``none``, not on stock SGLang.
 
     Raises:
         ValueError: ``aware`` with a policy that compresses only what was read again.
@@ -62,7 +61,6 @@ class Setup:
     budget: float
     options: Mapping[str, Any] = field(default_factory=dict)
     aware: bool = False
-    own_full: bool = False
 
     def __post_init__(self) -> None:
         if self.aware and self.policy != FULL and self._waits_for_readers():
@@ -70,11 +68,6 @@ class Setup:
                 f"policy {self.policy!r} compresses a prompt only after it was read, so never before its answer; "
                 "allowed with --aware: policies that compress when the prompt is complete"
             )
-
-    @property
-    def engine(self) -> str:
-        """Who serves it."""
-        return "stock" if self.policy == FULL and not self.own_full else "kvevict"
 
     @property
     def options_text(self) -> str:
@@ -107,8 +100,6 @@ class Setup:
     def system(self) -> System:
         """How to start its server."""
         flags = ("--max-total-tokens", str(self.pool_slots), "--random-seed", "42")
-        if self.engine == "stock":
-            return stock_system(self.name, flags, STRICT_CHECK_ENV)
         if self.aware:
             flags += ("--disable-overlap-schedule",)
         return kvevict_system(self.name, self._config(), flags, {**STRICT_CHECK_ENV, "PYTHONPATH": str(OWN_FOLDER)})

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -34,8 +33,8 @@ def row(**changes):
     return Row(**{**ROW, **changes})
 
 
-def full(task, score, engine="stock"):
-    return row(engine=engine, policy="full", budget=1.0, task=task, score=score, slots=1000.0)
+def full(**changes):
+    return row(**{"policy": "full", "budget": 1.0, **changes})
 
 
 def test_rows_survive_the_file_and_replace_each_other(tmp_path):
@@ -51,79 +50,6 @@ def test_rows_survive_the_file_and_replace_each_other(tmp_path):
         ("fidelity", 0.2, 0.4, 0.25),
     }
     assert read_rows(path)[0].kept_share == pytest.approx(0.226)
-
-
-def test_relative_score_counts_tasks_that_the_full_cache_solves():
-    from kvevict_quality.tables import relative
-
-    fulls = [full("needle-single", 0.8), full("needle-multi-key", 0.7), full("needle-multi-query", 0.3)]
-    scores = [row(score=0.6), row(task="needle-multi-key", score=0.3), row(task="needle-multi-query", score=0.3)]
-    assert relative(scores, fulls) == pytest.approx(0.9 / 1.5)
-    assert relative(scores[:1], fulls) is None
-    assert relative(scores, []) is None
-
-
-def test_tables_and_plot_are_made_of_all_rows(tmp_path):
-    from kvevict_quality.curves import curves, draw
-    from kvevict_quality.tables import full_table, plain_table, policy_table
-
-    peer = row(engine="kvpress", policy="SnapKVPress", score=0.2)
-    rows = [
-        full("needle-single", 0.8),
-        full("needle-single", 0.9, "kvpress"),
-        row(),
-        row(task="fidelity", kl=0.3),
-        peer,
-    ]
-    assert "| needle-single | 0.80 (30) |" in full_table(rows)
-    table = policy_table(rows)
-    assert "| 0.2 | kvevict | snapkv | 0.226 | 50 % | 0.40 | 0.400 | 0.300 |" in table
-    assert "| 0.2 | kvpress | SnapKVPress | 0.226 | 22 % |" in table
-    default = plain_table([*rows, row(policy="distilled", score=0.6)])
-    assert "| 0.226 | distilled | 75 % | 226 | 2.5 | 1.5 |" in default and "snapkv" not in default
-    assert curves(rows) == {
-        ("kvevict", "snapkv"): [(pytest.approx(0.226), pytest.approx(0.5))],
-        ("kvpress", "SnapKVPress"): [(pytest.approx(0.226), pytest.approx(0.2 / 0.9))],
-    }
-    draw(rows, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-
-
-def test_seeds_count_together_each_against_its_own_full_cache():
-    from kvevict_quality.tables import by_length, full_table, policy_table, relative
-
-    fulls = [full("needle-single", 0.8), replace(full("needle-single", 1.0), seed=1)]
-    rows = [row(score=0.4), row(score=0.8, seed=1)]
-    assert relative(rows, fulls) == pytest.approx(1.2 / 1.8)
-    assert relative(rows[:1], fulls) == pytest.approx(0.4 / 0.8)
-    assert "| needle-single | 0.90 (60) |" in full_table(fulls)
-    assert "| 0.2 | kvevict | snapkv | 0.226 | 67 % (50, 80) | 0.60 |" in policy_table([*fulls, *rows])
-    longer = row(tokens=2048)
-    assert by_length([longer, *rows]) == {1024: rows, 2048: [longer]}
-
-
-def test_one_table_shows_both_modes():
-    from kvevict_quality.tables import aware_table
-
-    fulls = [full("needle-single", 0.8), full("needle-single", 0.8, "kvpress")]
-    agnostic = [*fulls, row(score=0.2), row(policy="d2o", score=0.4), row(policy="echo", score=0.6)]
-    agnostic.append(row(policy="echo", budget=0.4, score=0.8))  # no such budget with the question
-    aware = [
-        *fulls,
-        row(policy="d2o", score=0.4),
-        row(score=0.6),
-        row(score=0.8, budget=0.5),
-        row(engine="kvpress", policy="SnapKVPress", score=0.8),
-    ]
-    head, _, *lines = aware_table(agnostic, aware).splitlines()
-    assert head == "| engine | policy | 0.5, in the prompt | 0.2, in the prompt | 0.5, unknown | 0.2, unknown |"
-    # standard error: sqrt(0.6 * 0.4 / 30) / 0.8 = 11 %, sqrt(0.2 * 0.8 / 30) / 0.8 = 9 %
-    assert lines == [
-        "| kvevict | snapkv | 100% ± 9% (30) | 75% ± 11% (30) |  | 25% ± 9% (30) |",
-        "| kvpress | SnapKVPress |  | 100% ± 9% (30) |  |  |",
-        "| kvevict | d2o |  | 50% ± 11% (30) |  | 50% ± 11% (30) |",
-        "| kvevict | echo |  |  |  | 75% ± 11% (30) |",
-    ]
 
 
 def test_divergence_of_truncated_distributions():
@@ -150,10 +76,6 @@ def test_policies_on_the_command_line():
         parse_policy("snapkv:window_size")
 
 
-def stock(**changes):
-    return row(**{"engine": "stock", "policy": "full", "budget": 1.0, **changes})
-
-
 def test_standard_errors_are_of_the_same_questions():
     from kvevict_quality.by_model import paired_share
 
@@ -168,13 +90,13 @@ def test_models_stand_below_each_other_and_needle_tasks_count_together():
     from kvevict_quality.by_model import model_table
 
     rows = [
-        stock(scores="1 1"),
-        stock(task="needle-multi-key", scores="0 1"),
-        stock(task="squad", scores="0.5 0.5", model="q"),
+        full(scores="1 1"),
+        full(task="needle-multi-key", scores="0 1"),
+        full(task="squad", scores="0.5 0.5", model="q"),
         row(scores="1 0"),
         row(task="needle-multi-key", scores="0 1"),
         row(policy="distilled", task="squad", scores="0.5 0.5", model="q"),
-        stock(task="squad", scores="0 0", model="q", seed=1),  # not asked of the policy
+        full(task="squad", scores="0 0", model="q", seed=1),  # not asked of the policy
     ]
     assert model_table(rows).splitlines()[0].endswith("| full | `distilled` 0.2 | `snapkv` 0.2 |")
     assert model_table(rows).splitlines()[2:] == [
@@ -187,7 +109,7 @@ def test_missed_goals_of_the_default_are_marked_at_their_budget():
     from kvevict_quality.by_model import model_table
 
     rows = [
-        stock(task="table", scores="1 1 1 1"),
+        full(task="table", scores="1 1 1 1"),
         row(policy="distilled", task="table", scores="1 1 1 0"),
         row(policy="distilled", task="table", scores="0 0 0 0", options="bits=16"),
         row(policy="distilled", task="table", scores="1 1 1 0", budget=0.1),
@@ -201,7 +123,7 @@ def test_presses_are_divided_by_their_own_full_cache():
 
     press = row(engine="kvpress", policy="KVzipPress", scores="1 1 0 0")
     rows = [
-        stock(scores="1 1 1 1"),
+        full(scores="1 1 1 1"),
         row(scores="1 1 1 0"),
         row(engine="kvpress", policy="full", budget=1.0, scores="1 1 0 0"),
     ]
@@ -210,36 +132,24 @@ def test_presses_are_divided_by_their_own_full_cache():
     assert line == "| m | `needles` | 1,024 | 4 | 1.00 | 100 ± 0 % | 75 ± 22 % |"
 
 
-def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
-    from kvevict_quality.by_model import goal_table
+def test_policies_stand_below_each_other_best_first_with_and_without_the_question():
+    from kvevict_quality.by_model import policy_table
 
-    ours = {"policy": "distilled"}
-    rows = [
-        stock(scores="1 1 1 1"),
-        row(**ours, scores="1 1 1 1"),
-        row(**ours, scores="0 0 0 0", budget=0.1),
-        stock(task="table", scores="1 1 1 1"),
-        row(**ours, task="table", scores="0 0 0 0"),
-        row(policy="reconstruction", task="table", scores="1 1 1 1"),
-        row(policy="awaited", task="table", scores="1 1 1 0"),
-        stock(task="squad", tokens=4096, scores="1 1 1 1", model="q"),
-        row(**ours, task="squad", tokens=4096, scores="1 1 1 0", model="q"),
-        row(task="speeches", scores="0.9", kl=0.1, nll=2.0, model="r"),
+    unknown = [
+        full(scores="1 1 1 1"),
+        full(task="table", scores="1 1 1 1"),
+        row(scores="1 1 0 0"),
+        row(task="table", scores="0 0 0 0"),
+        row(policy="d2o", scores="1 1 1 1"),
+        row(policy="d2o", scores="0 0 0 0", budget=0.1),
     ]
-    lines = goal_table(rows).splitlines()
-    assert lines[0] == "| task | model | tokens | goal | learned scores | passes | both |"
-    assert "| `needles` | m | 1,024 | 95 % | 100 ± 0 % |  |  |" in lines
-    assert "| `table` | m | 1,024 | 85 % | **0 ± 0 %** | 100 ± 0 % | *75 ± 22 %* |" in lines
-    assert not any(line.startswith("| `table` | q |") for line in lines)  # not measured
-    assert "| `squad` | q | 4,096 | 90 % | *75 ± 22 %* |  |  |" in lines
-
-
-def test_the_committed_tables_by_model_are_those_of_the_rows():
-    from kvevict_quality.by_model import fidelity_table, model_table
-    from kvevict_quality.rows import MODEL_RESULTS, read_rows
-
-    rows, page = read_rows(MODEL_RESULTS), MODEL_RESULTS.with_name("tables.md").read_text(encoding="utf-8")
-    assert model_table(rows) in page and fidelity_table(rows) in page
+    aware = [full(scores="1 1 1 1"), row(scores="1 1 1 0")]
+    assert policy_table({"": unknown, ", known": aware}, 0.2).splitlines() == [
+        "| policy | `needles` | `table` | `needles`, known |",
+        "| --- | --: | --: | --: |",
+        "| `d2o` | 100 ± 0 % |  |  |",
+        "| `snapkv` | 50 ± 25 % | 0 ± 0 % | 75 ± 22 % |",
+    ]
 
 
 def dial_rows(scores, **changes):
@@ -274,12 +184,12 @@ def test_the_dial_has_a_point_where_all_tasks_were_measured_and_ends_at_the_full
 
 def test_the_committed_dial_is_that_of_the_rows(tmp_path):
     from kvevict_quality import dial
-    from kvevict_quality.rows import BITS_RESULTS, read_rows
+    from kvevict_quality.rows import RESULTS, read_rows
 
     from kvevict_tools.csv_rows import write_records
 
-    found = dial.points(read_rows(BITS_RESULTS))
+    found = dial.points(read_rows(RESULTS))
     write_records(tmp_path / "dial.csv", dial.Point, found)
-    assert (tmp_path / "dial.csv").read_text() == BITS_RESULTS.with_name("dial.csv").read_text()
+    assert (tmp_path / "dial.csv").read_text() == RESULTS.with_name("dial.csv").read_text()
     dial.draw(found, tmp_path / "dial.png")
     assert (tmp_path / "dial.png").stat().st_size > 10_000
