@@ -101,7 +101,9 @@ def model_table(rows: Sequence[Row], goals: Mapping[tuple[str, int, float], floa
 
 
 def policy_table(columns: Mapping[str, Sequence[Row]], budget: float) -> str:
-    """One line per policy or press: the share of the full cache's score that it keeps of each task, highest mean first.
+    """One line per policy or press: the share of the full cache's score that it keeps of each task.
+
+    Policies that keep most of the first task come first.
 
     Args:
         columns: rows of one model and length by what the heads of their tasks end with; as in :func:`model_table`.
@@ -114,9 +116,9 @@ def policy_table(columns: Mapping[str, Sequence[Row]], budget: float) -> str:
     }
     labels = {label for by_system in found.values() for of, label in by_system if of == -budget}
     shares = {label: [_share(by_system, (-budget, label)) for by_system in found.values()] for label in labels}
-    worth = {label: fmean(share[0] for share in of if share is not None) for label, of in shares.items()}
+    first = {label: of[0][0] if of[0] is not None else 0.0 for label, of in shares.items()}
     lines = [["policy", *found]]
-    for label in sorted(labels, key=lambda label: (-worth[label], label)):
+    for label in sorted(labels, key=lambda label: (-first[label], label)):
         lines.append([f"`{label}`", *map(_cell, shares[label])])
     return _table(lines, 1)
 
