@@ -238,6 +238,9 @@ def test_goals_that_the_default_misses_are_those_of_the_table() -> None:
         f"Qwen 0.5B keeps {long[QWEN, '`factbook`']} of `factbook` and {long[QWEN, '`squad`'].strip('*')} of `squad`,"
     )
     assert f"{of_qwen} the 1.5B model {long[LARGE, '`factbook`']} and {long[LARGE, '`squad`']}." in words
+    others = {"`code`", "`few-shot`", "`key-value`", "`long-chat`", "`multi-turn`", "`pattern`"}
+    kept = [share(row["`distilled` 0.2"]) for row in found if row["model"] == SMALL and row["task"] in others]
+    assert f"keeps {min(kept)} to {max(kept)} % of six other tasks of SmolLM2" in words and len(kept) == len(others)
     below = [
         (row["model"], row["task"])
         for row in found
