@@ -176,7 +176,7 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
 
     payload = _payload(data)
     header, _ = _header(payload)
-    _require(header.key == key, f"key: got {shown(header.key)}; expected {key!r}")
+    _require(header.key == key, f"key: got {shown(header.key)}; expected {shown(key)}")
     _require(header.identity == identity.digest, f"identity: got {shown(header.identity)}; expected {identity.digest}")
     try:
         tensors = load(payload)

@@ -254,7 +254,7 @@ def test_a_segment_under_another_name_is_refused():
     [
         ({"tokens": RECORD.tokens[:-1]}, "tokens: got"),
         ({"splittable": 1}, "splittable"),
-        ({"identity": "ab"}, "identity: got 'ab'"),
+        ({"identity": "ab"}, 'identity: got "ab"'),
         ({"tokens": RECORD.tokens.int()}, "tokens: got torch.int32"),
         ({"order": RECORD.order[:3]}, "order: got"),
         ({"policy_state": torch.zeros(3, 3)}, "policy_state: got"),
