@@ -68,6 +68,12 @@ class Piece:
         return (self.start, self.end) == (self.copy.start, self.copy.end)
 
     @property
+    def num_slots(self) -> int:
+        """Token slots that its entries take in the pool; estimated from its tokens, if some were cut off."""
+        copy = self.copy
+        return -(-copy.num_slots * (self.end - self.start) // (copy.end - copy.start))
+
+    @property
     def is_lost(self) -> bool:
         """Whether the copy is gone: its entries have to be computed again."""
         return not self.copy.blocks
