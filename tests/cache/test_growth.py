@@ -447,6 +447,22 @@ def test_what_fills_its_own_path_shrinks_for_a_request_that_asks():
     assert first.num_live_entries == num_entries(first)
 
 
+def test_who_waits_gets_its_entries_once_there_is_room():
+    """A request that asks is tried when the pool is full, and again when somebody has left."""
+    harness = harness_of(bits="auto")
+    segment = shrunk(harness, 0.3, 0.1)
+    running = harness.uncached_request([10] * harness.allocator.available_size())
+    assert harness.admit(running) and harness.prefill(running) and harness.allocator.available_size() == 0
+    req = harness.request([*TEXT[:60], 5, 5], options={"complete": True})
+    harness.tree.prefixes.readers[req].least_share = 1.0
+    size = segment.num_entries
+    assert harness.admit(req) and segment.num_entries == size
+    harness._cancel(req)  # it was not admitted
+    harness.finish(running)
+    assert harness.admit(req) and segment.num_entries == num_entries(segment)
+    assert harness.prefill(req) and harness.tree.prefixes.readers[req].report.compressed.share == 1.0
+
+
 def test_what_was_loaded_of_a_path_is_not_dropped_for_the_rest_of_it():
     """Two segments of one path are in the host's memory; the pool has room for the first one alone."""
     harness = harness_of(num_slots=400)
