@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Sequence
 
@@ -43,8 +44,11 @@ class InvariantError(KVEvictError):
 
 
 def shown(value: object) -> str:
-    """Return a value's ``repr``, at most ``MAX_SHOWN_CHARS`` long; no more of a huge value is visited."""
-    return cut(_Short().repr(value))
+    """Return a value as JSON, at most ``MAX_SHOWN_CHARS`` long and on one line; no more of a huge value is visited.
+
+    Characters that are not printable are escaped, and what JSON does not have is shown as Python does.
+    """
+    return cut(_escaped(_ShortJson().repr(value)))
 
 
 def cut(text: str) -> str:
@@ -52,12 +56,42 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
 
 
-class _Short(reprlib.Repr):
+def _escaped(text: str) -> str:
+    """Escape characters that are not printable, as JSON does: also those that it need not escape."""
+    escaped = (f"\\u{ord(char):04x}" if ord(char) < 0x10000 else json.dumps(char)[1:-1] for char in text)
+    return "".join(char if char.isprintable() else other for char, other in zip(text, escaped, strict=True))
+
+
+class _ShortJson(reprlib.Repr):
+    """Methods are named after the types that they show."""
+
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4
         self.maxstring = self.maxother = self.maxlong = MAX_SHOWN_CHARS
 
+    def repr_bool(self, x: bool, level: int) -> str:
+        """True or False."""
+        return json.dumps(x)
+
+    def repr_NoneType(self, x: None, level: int) -> str:
+        """None."""
+        return json.dumps(x)
+
+    def repr_float(self, x: float, level: int) -> str:
+        """A number, NaN or Infinity."""
+        return json.dumps(x)
+
+    def repr_str(self, x: str, level: int) -> str:
+        """A text, in quotes also if it is cut."""
+        text = _escaped(json.dumps(x[: self.maxstring], ensure_ascii=False))
+        whole = len(x) <= self.maxstring and len(text) <= self.maxstring
+        return text if whole else f'{text[: self.maxstring - 4]}..."'
+
+    def repr_tuple(self, x: tuple[object, ...], level: int) -> str:
+        """A list, as JSON has no tuples."""
+        return super().repr_list(list(x), level)
+
     def repr_int(self, x: int, level: int) -> str:
-        """Describe integers that are too long for decimal digits: Python refuses to print them."""
+        """Integers; of those that are too long for decimal digits, which Python refuses to print, the length."""
         return super().repr_int(x, level) if x.bit_length() < 10_000 else f"an integer of {x.bit_length()} bits"

@@ -45,14 +45,13 @@ class LongPrompts:
         """Tokens that are uncompressed at the same time, at most."""
         return self.config.min_prefix_tokens + max(self.chunk, self.config.tail_tokens)
 
-    def slots_at_peak(self, num_tokens: int) -> int:
-        """Token slots that a prompt holds at most while it is prefilled, at the least share."""
+    def slots_at_peak(self, num_tokens: int, share: float | None = None) -> int:
+        """Token slots that a prompt holds at most while it is prefilled, and shrinks to a share (None: the least)."""
         rest = num_tokens - self._whole
         if rest <= 0:
             return num_tokens
-        return (
-            self._whole + self.config.slots_at(self.config.shares[-1], rest, 0) + rest // self.config.min_prefix_tokens
-        )
+        packed = self.config.slots_at(self.config.shares[-1] if share is None else share, rest, 0)
+        return self._whole + packed + rest // self.config.min_prefix_tokens
 
     def longest(self, num_new: int = 1) -> int:
         """Tokens of the longest prompt that can be answered with ``num_new`` tokens."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.errors import ConfigError, cut, shown
+from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed
 
 REQUEST_KEY = "kvevict"
@@ -111,7 +111,7 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
         options = RequestOptions.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
-        where = cut(repr(".".join([_FIELD, *map(str, problem["loc"])]))[1:-1])
+        where = shown(".".join([_FIELD, *map(str, problem["loc"])]))[1:-1]  # without quotes: it is a name
         raise ConfigError(f"{where}: got {shown(problem['input'])}; allowed: {_allowed(problem['loc'])}") from error
     for name in ("questions", "ticket"):
         if getattr(options, name) and not options.warm:
@@ -123,7 +123,7 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
     share = None if options.retain is None else options.retain.share
     if share is not None and (not config.shares or share > config.budget):
         allowed = f"above 0 and at most {config.budget} (the server's budget)" if config.shares else "null"
-        raise ConfigError(f"{_FIELD}.retain.share: got {share}; allowed: {allowed}")
+        raise ConfigError(f"{_FIELD}.retain.share: got {shown(share)}; allowed: {allowed}")
     return options
 
 

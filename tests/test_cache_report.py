@@ -92,7 +92,7 @@ def test_a_server_without_this_plugin() -> None:
         ({"prompt_tokens": 1, "cached_tokens_details": [1]}, "meta_info.cached_tokens_details: got [1]; allowed"),
         (
             {"prompt_tokens": 1, "cached_tokens_details": {"kvevict_compressed": "x"}},
-            "meta_info.cached_tokens_details.kvevict_compressed: got 'x'; allowed: a whole number",
+            'meta_info.cached_tokens_details.kvevict_compressed: got "x"; allowed: a whole number',
         ),
     ],
 )

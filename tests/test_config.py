@@ -99,7 +99,7 @@ def test_an_error_names_field_value_and_what_is_allowed(field: str, value: Any, 
     with pytest.raises(ConfigError) as caught:
         load(json.dumps({field: value}))
     message = str(caught.value)
-    assert f"{field}: got {value!r}" in message and "; allowed: " in message
+    assert f"{field}: got {json.dumps(value)}" in message and "; allowed: " in message
     assert allowed in message
     assert ENV_VAR in message
 

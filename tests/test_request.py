@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,35 +62,40 @@ def test_how_much_a_request_wants_to_read(values: dict[str, object], share: floa
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ("warm", "custom_params.kvevict: got 'warm'; allowed: an object with any of: warm, questions"),
+        ("warm", 'custom_params.kvevict: got "warm"; allowed: an object with any of: warm, questions'),
         ([1], "custom_params.kvevict: got [1]; allowed"),
         ({"warm": 1}, "custom_params.kvevict.warm: got 1; allowed: true or false"),
-        ({"worm": True}, "custom_params.kvevict.worm: got True; allowed: warm, questions, ticket, exact, retain"),
+        ({"worm": True}, "custom_params.kvevict.worm: got true; allowed: warm, questions, ticket, exact, retain"),
         (
             {"warm": True, "questions": "who?"},
-            "custom_params.kvevict.questions: got 'who?'; allowed: a list of strings",
+            'custom_params.kvevict.questions: got "who?"; allowed: a list of strings',
         ),
         ({"warm": True, "questions": ["a", 2]}, "custom_params.kvevict.questions.1: got 2; allowed: a string"),
-        ({"questions": ["a"]}, "custom_params.kvevict.questions: got ['a'] without warm; allowed: only together"),
+        ({"questions": ["a"]}, 'custom_params.kvevict.questions: got ["a"] without warm; allowed: only together'),
         ({"share": 0}, "custom_params.kvevict.share: got 0; allowed: a number above 0, at most 1, or null"),
         ({"share": 1.01}, "custom_params.kvevict.share: got 1.01; allowed"),
-        ({"share": float("nan")}, "custom_params.kvevict.share: got nan; allowed"),
-        ({"share": True}, "custom_params.kvevict.share: got True; allowed"),
+        ({"share": float("nan")}, "custom_params.kvevict.share: got NaN; allowed"),
+        ({"warm": None}, "custom_params.kvevict.warm: got null; allowed: true or false"),
+        (
+            {"warm": {"it's": [None, "\x7f\n"]}},
+            'custom_params.kvevict.warm: got {"it\'s": [null, "\\u007f\\n"]}; allowed',
+        ),
+        ({"share": True}, "custom_params.kvevict.share: got true; allowed"),
         ({"complete": 1}, "custom_params.kvevict.complete: got 1; allowed"),
         (
             {"exact": True, "complete": True},
-            "custom_params.kvevict.complete: got True together with exact; allowed: one of them",
+            "custom_params.kvevict.complete: got true together with exact; allowed: one of them",
         ),
         ({"complete": True, "share": 0.5}, "custom_params.kvevict.share: got 0.5 together with complete; allowed"),
         ({"share": 0.5, "warm": True}, "custom_params.kvevict.share: got 0.5 together with warm; allowed"),
-        ({"exact": True, "warm": True}, "custom_params.kvevict.exact: got True together with warm; allowed"),
+        ({"exact": True, "warm": True}, "custom_params.kvevict.exact: got true together with warm; allowed"),
         (
             {"warm": True, "ticket": "short"},
-            "custom_params.kvevict.ticket: got 'short'; allowed: a string of 16 to 128",
+            'custom_params.kvevict.ticket: got "short"; allowed: a string of 16 to 128',
         ),
-        ({"ticket": "x" * 20}, f"custom_params.kvevict.ticket: got '{'x' * 20}' without warm; allowed"),
+        ({"ticket": "x" * 20}, f'custom_params.kvevict.ticket: got "{"x" * 20}" without warm; allowed'),
         ({"warm": True, "questions": ["a"] * 4}, "kvevict.questions: got 4 questions; allowed: at most 3"),
-        ({"warm": True, "questions": ["a", "b" * 51]}, "kvevict.questions.1: got 51 characters ('bbb"),
+        ({"warm": True, "questions": ["a", "b" * 51]}, 'kvevict.questions.1: got 51 characters ("bbb'),
         ({"x\ny": 1}, "custom_params.kvevict.x\\ny: got 1"),
         ({"demote": 1}, "custom_params.kvevict.demote: got 1; allowed"),
         ({"retain": 600}, "custom_params.kvevict.retain: got 600; allowed: an object with 'seconds'"),
@@ -107,10 +114,10 @@ def test_how_much_a_request_wants_to_read(values: dict[str, object], share: floa
             ({"retain": {"seconds": 1, "share": share}}, "custom_params.kvevict.retain.share: got")
             for share in (0, -0.1, True, "0.1", 0.21, 1.5, float("nan"), -(10**400))
         ),
-        ({"retain": {"seconds": 1}, "demote": True}, "custom_params.kvevict.demote: got True together with retain"),
-        ({"retain": {"seconds": 1}, "exact": True}, "kvevict.retain: got {'seconds': 1} together with exact; allowed"),
-        ({"demote": True, "exact": True}, "custom_params.kvevict.demote: got True together with exact; allowed"),
-        ({"demote": True, "warm": True}, "custom_params.kvevict.demote: got True together with warm; allowed"),
+        ({"retain": {"seconds": 1}, "demote": True}, "custom_params.kvevict.demote: got true together with retain"),
+        ({"retain": {"seconds": 1}, "exact": True}, 'kvevict.retain: got {"seconds": 1} together with exact; allowed'),
+        ({"demote": True, "exact": True}, "custom_params.kvevict.demote: got true together with exact; allowed"),
+        ({"demote": True, "warm": True}, "custom_params.kvevict.demote: got true together with warm; allowed"),
     ],
 )
 def test_a_refusal_names_field_value_and_what_is_allowed(values: object, message: str) -> None:
@@ -183,3 +190,28 @@ def test_any_options_are_understood_or_refused(values: object) -> None:
 @settings(max_examples=200, deadline=None)
 def test_values_are_shown_in_a_few_characters(value: object) -> None:
     assert 0 < len(shown(value)) <= MAX_SHOWN_CHARS
+    assert shown(value).isprintable()
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
+@settings(max_examples=200, deadline=None)
+def test_values_are_shown_as_json(value: object) -> None:
+    text = shown(value)
+    assert "..." in text or json.loads(text) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (None, "null"),
+        ('it\'s "x"', '"it\'s \\"x\\""'),
+        ({"a": [1, None]}, '{"a": [1, null]}'),
+        ((1, False), "[1, false]"),
+        ("é\n\x7f\u2028\ud800\U000e0001", '"é\\n\\u007f\\u2028\\ud800\\udb40\\udc01"'),
+        ("\x7f" * 300, '"' + "\\u007f" * 32 + '\\u0..."'),
+        (b"x\n", "b'x\\n'"),
+    ],
+)
+def test_values_are_shown_as_their_client_wrote_them(value: object, text: str) -> None:
+    assert shown(value) == text

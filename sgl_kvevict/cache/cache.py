@@ -127,21 +127,22 @@ class PrefixCache:
     def released(self, reader: Reader, why: Released) -> None:
         """A request was released: forget its state and compress ranges that waited for it."""
         record = self.readers[reader]
-        record.observation, record.is_live, record.is_loaded = None, False, False
+        record.observation, record.is_live, record.room = None, False, -1
         with self._guard.at(Place.RELEASE):
             self.generations.end(reader)
             self.passes.released(reader, why)
             self.resizer.try_wanted(Occasion.RELEASED)
 
     def admitting(self, reader: Reader, prompt: Prompt) -> None:
-        """A request is about to match its prompt: at the first of these calls, load what the pool lacks of it.
+        """A request is about to match its prompt: load what the pool lacks of it.
 
-        Segments whose entries it asked for grow, too.
+        Segments whose entries it asked for grow, too. SGLang calls this again whenever it tries to admit a request that
+        waits: nothing is done unless more token slots are available than the last time.
         """
         record = self.readers[reader]
-        if record.is_loaded or record.is_exact or record.is_pass:
+        if record.is_exact or record.is_pass or (room := self._tree.num_available) <= record.room:
             return
-        record.is_loaded = True
+        record.room = room
         self.host.load(reader, prompt)
         if record.least_share:
             tokens = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]

@@ -92,7 +92,7 @@ class Growth:
         if piece is None or not self._can_grow(segment):
             del found[segment]
             return
-        num_slots = piece.copy.num_slots
+        num_slots = piece.num_slots
         if segment.num_slots + num_slots > self._resizer.slots_at(segment):
             del found[segment]
             return
@@ -104,7 +104,8 @@ class Growth:
     def grow(self, segment: Segment, *, is_asked: bool) -> bool:
         """Give a segment back what was evicted from it last; return whether it has it.
 
-        ``is_asked``: other prefixes may shrink or be dropped for it, and if it may get one more part, that has all.
+        ``is_asked``: other prefixes may shrink or be dropped for it, it may become larger than at the budget, and if it
+        may get one more part, that has all.
         """
         if not self._can_grow(segment):
             return False
@@ -123,7 +124,8 @@ class Growth:
         if not num_slots:  # all its entries were of tokens that were cut off
             self._complements.take(segment, pieces)
             return True
-        if not is_asked and num_slots > self._tree.num_free:
+        is_too_large = segment.num_slots + num_slots > self._resizer.slots_at(segment)
+        if not is_asked and (is_too_large or num_slots > self._tree.num_free):
             return False
         slots = self._tree.alloc(num_slots)
         if slots is None:

@@ -187,8 +187,8 @@ class ScoringPasses:
 
     def report_warm(self, path: Sequence[Node], end: int, options: RequestOptions, *, is_in_use: bool) -> None:
         """Report the outcome of the first ``end`` tokens of a path, a prefix that needed no passes."""
-        is_short = self._resizer.is_too_short(path, end)
-        self.jobs.report(_tickets(options), Outcome.TOO_SHORT if is_short else _outcome_of(is_in_use=is_in_use))
+        outcome = self._outcome_of(path, end, is_in_use=is_in_use)
+        self.jobs.report(_tickets(options), Outcome.TOO_SHORT if self._resizer.is_too_short(path, end) else outcome)
 
     def _kept(self, prompt: PromptObservation) -> PromptObservation | None:
         """A prompt's observation if learned scores need it with a job; None if it is not kept."""
@@ -201,8 +201,9 @@ class ScoringPasses:
         if any(map(has_images, path)):
             outcome = Outcome.HAS_IMAGES
             if self._compressor.scores_any_range:
-                is_in_use = self._resizer.shrink(path, self._resizer.end_of(path), prompt)
-                outcome = _outcome_of(is_in_use=is_in_use)
+                end = self._resizer.end_of(path)
+                is_in_use = self._resizer.shrink(path, end, prompt)
+                outcome = self._outcome_of(path_to(job.node), end, is_in_use=is_in_use)
             self.jobs.report(job.tickets, outcome)
         elif self._resizer.bounds(path) is None and not self._unmeasured(job, path):
             done = Outcome.QUESTIONS_TOO_LATE if job.questions else Outcome.COMPRESSED
@@ -323,7 +324,8 @@ class ScoringPasses:
             self._end(job, Outcome.COMPRESSED)
         elif probes.is_empty:
             is_in_use = self._resizer.passes_over(path_to(job.node), observation)
-            self._end(job, _outcome_of(is_in_use=is_in_use))
+            path = path_to(job.node)
+            self._end(job, self._outcome_of(path, self._resizer.end_of(path), is_in_use=is_in_use))
 
     def _begin(self, job: ScoringJob, passes: PassPort) -> None:
         """Begin to observe what a job's passes read, and prepare their probes.
@@ -389,14 +391,16 @@ class ScoringPasses:
         """Segments of a path that passes are to measure; none for questions, which score the tokens around each one."""
         return [] if job.questions else self._pressure.unmeasured(path)
 
+    def _outcome_of(self, path: Sequence[Node], end: int, *, is_in_use: bool) -> Outcome:
+        """What has become of the first ``end`` tokens of a path, which were to shrink."""
+        if not self._resizer.has_shrunk(path, end):
+            return Outcome.FAILED
+        return Outcome.IN_USE if is_in_use else Outcome.COMPRESSED
+
     def _end(self, job: ScoringJob, outcome: Outcome) -> None:
         self.jobs.end(job, outcome)
         if job is self._job:
             self._job = None
-
-
-def _outcome_of(*, is_in_use: bool) -> Outcome:
-    return Outcome.IN_USE if is_in_use else Outcome.COMPRESSED
 
 
 def _tickets(options: RequestOptions) -> set[str]:

@@ -67,6 +67,10 @@ class TreePort(Protocol):
     def num_free(self) -> int:
         """Token slots of the pool that nobody holds."""
 
+    @property
+    def num_available(self) -> int:
+        """Token slots that nobody holds, or that are released at any time for others."""
+
     def make_room(self, num_slots: int, below: Priority) -> bool:
         """Shrink prefixes and drop uncompressed leaves of smaller priority than ``below`` until so many slots are free.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
@@ -194,12 +195,16 @@ class Pressure:
         return max(config.slots_at(config.shares[-1], num_tokens, start), self._kept(nodes, start))
 
     def _kept(self, nodes: Sequence[Node], start: int) -> int:
-        """Token slots that a segment of these nodes keeps: as many as the share of the retained ones takes."""
-        retained = [node for node in nodes if node in self._table.retained]
-        if not retained:
-            return 0
-        share = self._table.retained[retained[0]].share
-        return self._config.slots_at(share, length_of(retained), start)
+        """Token slots that a segment of these nodes keeps: as many as the shares of the retained ones take.
+
+        Those come first, and no share is larger than the one before.
+        """
+        num_slots, retained = 0, [node for node in nodes if node in self._table.retained]
+        for share, group in groupby(retained, lambda node: self._table.retained[node].share):
+            num_tokens = length_of(list(group))
+            num_slots += self._config.slots_at(share, num_tokens, start)
+            start += num_tokens
+        return num_slots
 
     def _nodes_with_retained(self, segment: Segment) -> Sequence[Node]:
         """Nodes of a packed segment if its first one is retained: otherwise none is."""

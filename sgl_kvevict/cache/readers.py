@@ -32,7 +32,8 @@ class ReaderRecord:
         is_exact: it must read no compressed entry (``exact``).
         least_share: share of the entries of compressed prefixes that it wants to read (``share``, ``complete``).
         is_long: its prompt is longer than the pool, and its chunks shrink while it is prefilled.
-        is_loaded: what the host has of its prompt was loaded; since then it was not released.
+        room: token slots that were available when what the host has of its prompt was loaded last; -1: it was not since
+            the reader was released. A request that waits for its admission is tried again when there are more.
         host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
         store_start: the same of the store, which has what neither pool nor host had.
         observation: of its prefill; None before, once the complete prompt was dealt with, and if nothing of it will be
@@ -49,7 +50,7 @@ class ReaderRecord:
     least_share: float = 0.0
     is_long: bool = False
     is_pass: bool = False
-    is_loaded: bool = False
+    room: int = -1
     host_start: int | None = None
     store_start: int | None = None
     observation: PromptObservation | None = None

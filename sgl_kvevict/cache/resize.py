@@ -260,6 +260,12 @@ class Resizer:
         self._trim()
         return is_in_use
 
+    def has_shrunk(self, path: Sequence[Node], end: int) -> bool:
+        """Whether no error kept a path from shrinking: up to ``end`` it has, but for too few tokens, or waits to."""
+        wanted, spans = self._table.wanted, (self._spans.of(node) for node in path)
+        is_waiting = any(span is not None and span.segment in wanted for span in spans)
+        return is_waiting or not self.is_long_enough(end - self._spans.compressed_len(path))
+
     def passes_over(self, path: Sequence[Node], readers: ReaderObservation) -> bool:
         """Rank a path by its scoring passes, which are done, and let it shrink to the budget.
 

@@ -238,5 +238,15 @@ def size(
         fitting = f"{row.prefixes:,}", f"{row.host_prefixes:,}", sizing.show_bytes(row.load_bytes)
         lines.append((row.name, str(row.share), *sizes_of_one, *rows_of_one, f"{row.tokens_per_slot:.2f}", *fitting))
     print_table(names, lines)
-    typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
+    if prefix_tokens > longest:
+        typer.echo(f"A prefix of {prefix_tokens:,} tokens is refused with status 400: it is too long for the pool.")
+    elif sizing.is_longer_than(pool_slots - reserve_tokens, prefix_tokens):
+        typer.echo(
+            f"A prefix of {prefix_tokens:,} tokens is longer than the pool: its chunks are compressed while it is "
+            "prefilled, and the room of the last one is counted. It is refused without chunked prefill, with other "
+            "policies than distilled, with speculative decoding, --allow-auto-truncate, sliding windows or recurrent "
+            "layers."
+        )
+    else:
+        typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
     typer.echo(f"The longest prompt that is answered has {longest:,} tokens.")

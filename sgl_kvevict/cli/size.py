@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 INDEX_BYTES = 6
 """Of an entry in the host's memory, beside its row: its position (4) and its order (2)."""
+NOT_FOR_PROMPTS = 7
+"""Token slots of the pool that SGLang's limit on a prompt's length leaves free."""
 KNOWN_HERE = ("budget", "latents", "head_dim")
 """Rows of :data:`sgl_kvevict.support.BITS` that follow from the configuration and the sizes of a model."""
 
@@ -62,7 +64,8 @@ class Fit:
         prefix_slots: token slots of one cached prefix, its compressed part and its tail.
         kept: share of the compressed range's entries that is stored.
         entries: how many that are, over all layers and heads, by the bits of their rows.
-        prefixes: number that fit, the last of them uncompressed as it is during prefill.
+        prefixes: number that fit, the last of them as it is during prefill: uncompressed or, if it is longer than the
+            pool, uncompressed in its last chunk; 0 if such a prompt is refused.
         host_prefixes: number that fit the host's memory beside these, without their tails.
         load_bytes: bytes copied when one of them comes back, at most.
         tokens_per_slot: tokens of a prefix divided by its slots.
@@ -186,11 +189,17 @@ def fits(
 
     ``reserved_slots`` of the pool are left to the questions and answers of running requests; ``host_bytes`` hold what
     the pool drops. ``config.bits`` are those of :func:`with_bits_of`.
+
+    A prompt longer than the pool counts while it is prefilled with what it holds if it shrinks no further than to the
+    share (:meth:`LongPrompts.slots_at_peak`).
     """
     budget = config.budget
     shares: Sequence[float | int] = (1.0, *(config.shares or (() if budget == 1.0 else (budget,))))
     names = {1.0: "uncompressed", shares[-1]: "min_budget", budget: "budget"}
-    rows, room = [], pool_slots - reserved_slots - num_tokens
+    available = pool_slots - reserved_slots
+    plan = LongPrompts.of(config, available, available)
+    longest, is_long = longest_prompt(config, available), is_longer_than(available, num_tokens)
+    rows = []
     for share in shares:
         slots = prefix_slots(config, num_tokens, None if share == budget else share)
         tail = 0 if slots == num_tokens else config.tail_tokens
@@ -199,6 +208,7 @@ def fits(
         num_sinks = min(config.sink_tokens, tokens) * sizes.geometry.num_runs
         entries = dict(rows_that_fit(sizes.geometry, moved, num_entries, config.bits, num_sinks=num_sinks))
         load_bytes = moved * sizes.slot_bytes + sum(entries.values()) * INDEX_BYTES
+        room = available - (plan.slots_at_peak(num_tokens, share) if is_long and plan is not None else num_tokens)
         rows.append(
             Fit(
                 share=share,
@@ -207,7 +217,7 @@ def fits(
                 prefix_bytes=slots * sizes.slot_bytes,
                 kept=sum(entries.values()) / num_entries,
                 entries=entries,
-                prefixes=room // slots + 1 if room >= 0 else 0,
+                prefixes=room // slots + 1 if room >= 0 and num_tokens <= longest else 0,
                 host_prefixes=host_bytes // load_bytes,
                 load_bytes=load_bytes,
                 tokens_per_slot=num_tokens / slots,
@@ -219,7 +229,12 @@ def fits(
 def longest_prompt(config: KVEvictConfig, pool_slots: int) -> int:
     """Return the tokens of the longest prompt that a pool serves, whatever ``--chunked-prefill-size`` is."""
     plan = LongPrompts.of(config, pool_slots, pool_slots)
-    return max(pool_slots - 7, 0) if plan is None else plan.longest()  # 7: as SGLang counts
+    return max(pool_slots - NOT_FOR_PROMPTS, 0) if plan is None else plan.longest()
+
+
+def is_longer_than(pool_slots: int, num_tokens: int) -> bool:
+    """Whether SGLang would refuse a prompt for its length, so that it has to shrink while it is prefilled."""
+    return num_tokens > pool_slots - NOT_FOR_PROMPTS
 
 
 def show_bytes(amount: float) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed, extra_of
 from sgl_kvevict.policies.budgets import (
     AdaptiveHeads,
@@ -153,10 +153,10 @@ class NamedPolicy(BaseModel):
             return f"policy_options: policy {cls.name!r} has no options, got {name}"
         if name not in fields:
             return (
-                f"policy_options.{name}: unknown option (value {value!r}) of policy {cls.name!r}; allowed: "
+                f"policy_options.{name}: unknown option (value {shown(value)}) of policy {cls.name!r}; allowed: "
                 f"{', '.join(fields)}"
             )
-        return f"policy_options.{name}: got {value!r} for policy {cls.name!r}; allowed: {allowed(fields[name])}"
+        return f"policy_options.{name}: got {shown(value)} for policy {cls.name!r}; allowed: {allowed(fields[name])}"
 
 
 def _is_idle(field: FieldInfo, budget_rule: str | None) -> bool:

@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sgl_kvevict.cache.nodes import path_to
+from sgl_kvevict.errors import shown
 from sgl_kvevict.long_prompts import LongPrompts
 from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -118,7 +119,7 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
     room = max(plan.num_slots - 2 - num_new - plan.slots_at_peak(num_tokens), 0)
     if _num_with_logprobs(req) > room:
         return (
-            f"{got}, with logprob_start_len {req.logprob_start_len}; allowed: at least {num_tokens - room}, "
+            f"{got}, with logprob_start_len {shown(req.logprob_start_len)}; allowed: at least {num_tokens - room}, "
             "because tokens with log-probabilities are not compressed while the prompt is prefilled"
         )
     tree.prefixes.readers[req].is_long = True
@@ -129,7 +130,7 @@ def why_uncached(req: Req) -> str:
     """The field of a request for which SGLang caches nothing of it."""
     if req.positional_embed_overrides is not None:
         return "positional_embed_overrides"
-    return f"bootstrap_host {req.bootstrap_host!r}"
+    return f"bootstrap_host {shown(req.bootstrap_host)}"
 
 
 def around_check(

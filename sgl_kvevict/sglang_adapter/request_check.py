@@ -11,7 +11,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_kvevict.cache.probes import question_probes
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.guard import Place
 from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.adapters import namespace_of_request
@@ -63,7 +63,7 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
         if options is not None:
             if options.warm and req.skip_radix_cache_insert:
                 why = f"nothing of a request with {why_uncached(req)} is cached"
-                raise ConfigError(f"custom_params.{REQUEST_KEY}.warm: got True; allowed: False, because {why}")
+                raise ConfigError(f"custom_params.{REQUEST_KEY}.warm: got true; allowed: false, because {why}")
             _check_questions(options, req, scheduler, tree, config)
             if options.exact:
                 tree.prefixes.readers[req].is_exact = True
@@ -97,21 +97,25 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 def _check_namespace(req: Req, tree: KVEvictTree) -> None:
     """Raise :class:`ConfigError` if a request without an adapter names the namespace of requests with one."""
     if req.lora_id is None and tree.port.adapter_of(namespace_of_request(req)) is not None:
-        raise ConfigError(f"extra_key: got {req.extra_key!r}, which is a LoRA adapter's; allowed: any other")
+        raise ConfigError(f"extra_key: got {shown(req.extra_key)}, which is a LoRA adapter's; allowed: any other")
 
 
 def check_sampling(req: Req, vocab_size: int) -> None:
     """Raise :class:`ConfigError` for fields that SGLang 0.5.23 accepts, but that end the server in the batch."""
     sampling = req.sampling_params
     if sampling.top_k > INT32_MAX:
-        raise ConfigError(f"top_k: got {sampling.top_k}; allowed: -1, or 1 to {INT32_MAX}")
+        raise ConfigError(f"top_k: got {shown(sampling.top_k)}; allowed: -1, or 1 to {INT32_MAX}")
     outside = [token for token in sampling.stop_token_ids or () if not 0 <= token < vocab_size]
     if sampling.min_new_tokens and outside:
-        raise ConfigError(f"stop_token_ids: got {outside[0]} with min_new_tokens; allowed: 0 to {vocab_size - 1}")
+        raise ConfigError(
+            f"stop_token_ids: got {shown(outside[0])} with min_new_tokens; allowed: 0 to {vocab_size - 1}"
+        )
     if req.return_logprob and req.logprob.top_logprobs_num > vocab_size:
-        raise ConfigError(f"top_logprobs_num: got {req.logprob.top_logprobs_num}; allowed: at most {vocab_size}")
+        raise ConfigError(f"top_logprobs_num: got {shown(req.logprob.top_logprobs_num)}; allowed: at most {vocab_size}")
     if req.return_logprob and req.logprob_start_len < -1:
-        raise ConfigError(f"logprob_start_len: got {req.logprob_start_len}; allowed: -1, or the index of a token")
+        raise ConfigError(
+            f"logprob_start_len: got {shown(req.logprob_start_len)}; allowed: -1, or the index of a token"
+        )
 
 
 def _refuse(req: Req, reason: str, status: HTTPStatus) -> None:

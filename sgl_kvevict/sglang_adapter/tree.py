@@ -153,6 +153,11 @@ class UnifiedTreePort:
         """Token slots on the allocator's list."""
         return int(self._cache.slot_allocator.available_size())
 
+    @property
+    def num_available(self) -> int:
+        """What admission counts with: free and evictable token slots."""
+        return self.num_free + self._cache.evictable_size()
+
     def make_room(self, num_slots: int, below: Priority) -> bool:
         """See :meth:`SpanComponent.only`."""
         component: SpanComponent = self._cache.components[FULL]

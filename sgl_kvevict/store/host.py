@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from math import prod
 
 import torch
@@ -66,6 +66,12 @@ class Piece:
     def is_whole(self) -> bool:
         """Whether no token was cut off."""
         return (self.start, self.end) == (self.copy.start, self.copy.end)
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots that its entries take in the pool; estimated from its tokens, if some were cut off."""
+        copy = self.copy
+        return -(-copy.num_slots * (self.end - self.start) // (copy.end - copy.start))
 
     @property
     def is_lost(self) -> bool:
@@ -329,29 +335,44 @@ class HostSegments(Tier):
 
         They are more than the tensors need if another rank needs more.
         """
-        blocks, self._free = self._free[:num_blocks], self._free[num_blocks:]
+        blocks, self._free = sorted(self._free[:num_blocks]), self._free[num_blocks:]
         with torch.cuda.stream(self._stream):
-            for block, begin in zip(blocks, range(0, data.numel(), self.block_bytes), strict=False):
-                piece = data[begin : begin + self.block_bytes]
-                self._arena[block, : piece.numel()].copy_(piece, non_blocking=True)
+            for there, here in self._ranges(blocks, data):
+                there.copy_(here, non_blocking=True)
         return blocks
 
     def _read(self, copy: Copy) -> dict[str, Tensor]:
         """Copy blocks to the pool's device, beside the forward in flight; what is launched next waits for them."""
         with torch.cuda.stream(self._stream):
-            data = torch.empty(len(copy.blocks), self.block_bytes, dtype=torch.uint8, device=self._device)
-            for row, block in zip(data, copy.blocks, strict=True):
-                row.copy_(self._arena[block], non_blocking=True)
+            num_bytes = sum(_padded(part.nbytes) for part in copy.shapes.values())
+            data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            for there, here in self._ranges(copy.blocks, data):
+                here.copy_(there, non_blocking=True)
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             data.record_stream(current)
-        data, offset, tensors = data.flatten(), 0, {}
+        offset, tensors = 0, {}
         for name, part in copy.shapes.items():
             num_bytes = prod(part.shape) * part.element_size()
             tensors[name] = data[offset : offset + num_bytes].view(part.dtype).view(part.shape)
             offset += _padded(num_bytes)
         return tensors
+
+    def _ranges(self, blocks: Sequence[int], data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of the arena, and those of ``data`` ([num_bytes], uint8) that lie there; neighbouring blocks together.
+
+        Each range is one copy.
+        """
+        arena, begin = self._arena.view(-1), 0
+        for _, group in groupby(enumerate(blocks), lambda at: at[1] - at[0]):
+            numbers = [block for _, block in group]
+            here = data[begin : begin + len(numbers) * self.block_bytes]
+            if not here.numel():
+                break  # another rank needs the rest
+            start = numbers[0] * self.block_bytes
+            yield arena[start : start + here.numel()], here
+            begin += here.numel()
 
 
 def _padded(num_bytes: int) -> int:

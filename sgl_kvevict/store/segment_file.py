@@ -176,7 +176,7 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
 
     payload = _payload(data)
     header, _ = _header(payload)
-    _require(header.key == key, f"key: got {shown(header.key)}; expected {key!r}")
+    _require(header.key == key, f"key: got {shown(header.key)}; expected {shown(key)}")
     _require(header.identity == identity.digest, f"identity: got {shown(header.identity)}; expected {identity.digest}")
     try:
         tensors = load(payload)
@@ -309,7 +309,7 @@ def _without_draft(record: SegmentRecord) -> SegmentRecord:
 
 
 def _check_values(record: SegmentRecord) -> None:
-    """Check bounds, runs and what rows of the draft model were paid."""
+    """Check bounds, runs, that no entry is there twice, and what rows of the draft model were paid."""
     _require(record.start < record.end, f"start and end: got {record.start} and {record.end}; expected start < end")
     for number, part in enumerate(record.parts):
         _check_runs(f"parts.{number}.keep_lens", part.keep_lens, f"parts.{number}.positions", part.positions, record)
@@ -317,6 +317,7 @@ def _check_values(record: SegmentRecord) -> None:
     shadow, evicted = record.shadow, record.evicted
     if evicted is not None:
         _check_runs("evicted.keep_lens", evicted.keep_lens, "evicted.positions", evicted.positions, record)
+    _check_distinct(record)
     if shadow is not None:
         _check_runs("shadow.lens", shadow.lens, "shadow.positions", shadow.positions, record)
         is_paid = bool((shadow.paid.isfinite() & (shadow.paid >= 0)).all())
@@ -338,3 +339,20 @@ def _check_runs(of_lens: str, lens: Tensor, of_positions: str, positions: Tensor
     run = torch.repeat_interleave(lens)
     ascending = bool(((positions.diff() > 0) | (run.diff() > 0)).all())
     _require(ascending, f"{of_positions}: expected ascending ones within a run")
+
+
+def _check_distinct(record: SegmentRecord) -> None:
+    """Check that no two parts, of which one may be evicted, have the same entry: attention would read it twice."""
+    import torch
+
+    named = {f"parts.{number}": part for number, part in enumerate(record.parts)}
+    if record.evicted is not None:
+        named["evicted"] = record.evicted
+    coded = [torch.repeat_interleave(part.keep_lens.flatten().long()) << 32 | part.positions for part in named.values()]
+    entries = torch.cat(coded).sort().values
+    twice = entries[1:][entries.diff() == 0]
+    if twice.numel():
+        run, position = divmod(int(twice[0]), 1 << 32)
+        where = [f"{name}.positions" for name, one in zip(named, coded, strict=True) if (one == twice[0]).any()]
+        names = " and ".join(where)
+        raise CorruptSegmentError(f"{names}: got position {position} in run {run} of each; expected no entry twice")

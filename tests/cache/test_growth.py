@@ -80,7 +80,7 @@ def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
     reader = harness.run([*TEXT[:60], 3, 3])  # it reads on while the segment grows
     for wanted in [*reversed(sizes), num_entries(segment)]:
         free, slots = harness.allocator.available_size(), segment.num_slots
-        assert prefixes.growth.grow(segment, is_asked=False)
+        assert prefixes.growth.grow(segment, is_asked=True)
         assert segment.num_entries == wanted and free - harness.allocator.available_size() == segment.num_slots - slots
         harness.check()
         assert harness.decode(reader)
@@ -207,7 +207,7 @@ def test_nothing_grows_into_the_reserve(monkeypatch):
     serve(harness, [*TEXT[:60], 5, 5])
     *_, piece = harness.tree.prefixes.complements[segment].pieces
     reserve = int(harness.geometry.num_token_slots * AMPLE_SHARE)
-    taken = harness._alloc(harness.allocator.available_size() - reserve - piece.copy.num_slots + 1)
+    taken = harness._alloc(harness.allocator.available_size() - reserve - piece.num_slots + 1)
     size = segment.num_entries
     harness.tree.prefixes.growth.between_steps()
     assert segment.num_entries == size
@@ -232,7 +232,7 @@ def test_what_is_dropped_comes_back_complete(bits):
         (segment,) = harness.tree.prefixes.table.packed
         assert segment.num_entries + kept_entries(harness, segment) == num_entries(segment)
         while harness.tree.prefixes.complements.last(segment) is not None:
-            assert harness.tree.prefixes.growth.grow(segment, is_asked=False)
+            assert harness.tree.prefixes.growth.grow(segment, is_asked=True)
         harness.check()
 
 
@@ -283,11 +283,46 @@ def test_what_was_cut_off_does_not_come_back():
         assert harness.evict(1)
     (piece,) = prefixes.complements[segment].pieces
     assert (piece.start, piece.end) == (0, 30) and segment in prefixes.table.packed
-    assert prefixes.growth.grow(segment, is_asked=False)
+    assert prefixes.growth.grow(segment, is_asked=True)
     assert segment.num_live_entries == num_entries(segment) == 30 * harness.geometry.num_runs
     harness.check()
     assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60  # the other half comes back with the host's copy
     assert prefixes.spans.compressed_read(prefixes._tree.find(TEXT[:60], (None, None)), 60).share == 1.0
+
+
+def cut_off(cut: int, *shares: float):
+    """A segment of which the tokens from ``cut`` on were dropped, and its last piece; a prompt has found it since."""
+    harness = harness_of()
+    segment = shrunk(harness, *shares)
+    harness.finish(harness.run([*TEXT[:cut], 10, 10]))  # splits the node
+    while segment.end == 60:
+        assert harness.evict(1)
+    serve(harness, [*TEXT[:cut], 9, 9])
+    *_, piece = harness.tree.prefixes.complements[segment].pieces
+    assert not piece.is_whole
+    return harness, segment, piece
+
+
+@pytest.mark.parametrize("cut", range(16, 43, 3))
+def test_what_was_cut_counts_with_what_is_left_of_it(cut):
+    """A segment that has lost its second part grows by itself by what it can have of what was evicted."""
+    harness, segment, piece = cut_off(cut, CONFIG.budget, 0.2, 0.1)
+    prefixes, size = harness.tree.prefixes, segment.num_slots
+    exact = segment.geometry.slots_for(segment.geometry.head_slots_for(prefixes.complements.get(piece).sizes))
+    room = prefixes.resizer.slots_at(segment) - size
+    assert abs(piece.num_slots - exact) <= 1 and exact <= room
+    assert cut >= 30 or room < piece.copy.num_slots  # it would not fit if it counted whole
+    harness.turn()
+    assert segment.num_slots >= size + exact and segment.num_slots <= prefixes.resizer.slots_at(segment)
+
+
+def test_what_was_cut_does_not_grow_beyond_the_budget_if_more_is_left_of_it_than_was_estimated(monkeypatch):
+    harness, segment, piece = cut_off(22, CONFIG.budget, 0.1)
+    monkeypatch.setattr(type(piece), "num_slots", 1)
+    size, pieces = segment.num_slots, harness.tree.prefixes.complements[segment].pieces
+    harness.turn()
+    assert segment.num_slots == size and harness.tree.prefixes.complements[segment].pieces == pieces
+    assert not harness.tree.prefixes.complements.found  # it is tried again when a prompt has found it
 
 
 def test_a_full_host_loses_what_was_evicted_first():
@@ -300,7 +335,7 @@ def test_a_full_host_loses_what_was_evicted_first():
     assert [piece.is_lost for piece in pieces] == [True, False, False]
     size = segment.num_entries + sum(piece.copy.num_entries for piece in pieces[1:])
     while harness.tree.prefixes.complements.last(segment) is not None:
-        assert harness.tree.prefixes.growth.grow(segment, is_asked=False)
+        assert harness.tree.prefixes.growth.grow(segment, is_asked=True)
         harness.check()
     assert segment.num_entries == size < num_entries(segment)
     harness = harness_of(host_blocks=14)
@@ -410,6 +445,22 @@ def test_what_fills_its_own_path_shrinks_for_a_request_that_asks():
     assert harness.admit(req) and req.prefix_len == 120
     assert prefixes.spans.compressed_read(prefixes._tree.find(text[:120], (None, None)), 120).share == 1.0
     assert first.num_live_entries == num_entries(first)
+
+
+def test_who_waits_gets_its_entries_once_there_is_room():
+    """A request that asks is tried when the pool is full, and again when somebody has left."""
+    harness = harness_of(bits="auto")
+    segment = shrunk(harness, 0.3, 0.1)
+    running = harness.uncached_request([10] * harness.allocator.available_size())
+    assert harness.admit(running) and harness.prefill(running) and harness.allocator.available_size() == 0
+    req = harness.request([*TEXT[:60], 5, 5], options={"complete": True})
+    harness.tree.prefixes.readers[req].least_share = 1.0
+    size = segment.num_entries
+    assert harness.admit(req) and segment.num_entries == size
+    harness._cancel(req)  # it was not admitted
+    harness.finish(running)
+    assert harness.admit(req) and segment.num_entries == num_entries(segment)
+    assert harness.prefill(req) and harness.tree.prefixes.readers[req].report.compressed.share == 1.0
 
 
 def test_what_was_loaded_of_a_path_is_not_dropped_for_the_rest_of_it():

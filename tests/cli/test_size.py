@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -51,7 +52,42 @@ def test_the_last_prefix_is_prefilled_in_full():
     assert rows[0.2].prefix_bytes == 432 * 131072 and rows[0.2].entries == {16: 400 * 256}
     load = 400 * (131072 + 32 * 8 * 6)  # with positions and order, without the tail
     assert rows[0.2].load_bytes == load and rows[0.2].host_prefixes == 10**9 // load
-    assert all(row.prefixes == 0 for row in fits(KVEvictConfig(), LLAMA_8B, 2032, 2_000))
+
+
+@pytest.mark.parametrize("num_tokens", [1994, 2032, 4000, 12_000, 30_000])
+@pytest.mark.parametrize("reserved", [0, 500])
+def test_a_prefix_longer_than_the_pool_fits_once_its_chunks_are_compressed(num_tokens, reserved):
+    """As many as there are beside the last one, of which all but a chunk has the share while it is prefilled."""
+    config = KVEvictConfig()
+    rows = {row.share: row for row in fits(config, LLAMA_8B, num_tokens, 2_000 + reserved, reserved)}
+    longest = longest_prompt(config, 2_000)
+    assert rows[1.0].prefixes == (num_tokens == 1994) and (rows[0.05].prefixes > 0) is (num_tokens <= longest)
+    for row in rows.values():
+        whole = 256 + 256  # of the last chunk, and too few to compress before it
+        at_peak = whole + math.ceil(row.share * (num_tokens - whole)) + (num_tokens - whole) // 256
+        fit = 0 if at_peak > 2_000 else 1 + (2_000 - at_peak) // row.prefix_slots
+        assert row.prefixes == (fit if num_tokens <= longest else 0)
+
+
+@pytest.mark.parametrize("num_tokens", [1994, 2000, 2032])
+def test_a_prefix_longer_than_the_pool_is_refused_where_prompts_do_not_shrink_while_they_are_prefilled(num_tokens):
+    for config in (KVEvictConfig(policy="none"), KVEvictConfig(budget=256), KVEvictConfig(min_prefix_tokens=1990)):
+        assert all(row.prefixes == 0 for row in fits(config, LLAMA_8B, num_tokens, 2_000))
+    assert fits(KVEvictConfig(budget=256), LLAMA_8B, 1993, 2_000)[0].prefixes == 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "says"),
+    [
+        (1993, "A prefix needs all its 1,993 slots while it is prefilled; that room is counted."),
+        (1994, "A prefix of 1,994 tokens is longer than the pool: its chunks are compressed"),
+        (30_000, "A prefix of 30,000 tokens is refused with status 400: it is too long for the pool."),
+    ],
+)
+def test_the_condition_of_a_long_prefix_is_said(capsys, model, num_tokens, says):
+    arguments = ("--model", model, "--prefix-tokens", str(num_tokens), "--pool-tokens", "2300")
+    code, out, _ = run(capsys, *arguments, "--reserve-tokens", "300")
+    assert code == 0 and says in out and f"has {longest_prompt(KVEvictConfig(), 2_000):,} tokens" in out
 
 
 def test_every_share_of_the_default_keeps_the_entries_that_its_bits_leave_room_for():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from helpers.long_machine import LongMachine, PrefillBudgetMachine
+from helpers.long_machine import HintsLongMachine, LongMachine, PrefillBudgetMachine
 from helpers.machines import (
+    BesideHintsMachine,
     BesideMachine,
     BesidePressureMachine,
     CacheMachine,
     CoarsePressureMachine,
     ExactMachine,
+    GenerationHintsMachine,
     GenerationMachine,
     GrowthMachine,
+    HintsMachine,
     HostExactMachine,
     HostMachine,
     HostMeasuredMachine,
@@ -42,14 +45,18 @@ BITS_MACHINES = (
             CoarsePressureMachine,
             SessionMachine,
             GenerationMachine,
+            GenerationHintsMachine,
             BesideMachine,
+            BesideHintsMachine,
             BesidePressureMachine,
             HostMachine,
             GrowthMachine,
+            HintsMachine,
             HostUnsplittableMachine,
             HostExactMachine,
             HostMeasuredMachine,
             LongMachine,
+            HintsLongMachine,
             PrefillBudgetMachine,
             VerifyPressureMachine,
             PairsHostMachine,

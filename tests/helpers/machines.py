@@ -157,7 +157,7 @@ class UnsplittableMachine(CacheMachine):
 class PassesMachine(CacheMachine):
     """Prefixes are scored by passes of our own, which compete with everything else for slots."""
 
-    policy = PseudoRandomPolicy(needs_passes=True)
+    policy: PseudoRandomPolicy | Policy | None = PseudoRandomPolicy(needs_passes=True)
     num_slots = 260
 
     def __init__(self) -> None:
@@ -373,8 +373,11 @@ class Hinting(CacheMachine):
         assert hints.retained_slots() <= hints._most_slots
 
 
-class HintsMachine(Hinting, SupersedingMachine):
-    """What stays is not dropped beside others, and does not shrink; what goes comes back from the host's memory."""
+class HintsMachine(Hinting, SupersedingMachine, GrowthMachine):
+    """What stays is not dropped beside others, and does not shrink; what goes comes back from the host's memory.
+
+    What has shrunk grows again, whether it stays, is superseded or both.
+    """
 
 
 class HintsAloneMachine(Hinting, PressureMachine):
@@ -445,7 +448,7 @@ class SessionMachine(CacheMachine):
 class GenerationMachine(CacheMachine):
     """Requests generate for long, and what they generate is compressed meanwhile."""
 
-    policy = build_policy("h2o", {})
+    policy: PseudoRandomPolicy | Policy | None = build_policy("h2o", {})
     num_slots = 150
     options: ClassVar[dict[str, Any]] = {
         "config": KVEvictConfig(
@@ -476,6 +479,13 @@ class CoarseGenerationMachine(GenerationMachine):
     """The same where only some lengths are cached."""
 
     options: ClassVar[dict[str, Any]] = {**GenerationMachine.options, "cache_grid": 7}
+
+
+class GenerationHintsMachine(GenerationMachine, HintsMachine):
+    """The same while prompts move to the host's memory, grow again, stay, or are superseded."""
+
+    num_slots = 200
+    options: ClassVar[dict[str, Any]] = HintsMachine.options | GenerationMachine.options | {"scores_any_range": False}
 
 
 class BesideMachine(CacheMachine):
@@ -530,15 +540,11 @@ class BesideHostMachine(BesideMachine):
     options: ClassVar[dict[str, Any]] = BesideMachine.options | {"scores_any_range": True, "host_blocks": 16}
 
 
-class BesideGrowthMachine(BesideMachine, GrowthMachine):
-    """What has shrunk meanwhile grows again."""
+class BesideHintsMachine(BesideMachine, HintsMachine):
+    """What has shrunk meanwhile grows again; of what stays entries are still being chosen."""
 
-    policy = GrowthMachine.policy
-    options: ClassVar[dict[str, Any]] = GrowthMachine.options | BesideMachine.options
-
-
-class BesideHintsMachine(Hinting, BesideHostMachine):
-    """Of what stays entries are still being chosen."""
+    policy = HintsMachine.policy
+    options: ClassVar[dict[str, Any]] = HintsMachine.options | BesideMachine.options
 
 
 class BesidePressureMachine(BesideMachine, MeasuredPressureMachine):
@@ -548,11 +554,11 @@ class BesidePressureMachine(BesideMachine, MeasuredPressureMachine):
     options: ClassVar[dict[str, Any]] = MeasuredPressureMachine.options | BesideMachine.options
 
 
-class BesideGenerationMachine(BesideMachine, GenerationMachine):
+class BesideGenerationMachine(BesideMachine, GenerationHintsMachine):
     """Answers are compressed while their prompts' entries are still being chosen."""
 
-    policy = GenerationMachine.policy
-    options: ClassVar[dict[str, Any]] = GenerationMachine.options | BesideMachine.options
+    policy = GenerationHintsMachine.policy
+    options: ClassVar[dict[str, Any]] = GenerationHintsMachine.options | BesideMachine.options
 
 
 class StockMachine(CacheMachine):
@@ -598,10 +604,10 @@ MACHINES = (
     SessionMachine,
     GenerationMachine,
     CoarseGenerationMachine,
+    GenerationHintsMachine,
     BesideMachine,
     BesideUnsplittableMachine,
     BesideHostMachine,
-    BesideGrowthMachine,
     BesideHintsMachine,
     BesidePressureMachine,
     BesideGenerationMachine,

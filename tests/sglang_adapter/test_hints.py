@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from helpers.admission import LongPromptScheduler
@@ -152,6 +154,18 @@ def test_a_longer_prompt_behind_it_is_not_held_by_it(harness):
     ask(harness, tokens)
     squeeze(harness)
     assert slots(harness, 1) == 2
+
+
+@pytest.mark.parametrize("num_shared", [2, 3, 9, 30])
+def test_a_beginning_that_stays_at_a_larger_share_keeps_no_more_of_what_follows(num_shared):
+    """Another prompt keeps the first tokens at 0.25; if they are too few alone, they are packed with those after."""
+    harness, tokens = cache(800), document(1, 62)
+    ask(harness, tokens, {"retain": {"seconds": 9.0, "share": 0.1}})
+    ask(harness, [*tokens[:num_shared], *document(2, 30)], {"retain": {"seconds": 9.0}})
+    busy(harness)
+    promised = harness.tree.evictable_size()
+    assert harness.evict(harness.num_slots) >= promised > 0
+    assert slots(harness, 1) <= math.ceil(0.25 * num_shared) + math.ceil(0.1 * (60 - num_shared)) + 1
 
 
 @pytest.mark.parametrize("namespaces", [[None] * 8, ["a", "b"] * 4])

@@ -80,6 +80,25 @@ def test_clients_are_told_what_came_from_the_hosts_memory():
     assert found_by_source(from_host) == (0, 56, 0)  # what it was told before
 
 
+def test_who_waits_is_tried_again_when_more_slots_are_available(monkeypatch):
+    """SGLang matches the prompt of a waiting request whenever it tries to admit it; the first time the pool is full."""
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    drop_all(harness)
+    running = [harness.uncached_request([10] * num_tokens) for num_tokens in (5, 55, 60)]
+    assert all(harness.admit(each) and harness.prefill(each) for each in running)
+    assert harness.allocator.available_size() == 0
+    req, prefixes, loads = harness.request([*DOCUMENTS[0], 1, 1]), harness.tree.prefixes, []
+    load = prefixes.host.load
+    monkeypatch.setattr(prefixes.host, "load", lambda *args: loads.append(args) or load(*args))
+    for is_ending, found, num_loads in ((0, 0, 1), (0, 0, 1), (1, 0, 2), (0, 0, 2), (1, 56, 3), (0, 56, 3)):
+        if is_ending:
+            harness.finish(running.pop(0))
+        assert harness.admit(req)
+        assert (req.prefix_len, len(loads)) == (found, num_loads)
+        harness._cancel(req)  # it was not admitted
+
+
 def test_without_the_hosts_memory_it_is_computed_again():
     harness = Harness()
     serve(harness, DOCUMENTS[0])

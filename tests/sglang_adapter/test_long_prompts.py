@@ -294,7 +294,7 @@ def test_what_cannot_be_served_is_refused_with_the_numbers():
     scheduler.tree_cache.prefixes.readers[exact].is_exact = True
     assert f"with exact; allowed: at most {POOL - 7}" in scheduler.submit(exact)
     uncached = harness.uncached_request(text(2 * POOL))
-    assert f"with bootstrap_host '2.2.2.2'; allowed: at most {POOL - 7}, because" in scheduler.submit(uncached)
+    assert f'with bootstrap_host "2.2.2.2"; allowed: at most {POOL - 7}, because' in scheduler.submit(uncached)
     uncached.positional_embed_overrides = object()
     assert f"with positional_embed_overrides; allowed: at most {POOL - 7}," in scheduler.submit(uncached)
     assert not scheduler.tree_cache.prefixes.readers[uncached].is_long and scheduler.queue == []

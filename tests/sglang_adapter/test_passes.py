@@ -345,6 +345,26 @@ def test_a_prefix_that_is_compressed_already_is_not_called_too_short():
     assert scheduler.run_all() == 0 and outcome(harness) == "too-short"
 
 
+@pytest.mark.parametrize("broken", ["order", "merge"])
+@pytest.mark.parametrize("scores_any_range", [False, True])
+def test_a_prefix_for_which_the_policy_fails_is_not_called_compressed(monkeypatch, broken, scores_any_range):
+    """With passes, and without: learned scores choose at once."""
+    monkeypatch.setattr(PseudoRandomPolicy, broken, lambda *_: 1 / 0)
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    policy = PseudoRandomPolicy(needs_passes=True)
+    harness = Harness(num_slots=400, config=config, policy=policy, scores_any_range=scores_any_range)
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    assert (MiniScheduler(harness).run_all() > 0) is not scores_any_range
+    assert spans(harness) == [] and outcome(harness) == "failed"
+    monkeypatch.undo()
+    if scores_any_range:
+        reader = harness.request([*DOCUMENT, 1], options=WARM)
+        harness.tree.prefixes.readers[reader].is_exact = True
+        assert harness.admit(reader) and harness.prefill(reader) and outcome(harness) == "in-use"
+        harness.finish(reader)
+        assert spans(harness) != []
+
+
 @pytest.mark.parametrize("num_tokens", [3, 4, 9])
 def test_a_prompt_too_short_for_learned_scores_is_not_called_compressed(num_tokens):
     config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)

@@ -45,8 +45,8 @@ def refusals(custom_params, needs_passes=True, tokenizer=None, **fields) -> list
     ("needs_passes", "options", "tokenizer", "message"),
     [
         (True, {"warm": 1}, Letters(), "custom_params.kvevict.warm: got 1; allowed: true or false"),
-        (True, "warm", Letters(), "custom_params.kvevict: got 'warm'"),
-        (True, {"questions": ["a"]}, Letters(), "kvevict.questions: got ['a']"),
+        (True, "warm", Letters(), 'custom_params.kvevict: got "warm"'),
+        (True, {"questions": ["a"]}, Letters(), 'kvevict.questions: got ["a"]'),
         (True, {**WARM, "questions": ["a"]}, None, "allowed: none, because the server runs without a"),
         (True, {**WARM, "questions": ["a" * 9] * 4}, Letters(), "4 questions of at least 33 tokens"),
         (False, {**WARM, "questions": ["a"]}, Letters(), "questions: got 1 questions; allowed: none, because"),
@@ -79,7 +79,7 @@ def test_nobody_else_names_the_namespace_of_an_adapter():
 
     assert refused("tenant" + adapter) is None  # no request has that adapter
     harness.finish(harness.run([*range(20)], "tenant", lora_id=adapter))
-    assert refused("tenant" + adapter).startswith(f"extra_key: got 'tenant{adapter}', which is a LoRA adapter's;")
+    assert refused("tenant" + adapter).startswith(f'extra_key: got "tenant{adapter}", which is a LoRA adapter\'s;')
     assert refused("tenant", adapter) is refused("tenant") is refused(adapter) is refused(None) is None
 
 
@@ -113,8 +113,8 @@ def test_a_prefix_that_is_never_cached_cannot_be_warmed(options):
     harness = Harness(policy=PseudoRandomPolicy(needs_passes=True))
     reason = refusal(MiniScheduler(harness), harness.tree, harness.uncached_request([1, 2], options={**options}))
     assert reason == (
-        "custom_params.kvevict.warm: got True; allowed: False, because nothing of a request with "
-        "bootstrap_host '2.2.2.2' is cached"
+        "custom_params.kvevict.warm: got true; allowed: false, because nothing of a request with "
+        'bootstrap_host "2.2.2.2" is cached'
     )
     assert refusal(MiniScheduler(harness), harness.tree, harness.uncached_request([1, 2])) is None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from itertools import pairwise
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from helpers.host import check_host
 from helpers.stored import MIN_PREFIX, SHADOW, assert_same, identity, record, tokens
@@ -15,6 +17,7 @@ from sgl_kvevict.store.host import HostSegments
 
 OURS = identity()
 NAMES = OURS.namespace(None, None)
+TAIL = CopiedTail(torch.tensor([1, 2, 3]), torch.rand(2, 3, 2, 4), torch.rand(2, 3, 2, 4))
 CPU = torch.device("cpu")
 
 
@@ -42,6 +45,48 @@ def test_every_field_comes_back(dtype, block_bytes):
         assert segments.put(ours, names) > 0
         check_host(segments)
         assert_same(segments.get(ours.key), ours)
+
+
+class Copies(TorchFunctionMode):
+    """Counts the copies that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.Tensor.copy_
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("more", [0, 5])
+def test_neighbouring_blocks_are_one_copy(more):
+    """In a memory with gaps, too; contents are the same. Another rank may need some blocks more."""
+    paths = [tokens(20 + 4 * number, seed=number) for number in range(5)]
+    ours = [record(OURS, NAMES, path, seed=number) for number, path in enumerate(paths)]
+    ample = host()
+    sizes = [ample.put(each, NAMES) // ample.block_bytes for each in ours]
+    segments = host(sum(sizes) + 5 * more + 2)
+    segments.largest = lambda number: number + more
+    for each in ours:
+        with Copies() as copies:
+            assert segments.put(each, NAMES) > 0
+        assert copies.count == 1
+        with Copies() as copies:
+            assert_same(segments.get(each.key), each)
+        assert copies.count == 1
+    for number in (3, 1):  # their blocks are free, those between are not
+        assert segments.delete(ours[number].key)
+    segments.largest = lambda number: number
+    large = record(OURS, NAMES, tokens(44, seed=7), seed=7, policy_state=torch.rand(2, 2), tail=TAIL)
+    with Copies() as copies:
+        assert segments.put(large, NAMES) > 0
+    check_host(segments)
+    blocks = segments._segments[large.key].copy.blocks
+    num_ranges = 1 + sum(after != before + 1 for before, after in pairwise(blocks))
+    assert 1 < num_ranges == copies.count < len(blocks)
+    for each in (large, ours[0], ours[2], ours[4]):
+        assert_same(segments.get(each.key), each)
 
 
 def test_a_prompt_finds_segments_on_its_path():

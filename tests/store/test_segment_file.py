@@ -254,7 +254,7 @@ def test_a_segment_under_another_name_is_refused():
     [
         ({"tokens": RECORD.tokens[:-1]}, "tokens: got"),
         ({"splittable": 1}, "splittable"),
-        ({"identity": "ab"}, "identity: got 'ab'"),
+        ({"identity": "ab"}, 'identity: got "ab"'),
         ({"tokens": RECORD.tokens.int()}, "tokens: got torch.int32"),
         ({"order": RECORD.order[:3]}, "order: got"),
         ({"policy_state": torch.zeros(3, 3)}, "policy_state: got"),
@@ -286,6 +286,42 @@ def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(chan
 def test_entries_that_do_not_fit_together_are_refused(changes, what):
     with pytest.raises(CorruptSegmentError, match=what):
         decode_segment(encode_segment(with_rows(RECORD, **changes)), RECORD.key, OWN)
+
+
+def moved(part: CopiedRows, run: int, to: int) -> CopiedRows:
+    """A part whose first entry in a run has another position."""
+    positions = part.positions.clone()
+    positions[int(part.keep_lens.flatten()[:run].sum())] = to
+    return dataclasses.replace(part, positions=positions)
+
+
+@pytest.mark.parametrize("run", [0, 2, 3])
+def test_an_evicted_entry_that_the_segment_has_is_refused(run):
+    first = int(COMPLETE.evicted.positions[int(COMPLETE.evicted.keep_lens.flatten()[:run].sum())])
+    ours = dataclasses.replace(COMPLETE, parts=(moved(RECORD.parts[0], run, first),))
+    names, expected = r"parts\.0\.positions and evicted\.positions", "expected no entry twice"
+    with pytest.raises(CorruptSegmentError, match=rf"{names}: got position {first} in run {run} of each; {expected}"):
+        decode_segment(encode_segment(ours), ours.key, OWN)
+
+
+def test_an_entry_with_two_widths_is_refused():
+    own = identity(head_dim=2 * ROW_GROUP, own_value_dim=2 * ROW_GROUP)
+    key, parts = own.namespace(None, None).segment(RECORD.tokens.tolist(), 0), []
+    for part in in_two_widths().parts:
+        dtype, shape = (
+            torch.float32 if part.bits == 16 else torch.uint8,
+            (len(part.positions), own.widths(part.bits)[0][1]),
+        )
+        parts.append(dataclasses.replace(part, k=torch.zeros(shape, dtype=dtype), v=torch.zeros(shape, dtype=dtype)))
+    ours = dataclasses.replace(in_two_widths(), key=key, identity=own.digest, parts=tuple(parts))
+    decode_segment(encode_segment(ours), key, own)
+    wide, narrow = parts
+    held = int(wide.positions[int(wide.keep_lens.flatten()[:2].sum())])
+    twice = dataclasses.replace(ours, parts=(wide, moved(narrow, 2, held)))
+    with pytest.raises(
+        CorruptSegmentError, match=rf"parts\.0\.positions and parts\.1\.positions: got position {held} in run 2"
+    ):
+        decode_segment(encode_segment(twice), key, own)
 
 
 @pytest.mark.parametrize(

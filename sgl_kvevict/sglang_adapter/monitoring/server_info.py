@@ -53,7 +53,6 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         "evictable_slots": tree.evictable_size(),
         "protected_slots": tree.protected_size(),
         "total_slots": gauges.pool.total,
-        "retained_slots": tree.prefixes.hints.retained_slots(),
         "max_sharers": tree.prefixes.max_sharers,
         "leaked_slots": gauges.pool.private - owned,
     }
