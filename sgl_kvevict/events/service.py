@@ -96,7 +96,7 @@ class EventService:
             self.totals.lost_events += 1
 
     def take_questions(self) -> Iterator[Question]:
-        """Iterate over the questions asked since the last call."""
+        """Iterate over waiting questions; it may never end, because others are asked meanwhile."""
         while self._questions:
             yield self._questions.popleft()
 
