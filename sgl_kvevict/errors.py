@@ -52,8 +52,14 @@ def shown(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """Return at most ``MAX_SHOWN_CHARS`` of a text."""
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+    """Return at most ``MAX_SHOWN_CHARS`` of a text, as :func:`printable`: messages quote clients and files."""
+    short = printable(text[: MAX_SHOWN_CHARS + 1])
+    return short if len(short) <= MAX_SHOWN_CHARS else f"{short[: MAX_SHOWN_CHARS - 3]}..."
+
+
+def printable(text: str) -> str:
+    """A text of others on one line and without control characters, which a terminal would obey."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _escaped(text: str) -> str:

@@ -33,7 +33,7 @@ from sgl_kvevict.segments import Compressor, PromptObservation, ReaderObservatio
 MAX_REMEMBERED = 256
 """Outcomes kept for tickets."""
 MAX_JOBS = 1024
-"""Prefixes that may wait for passes; further requests are answered "busy"."""
+"""Prefixes that may wait for passes, of one namespace at most half of them; further requests are answered "busy"."""
 MAX_BEGUN_JOBS = 4
 """Jobs that have begun, and so hold memory; others begin when one of them ends."""
 ANSWER_RADIUS = 15
@@ -79,7 +79,7 @@ class ScoringJobs:
     def add(self, job: ScoringJob) -> None:
         """Queue a job, or merge it into the queued job of the same prefix; the newest request's questions count."""
         queued = self._queue.get(job.node)
-        if queued is None and len(self) < MAX_JOBS:
+        if queued is None and self._has_place(namespace_of(job.node)):
             self._queue.put(job.node, job)
         elif queued is None or len(queued.tickets) + len(job.tickets) > MAX_REMEMBERED:
             self.report(job.tickets, Outcome.BUSY)
@@ -89,6 +89,10 @@ class ScoringJobs:
             if job.is_wanted and queued.observation is None:
                 queued.questions, queued.is_wanted = job.questions, True
         self.report(job.tickets, Outcome.QUEUED)
+
+    def _has_place(self, namespace: NamespaceKey) -> bool:
+        own = sum(namespace_of(node) == namespace for node, _ in self._queue)
+        return len(self) < MAX_JOBS and own < MAX_JOBS // 2
 
     def end(self, job: ScoringJob, outcome: Outcome) -> None:
         """Remove a job and report its outcome."""

@@ -18,7 +18,7 @@ from sgl_kvevict.cli import operate
 from sgl_kvevict.cli.check import check
 from sgl_kvevict.cli.parameters import ModelName, SGLangFlags
 from sgl_kvevict.cli.store import store
-from sgl_kvevict.errors import ConfigError, KVEvictError
+from sgl_kvevict.errors import ConfigError, KVEvictError, printable
 
 app = typer.Typer(
     name="sgl-kvevict",
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _one_line(error: Exception) -> str:
     """An error's message; a list of one problem loses its bullet, and a system error names its file."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f"{error.filename}: {error.strerror}"
-    heading, *problems = str(error).splitlines() or [type(error).__name__]
+        return printable(f"{error.filename}: {error.strerror}")
+    heading, *problems = map(printable, str(error).splitlines() or [type(error).__name__])
     return f"{heading} {problems[0].removeprefix('  - ')}" if len(problems) == 1 else "\n".join([heading, *problems])
 
 

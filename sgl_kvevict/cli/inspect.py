@@ -14,8 +14,9 @@ import uvloop
 from rich.text import Text
 from rich.tree import Tree as TextTree
 
-from sgl_kvevict.cli.output import mean_bits, printable, short_model, shorten
+from sgl_kvevict.cli.output import mean_bits, short_model, shorten
 from sgl_kvevict.cli.size import show_bytes
+from sgl_kvevict.errors import printable
 from sgl_kvevict.events import questions
 from sgl_kvevict.events.client import InspectClient, check_endpoint
 from sgl_kvevict.events.questions import Description, KeptReport, StatusReport, TreeNode, TreeReport
@@ -105,7 +106,7 @@ def as_text(snapshot: Snapshot, *, is_long: bool = False) -> TextTree:
     model = about.model if is_long else short_model(about.model)
     title = f"{model}, policy {about.policy}: {tokens:,} tokens in {held:,} of {pool.total:,} token slots"
     title += f" ({show_bytes(held * about.slot_bytes)} of {show_bytes(pool.total * about.slot_bytes)})"
-    top = TextTree(Text(title, style="bold"))
+    top = TextTree(Text(printable(title), style="bold"))
     branches = {0: top}
     for node in tree.nodes:
         branches[node.id] = branches[node.parent].add(_line(node, is_long))
@@ -203,8 +204,9 @@ def load_decoder(path: str) -> Decode | None:
         except ImportError:
             return None
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError):  # no such folder or hub name, or no tokenizer in it
+            # the server names it: by default transformers asks whether to run code that comes with it
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        except (OSError, ValueError):  # no such folder or hub name, no tokenizer in it, or one that needs such code
             return None
     cache: dict[int, str] = {}
 

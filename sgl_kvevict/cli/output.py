@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
+
+from sgl_kvevict.errors import printable
 
 if TYPE_CHECKING:
     from sgl_kvevict.events.questions import Description
@@ -26,21 +29,16 @@ def print_shaped(renderable: RenderableType) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> None:
-    """Print rows below the names of their columns, and a caption below them."""
+    """Print rows of any texts below the names of their columns, and a caption below them."""
     table = Table(*columns, box=None, pad_edge=False, caption=caption or None, caption_justify="left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     print_shaped(table)
 
 
 def shorten(text: str, num_chars: int) -> str:
     """Cut a text to ``num_chars`` characters; the last one is then an ellipsis."""
     return text if len(text) <= num_chars else f"{text[: num_chars - 1]}…"
-
-
-def printable(text: str) -> str:
-    """A text that a client chose, on one line and without control characters, which a terminal would obey."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def short_model(path: str) -> str:

@@ -83,7 +83,7 @@ def remove(
     keys: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY...]", help="First digits of keys, at least 4.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove the whole store.")] = False,
 ) -> None:
     """Remove segments. Servers compute these prefixes again when requests need them."""
     from sgl_kvevict.store.maintenance import find_segments

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from sgl_kvevict.cli.output import mean_bits, short_model, show_dial, show_entries
 from sgl_kvevict.cli.size import show_bytes
+from sgl_kvevict.errors import printable
 from sgl_kvevict.events import types
 from sgl_kvevict.events.questions import Description, StatusReport
 from sgl_kvevict.events.totals import ENTRIES, Pool, Totals
@@ -98,7 +99,7 @@ def render(state: TopState, width: int, height: int) -> RenderableType:
     """Draw the whole screen."""
     parts: list[RenderableType] = [_header(state)]
     if state.status is None:
-        parts.append(Text(state.silent or "waiting for the first answer ...", style="yellow"))
+        parts.append(Text(printable(state.silent or "waiting for the first answer ..."), style="yellow"))
         return Group(*parts, _footer(state))
     gauges = state.status.gauges
     parts += [_pool_bar(gauges.pool, gauges.slot_bytes, width), _gauges(state.status), _rates(state)]
@@ -112,11 +113,11 @@ def _header(state: TopState) -> Text:
     if state.description is not None:
         about = state.description
         model = about.model if state.is_long else short_model(about.model)
-        text.append(f"  {model}  policy {about.policy}, {show_dial(about)}", style="default not bold")
+        text.append(printable(f"  {model}  policy {about.policy}, {show_dial(about)}"), style="default not bold")
     if state.status is not None:
         text.append(f"  up {_duration(state.status.ts - state.status.started)}", style="default not bold")
         if state.silent is not None:
-            text.append(f"  NO ANSWER: {state.silent}", style="bold red")
+            text.append(printable(f"  NO ANSWER: {state.silent}"), style="bold red")
     return text
 
 
@@ -209,7 +210,7 @@ def _prefixes(state: TopState, num_rows: int) -> Table:
 def _events(state: TopState) -> Panel:
     assert state.status is not None
     now = state.status.ts
-    lines = [f"{_duration(max(now - ts, 0)):>7} ago  {what}" for ts, what in summarise(state.events)]
+    lines = [f"{_duration(max(now - ts, 0)):>7} ago  {printable(what)}" for ts, what in summarise(state.events)]
     return Panel(Text("\n".join(lines[-NUM_EVENTS:])), title="events", title_align="left", height=NUM_EVENTS + 2)
 
 

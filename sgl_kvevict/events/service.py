@@ -8,9 +8,14 @@ message.
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from socket import AF_UNIX
+from socket import socket as unix_socket
+from stat import S_ISSOCK
 from threading import Thread
 from typing import NamedTuple
 
@@ -96,7 +101,7 @@ class EventService:
             self.totals.lost_events += 1
 
     def take_questions(self) -> Iterator[Question]:
-        """Iterate over the questions asked since the last call."""
+        """Iterate over waiting questions; it may never end, because others are asked meanwhile."""
         while self._questions:
             yield self._questions.popleft()
 
@@ -183,10 +188,28 @@ class EventService:
         socket.set_hwm(MAX_UNREAD_MESSAGES)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
+        scheme, path = endpoint.split("://", 1)
+        is_file = scheme == "ipc" and path != "*" and not path.startswith("@")  # these have no place in a folder
         try:
+            if is_file:
+                _check_free(path)
             socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            if is_file:
+                os.chmod(path, 0o600)  # whoever may write to it can connect
+        except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
             message = f"events.endpoint: {endpoint!r} cannot be bound ({error}); allowed: a free address"
             raise ConfigError(message) from error
         return socket
+
+
+def _check_free(path: str) -> None:
+    """Raise ``OSError`` if a server listens at a path, or a file has it: ZeroMQ would remove either to bind its own."""
+    with suppress(FileNotFoundError), unix_socket(AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:  # nobody listens
+            if S_ISSOCK(os.stat(path).st_mode):
+                return
+            raise OSError("it is no socket") from None
+        raise OSError("a server listens there")

@@ -227,7 +227,7 @@ def after_admission(result: Any, scheduler: Scheduler, *_args: object, **_kwargs
     if admission.prefilling is None or not was_parked:
         return
     if result.batch_to_run is None and result.running_batch.is_empty():
-        logger.error("kvevict: request %s: %s", req.rid, STUCK)
+        logger.error("kvevict: request %s: %s", shown(req.rid), STUCK)
         req.discard_output_reason = FINISH_ABORT(STUCK, HTTPStatus.INTERNAL_SERVER_ERROR)
         scheduler._pending_chunked_abort_req = req
 

@@ -12,6 +12,8 @@ from typing import ClassVar
 from sgl_kvevict.errors import StoreError
 
 _NAME = re.compile(r"[0-9a-z][0-9a-z.-]*(/[0-9a-z][0-9a-z.-]*)*")
+_LISTED = re.compile(r"v[0-9]+/[0-9a-f]{64}/.+")
+"""A store's own items of any format: version, identity and the rest. What else its place has is never removed."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,12 @@ class Backend(ABC):
             return self._delete(name)
 
     def list(self, prefix: str = "") -> Iterator[Item]:
-        """Yield all items below a folder, unordered; files with other names are skipped."""
+        """Yield all items of the store below a folder, unordered; files of others are skipped."""
         if prefix:
             check_name(prefix)
         with self._errors("read"):
             for item in self._list(prefix):
-                if _NAME.fullmatch(item.name):
+                if _LISTED.fullmatch(item.name) and _NAME.fullmatch(item.name):
                     yield item
 
     @contextmanager

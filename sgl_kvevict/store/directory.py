@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.store.backend import Backend, Item
@@ -41,9 +42,10 @@ class DirectoryBackend(Backend):
         """Bytes written since the folder was measured; the first write measures it."""
 
     def create(self) -> None:
-        """See :meth:`Backend.create`."""
+        """See :meth:`Backend.create`. Only this user can read a new folder: it has the tokens of prompts."""
         with self._errors("made"):
-            (self._folder / SCRATCH).mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / SCRATCH).mkdir(exist_ok=True)
 
     def _put(self, name: str, data: bytes) -> None:
         if self._max_bytes is not None and len(data) > self._max_bytes:
@@ -59,6 +61,8 @@ class DirectoryBackend(Backend):
     def _get(self, name: str) -> bytes | None:
         path = self._folder / name
         try:
+            if not S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device has no end
+                raise OSError(errno.EINVAL, "not a regular file")
             data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             self._require_folder()

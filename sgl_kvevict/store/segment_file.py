@@ -181,7 +181,7 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
     try:
         tensors = load(payload)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CorruptSegmentError(f"the tensors cannot be read: {error}") from error
+        raise CorruptSegmentError(f"the tensors cannot be read: {cut(str(error))}") from error
     if draft is None or header.draft != draft.digest:
         tensors = {name: each for name, each in tensors.items() if not name.startswith(("shadow.", "tail.draft_"))}
         draft = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError
+from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError, cut
 from sgl_kvevict.store.backend import Backend, Item
 from sgl_kvevict.store.directory import DirectoryBackend
 from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity, is_key, key_bounds
@@ -185,7 +185,7 @@ def decode_entry(data: bytes) -> IndexEntry:
     try:
         return msgspec.json.decode(data, type=IndexEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptSegmentError(f"prefix: {error}") from error
+        raise CorruptSegmentError(f"prefix: {cut(str(error))}") from error
 
 
 def segment_name(identity: str, key: str) -> str:
@@ -208,6 +208,6 @@ def describe_identity(backend: Backend, identity: str) -> dict[str, Any] | None:
         return None
     try:
         values = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None

@@ -103,6 +103,19 @@ def test_limit_and_bad_options(capsys, served, tmp_path):
     assert code == 1 and "no answer from" in error
 
 
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, monkeypatch):
+    """The other end names the tokenizer: transformers would ask the operator whether to run its code."""
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    names = {"auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}, "tokenizer_class": "Theirs"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none"}))
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert inspection.load_decoder(str(tmp_path)) is None
+    assert questions == [] and not (tmp_path / "ran").exists()
+
+
 def test_html_without_a_tokenizer_shows_ids(capsys, served, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     page = tmp_path / "cache.html"
@@ -305,10 +318,10 @@ def test_the_text_tree_counts_nodes_that_it_leaves_out(capsys):
 
 def test_a_namespace_cannot_steer_the_terminal(capsys):
     looked = snapshot()
-    looked = replace(looked, about=msgspec.structs.replace(looked.about, model="m"))
+    looked = replace(looked, about=msgspec.structs.replace(looked.about, model="\x1b[2J", policy="\x1b[2J\n"))
     for node in looked.tree.nodes:
         node.namespace = "\x1b]0;title\x07\x1b[2J\nfaké"
     print_shaped(inspection.as_text(looked, is_long=True))
     text = capsys.readouterr().out
-    assert "\x1b" not in text and len(text.splitlines()) == 5
+    assert "\x1b" not in text and len(text.splitlines()) == 5 and text.startswith("\\x1b[2J, policy \\x1b[2J\\n: ")
     assert "namespace \\x1b]0;title\\x07\\x1b[2J\\nfaké  node" in text

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
 
 from helpers.stored import identity, record, tokens
 from sgl_kvevict.cli import main
+from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import SegmentStore, open_backend
+from sgl_kvevict.store.identity import FORMAT_VERSION
+from sgl_kvevict.store.segment_file import MAGIC, read_header
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
@@ -42,6 +46,38 @@ def test_ls_lists_every_segment(capsys, folder):
     listed = json.loads(run(capsys, "ls", str(folder), "--json")[1])
     assert {each["key"] for each in listed} == {each.key for each in RECORDS}
     assert {each["tokens"] for each in listed} == {64}
+
+
+@pytest.mark.parametrize("architecture", ["\x1b[2J\x1b]0;mine\x07 [/bold]", "[" * 100_000, {"a": "\x9b31m"}])
+def test_what_another_server_wrote_neither_commands_the_terminal_nor_breaks_the_list(capsys, folder, architecture):
+    """Whoever can write to the store chooses how its identity is described."""
+    (description,) = folder.rglob("identity.json")
+    nested = isinstance(architecture, str) and architecture.startswith("[[")
+    description.write_text(
+        architecture if nested else json.dumps({"architecture": architecture, "model": "\x1b[2J[i]"})
+    )
+    for options in ((), ("--long",)):
+        code, out, _ = run(capsys, "ls", str(folder), *options)
+        assert code == 0 and len(out.splitlines()) == 5
+        assert all(each.isprintable() for each in out.splitlines())
+    assert run(capsys, "show", str(folder), RECORDS[0].key[:8])[0] == 0
+
+
+def test_an_error_about_a_file_does_not_command_the_terminal(capsys, folder):
+    """The header of a segment with a sound checksum says whatever its writer wants."""
+    path = path_of(folder, RECORDS[0])
+    payload = path.read_bytes()[64:]
+    length = int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8 : 8 + length])
+    header["__metadata__"]["\x1b[2J\nsound"] = "1"
+    text = json.dumps(header, ensure_ascii=False).encode()
+    payload = len(text).to_bytes(8, "little") + text + payload[8 + length :]
+    head = MAGIC + FORMAT_VERSION.to_bytes(8, "little") + len(payload).to_bytes(8, "little")
+    path.write_bytes(head + hashlib.sha256(head + payload).digest() + payload)
+    with pytest.raises(CorruptSegmentError, match=r"unknown field `\\x1b\[2J\\nsound`"):
+        read_header(path.read_bytes())
+    code, _, err = run(capsys, "verify", str(folder))
+    assert code == 1 and all(each.isprintable() for each in err.splitlines()) and len(err.splitlines()) == 2
 
 
 def test_show_tells_what_is_known_but_no_token(capsys, folder):

@@ -34,7 +34,10 @@ from sgl_kvevict.events.types import (
     Cleared,
     Dropped,
     EventBatch,
+    LoadFailed,
+    Refused,
     Split,
+    Stored,
 )
 
 pytestmark = pytest.mark.usefixtures("server_args")
@@ -113,6 +116,19 @@ def test_the_screen_shows_pool_prefixes_rates_and_events():
     assert "slots ▼" in text and "1.1 h" in text
     assert "split node 2 at 60" in text and "[q] quit" in text
     assert "up 1 min" in text
+
+
+def test_what_the_other_end_says_does_not_command_the_terminal():
+    """Any process of the machine may have taken the address, and files of a store are described by their writers."""
+    bell, config = "\x1b]0;title\x07\x1b[2J\nline", EventsConfig()
+    about = msgspec.structs.replace(description_of(config), model=bell, policy=bell)
+    state = TopState("tcp://here:1", description=about, is_long=True)
+    state.update(report())
+    state.silent = bell
+    state.events += [(99.0, Stored("ab", 3, 0, bell)), (99.5, LoadFailed("error", bell)), (99.9, Refused(bell, 3))]
+    assert "\x1b" not in drawn(state) and drawn(state).count("\\x1b]0;title") == 6
+    state.status = None
+    assert "\x1b" not in drawn(state) and "\\x1b[2J\\nline" in drawn(state)
 
 
 def test_a_server_with_a_store_shows_what_was_stored_and_loaded():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import stat
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -290,12 +294,13 @@ def test_what_is_queued_at_shutdown_still_goes_out(config):
     assert events_of(followed(service, lambda seen: len(seen) == 2, act)) == [Cleared()]
 
 
-def test_description_is_answered_without_the_scheduler(config, service):
-    async def run() -> Description:
-        async with InspectClient(config.endpoint, timeout_s=300) as client:
-            return await client.ask(Describe(), Description)
+async def described(config: EventsConfig) -> Description:
+    async with InspectClient(config.endpoint, timeout_s=300) as client:
+        return await client.ask(Describe(), Description)
 
-    assert asyncio.run(run()) == description_of(config)
+
+def test_description_is_answered_without_the_scheduler(config, service):
+    assert asyncio.run(described(config)) == description_of(config)
 
 
 def test_questions_reach_the_scheduler_and_answers_the_asker(config, service):
@@ -426,6 +431,40 @@ def test_an_address_in_use_is_refused_at_start():
         EventService(config, description_of(config))
     service.close()
     EventService(config, description_of(config)).close()
+
+
+def test_another_servers_socket_and_a_file_are_not_replaced(config, service):
+    """ZeroMQ removes whatever has the name of a socket that it binds."""
+    with pytest.raises(
+        ConfigError, match=r"events\.endpoint: .* cannot be bound \(a server listens there\); allowed: a"
+    ):
+        EventService(config, description_of(config))
+    assert asyncio.run(described(config)) == description_of(config)
+    file = Path(config.endpoint.removeprefix("ipc://")).with_name("notes")
+    file.write_text("mine")
+    taken = EventsConfig(endpoint=f"ipc://{file}")
+    with pytest.raises(ConfigError, match=r"events\.endpoint: .* cannot be bound \(it is no socket\); allowed: a free"):
+        EventService(taken, description_of(taken))
+    assert file.read_text() == "mine"
+
+
+def test_the_socket_of_a_server_that_was_killed_is_replaced(config):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(config.endpoint.removeprefix("ipc://"))
+    service = EventService(config, description_of(config))
+    assert asyncio.run(described(config)) == description_of(config)
+    service.close()
+
+
+def test_only_the_servers_user_can_connect_to_a_socket_in_a_folder(config):
+    before = os.umask(0)
+    try:
+        service = EventService(config, description_of(config))
+    finally:
+        os.umask(before)
+    path = Path(config.endpoint.removeprefix("ipc://"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    service.close()
 
 
 def test_endpoints_of_the_command_line():

@@ -24,6 +24,7 @@ from sgl_kvevict.events.questions import (
     Tree,
     TreeReport,
 )
+from sgl_kvevict.events.service import Question
 from sgl_kvevict.events.types import (
     Cleared,
     Compressed,
@@ -35,6 +36,7 @@ from sgl_kvevict.events.types import (
     Squeezed,
 )
 from sgl_kvevict.segments.kept import kept_share
+from sgl_kvevict.sglang_adapter.monitoring.inspection import ANSWERING_SHARE, Inspection
 from sgl_kvevict.sglang_adapter.monitoring.start import events_of_rank
 
 
@@ -292,6 +294,34 @@ def test_nodes_that_are_gone_and_bugs_are_failures_not_crashes(watched, monkeypa
         ask(watched, Tree(), TreeReport)
     assert "ZeroDivisionError" in caplog.text
     assert ask(watched, Status(), StatusReport).gauges.spans == 0
+
+
+def test_clients_that_never_stop_asking_take_a_bounded_part_of_the_schedulers_time(watched, monkeypatch):
+    """Each answer takes a second here, and brings another question."""
+    now, answered = [0.0], []
+    question = Question([b"client"], Status())
+
+    def answer(_question: Question, _reply: object) -> None:
+        now[0] += 1
+        answered.append(now[0])
+        if len(answered) < 1000:
+            watched.service._questions.append(question)
+
+    monkeypatch.setattr(watched.service, "answer", answer)
+    inspection = Inspection(watched.harness.tree, watched.service, 1.0, clock=lambda: now[0])
+    watched.service._questions.extend([question] * 3)
+    inspection.each_turn()
+    assert answered == [1.0]  # the others wait for a later turn
+    for _ in range(100):
+        now[0] += 1  # a step
+        inspection.each_turn()
+    assert len(answered) / now[0] == pytest.approx(ANSWERING_SHARE, rel=0.1)
+    watched.service._questions.clear()
+    inspection.each_turn()
+    now[0] += 60
+    watched.service._questions.append(question)
+    inspection.each_turn()
+    assert answered[-1] == now[0]  # who asks now and then does not wait
 
 
 @pytest.mark.parametrize("cut", [50, 53, 54, 55])

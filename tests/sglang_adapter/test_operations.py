@@ -196,13 +196,14 @@ def test_jobs_of_several_namespaces_take_turns():
     assert scheduler.harness.tree.prefixes.passes.jobs._last_served == {}
 
 
-def test_who_asks_for_more_than_can_wait_is_told(monkeypatch):
-    monkeypatch.setattr(passes, "MAX_JOBS", 2)
+def test_who_asks_for_more_than_can_wait_is_told_and_takes_no_others_place(monkeypatch):
+    monkeypatch.setattr(passes, "MAX_JOBS", 4)
     harness, scheduler = cache()
-    for i in range(3):
-        warm(harness, [i, *DOCUMENT], ticket=f"ticket-of-number-{i}")
-    assert [outcome(harness, f"ticket-of-number-{i}") for i in range(3)] == ["queued", "queued", "busy"]
-    assert scheduler.run_all() == 8  # 61 tokens, 20 a pass, two jobs
+    for i, namespace in enumerate(["one", "one", "one", "two", "three", "four"]):
+        warm(harness, [i, *DOCUMENT[:40]], namespace, ticket=f"ticket-of-number-{i}")
+    told = [outcome(harness, f"ticket-of-number-{i}") for i in range(6)]
+    assert told == ["queued", "queued", "busy", "queued", "queued", "busy"]
+    assert scheduler.run_all() == 12  # 41 tokens, 20 a pass, four jobs
 
 
 def test_everybody_who_asked_for_a_prefix_is_told():

@@ -25,12 +25,14 @@ from sgl_kvevict.store import (
     open_backend,
 )
 from sgl_kvevict.store.directory import SCRATCH, DirectoryBackend
+from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.maintenance import copy_store, find_segments, verify_store
 from sgl_kvevict.store.segments import segment_name
 from sgl_kvevict.store.tier import listed_blocks
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
+PLACE = f"v{FORMAT_VERSION}/{OWN.digest}"
 DRAFT = identity(model="dd" * 32, num_layers=1, num_kv_heads=3, head_dim=6, own_value_dim=6)
 
 
@@ -286,28 +288,30 @@ def test_many_writers_at_once_lose_nothing(tmp_path):
 def test_a_folder_that_is_too_large_loses_what_was_used_longest_ago(tmp_path):
     backend = DirectoryBackend(tmp_path, max_bytes=10_000)
     for i in range(9):
-        backend.put(f"a/{i}", bytes(1000))
-        os.utime(tmp_path / "a" / str(i), (1000 + i, 1000 + i))
-    assert backend.get("a/0") is not None  # used now
+        backend.put(f"{PLACE}/{i}", bytes(1000))
+        os.utime(tmp_path / PLACE / str(i), (1000 + i, 1000 + i))
+    assert backend.get(f"{PLACE}/0") is not None  # used now
     for i in range(9, 12):
-        backend.put(f"a/{i}", bytes(1000))
+        backend.put(f"{PLACE}/{i}", bytes(1000))
     names = {item.name for item in backend.list()}
     assert sum(item.size for item in backend.list()) <= 10_000
-    assert "a/0" in names and "a/11" in names and "a/1" not in names
+    assert f"{PLACE}/0" in names and f"{PLACE}/11" in names and f"{PLACE}/1" not in names
     with pytest.raises(StoreError, match="its limit is 10000"):
         backend.put("b", bytes(10_001))
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
+    """Also those that could be a store's by their letters, whatever the limit, and when the whole store is removed."""
     backend = DirectoryBackend(tmp_path, max_bytes=1000)
-    for name in ("README.md", ".nfs0001", "a/.DS_Store"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    foreign = ("README.md", ".nfs0001", "a/.DS_Store", "thesis.txt", "v4/notes.txt", f"v4/{'g' * 64}/data", "ab/cd/ef")
+    for name in foreign:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(bytes(900))
         os.utime(tmp_path / name, (1, 1))
     for name in "bcd":
-        backend.put(name, bytes(400))
-    assert {item.name for item in backend.list()} == {"c", "d"}
-    assert (tmp_path / "README.md").exists() and (tmp_path / "a" / ".DS_Store").exists()
+        backend.put(f"{PLACE}/{name}", bytes(400))
+    assert {item.name for item in backend.list()} == {f"{PLACE}/c", f"{PLACE}/d"}
+    assert all((tmp_path / name).exists() for name in foreign)
 
 
 def test_half_written_files_are_never_seen_and_go_away(tmp_path):
@@ -350,15 +354,15 @@ def test_a_full_disk_loses_what_was_used_longest_ago(tmp_path, monkeypatch, code
     monkeypatch.setattr(Path, "write_bytes", limited)
     backend = DirectoryBackend(tmp_path, max_bytes=1_000_000)
     for i in range(9):
-        backend.put(f"a/{i}", bytes(1000))
-        os.utime(tmp_path / "a" / str(i), (1000 + i, 1000 + i))
-    backend.get("a/0")
+        backend.put(f"{PLACE}/{i}", bytes(1000))
+        os.utime(tmp_path / PLACE / str(i), (1000 + i, 1000 + i))
+    backend.get(f"{PLACE}/0")
     for i in range(9, 40):
-        backend.put(f"a/{i}", bytes(1000))
-        os.utime(tmp_path / "a" / str(i), (time.time() + i,) * 2)
+        backend.put(f"{PLACE}/{i}", bytes(1000))
+        os.utime(tmp_path / PLACE / str(i), (time.time() + i,) * 2)
         names = {item.name for item in backend.list()}
-        assert f"a/{i}" in names and len(names) >= 6
-        assert i > 12 or ("a/0" in names and "a/1" not in names) or i < 10
+        assert f"{PLACE}/{i}" in names and len(names) >= 6
+        assert i > 12 or (f"{PLACE}/0" in names and f"{PLACE}/1" not in names) or i < 10
     assert list((tmp_path / SCRATCH).iterdir()) == []
     with pytest.raises(StoreError, match=os.strerror(code)):
         backend.put("larger", bytes(disk + 1))
@@ -367,7 +371,7 @@ def test_a_full_disk_loses_what_was_used_longest_ago(tmp_path, monkeypatch, code
 
 def test_another_error_of_a_disk_removes_nothing(tmp_path, monkeypatch):
     backend = DirectoryBackend(tmp_path)
-    backend.put("a", b"old")
+    backend.put(f"{PLACE}/a", b"old")
 
     def fail(_path: Path, _data: bytes) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -375,7 +379,37 @@ def test_another_error_of_a_disk_removes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(StoreError, match="Input/output"):
         backend.put("b", b"new")
-    assert [item.name for item in backend.list()] == ["a"]
+    assert [item.name for item in backend.list()] == [f"{PLACE}/a"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder"])
+def test_what_is_no_file_is_an_error_that_keeps_nobody_waiting(tmp_path, kind):
+    """A pipe has no end before somebody writes to it, and a device may have none at all."""
+    backend, path = DirectoryBackend(tmp_path), tmp_path / "a"
+    {"pipe": lambda: os.mkfifo(path), "endless": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
+    errors: list[StoreError] = []
+
+    def read() -> None:
+        try:
+            backend.get("a")
+        except StoreError as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert len(errors) == 1 and "cannot be read: a" in str(errors[0])
+
+
+def test_a_new_folder_is_open_to_nobody_else(tmp_path):
+    """It has the tokens of prompts. A folder that is there keeps its permissions: others may be meant to read it."""
+    for name, exists in (("new", False), ("shared", True)):
+        folder = tmp_path / name
+        if exists:
+            folder.mkdir(mode=0o755)
+        DirectoryBackend(folder / "deep" if name == "new" else folder).create()
+    assert (tmp_path / "new" / "deep").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_store(tmp_path):
@@ -448,22 +482,23 @@ def test_ten_thousand_segments_are_listed(tmp_path):
 
 
 def test_files_of_another_format_are_ignored(tmp_path):
-    """And removed when they were used longest ago, as any file."""
+    """And removed when they were used longest ago, as any file of a store."""
     old = f"v2/{OWN.digest}/segments/ab/{'ab' * 32}"
     backend = DirectoryBackend(tmp_path, max_bytes=10_000)
     backend.put(old, bytes(5000))
     os.utime(tmp_path / old, (1, 1))
     assert list(list_segments(backend)) == [] and verify_store(backend, pytest.fail) == {}
     assert copy_store(backend, open_backend(str(tmp_path / "target")), pytest.fail) == {}
-    backend.put("new", bytes(6000))
-    assert {item.name for item in backend.list()} == {"new"}
+    backend.put(f"{PLACE}/new", bytes(6000))
+    assert {item.name for item in backend.list()} == {f"{PLACE}/new"}
 
 
 def test_processes_that_remove_at_once_remove_the_same(tmp_path):
     """Each sees the folder above its limit; together they leave what one of them would."""
+    (tmp_path / PLACE).mkdir(parents=True)
     for i in range(20):
-        (tmp_path / f"item{i}").write_bytes(bytes(1000))
-        os.utime(tmp_path / f"item{i}", (1000 + i, 1000 + i))
+        (tmp_path / PLACE / f"item{i}").write_bytes(bytes(1000))
+        os.utime(tmp_path / PLACE / f"item{i}", (1000 + i, 1000 + i))
     backends = [DirectoryBackend(tmp_path, max_bytes=10_000) for _ in range(4)]
     threads = [threading.Thread(target=each._trim, args=(10_000,)) for each in backends]
     for each in backends:
@@ -472,7 +507,7 @@ def test_processes_that_remove_at_once_remove_the_same(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert {item.name for item in backends[0].list()} == {f"item{i}" for i in range(11, 20)}
+    assert {item.name for item in backends[0].list()} == {f"{PLACE}/item{i}" for i in range(11, 20)}
 
 
 def test_random_writers_never_mislead_a_reader(tmp_path):

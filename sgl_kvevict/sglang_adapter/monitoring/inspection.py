@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -41,21 +41,42 @@ if TYPE_CHECKING:
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 
-class Inspection:
-    """Answers the questions that arrived since the last step."""
+TURN_S = 0.05
+"""Seconds after which no further question is answered in the same turn of the scheduler's loop."""
+ANSWERING_SHARE = 0.2
+"""Part of the time that answers take at most: requests wait meanwhile, and the socket's clients may never stop asking.
+"""
 
-    def __init__(self, tree: KVEvictTree, service: EventService, started: float) -> None:
+
+class Inspection:
+    """Answers waiting questions between two steps, each of them bounded by its own limit.
+
+    After answers that took ``t`` seconds none is given for ``t * (1 / ANSWERING_SHARE - 1)`` seconds.
+    """
+
+    def __init__(
+        self, tree: KVEvictTree, service: EventService, started: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._tree = tree
         self._service = service
         self._started = started
+        self._clock = clock
+        self._next_answer = float("-inf")
 
     def each_turn(self) -> None:
-        """Answer all waiting questions; each is bounded by its own limit."""
+        """Answer questions if it is time; those for which there is none left wait for a later turn."""
+        begin = now = self._clock()
+        if begin < self._next_answer:
+            return
         for question in self._service.take_questions():
             reply: AnyReply = Failure("internal error; the server's log has it")
             with self._tree.guard.at(Place.LISTENER):
                 reply = self._reply(self._tree, question.request)
             self._service.answer(question, reply)
+            now = self._clock()
+            if now - begin >= TURN_S:
+                break
+        self._next_answer = now + (now - begin) * (1 / ANSWERING_SHARE - 1)
 
     def _reply(self, tree: KVEvictTree, request: AnyRequest) -> AnyReply:
         if isinstance(request, Status):
