@@ -12,13 +12,15 @@ from kvevict_kernels.device_limits import DeviceLimits
 FEW_ROWS = 16
 """Q rows per tile of the split kernel's first class: unshared decode rows."""
 MANY_ROWS = {80: (64, 64, 64), 89: (64, 128, 64), 90: (128, 128, 64), 100: (64, 64, 64)}
-"""By family, for each of ``HEAD_DIMS``, of the second class: many sharers, or several new tokens. With 128 rows K and V
-are read half as often, and a warp issues a third fewer instructions per row (compiled). A tile that readers fill to a
-half or less then computes for nothing; on sm_80 and sm_100 at width 128 that would take longer than its keys' way from
-memory, on sm_89 and sm_90 it does not (estimate)."""
+"""By family, for each width of ``HEAD_DIMS``: q rows of the second class (many sharers, or several new tokens).
+
+A tile of 128 rows reads K and V half as often as two of 64, and a warp issues a third fewer instructions per row
+(compiled). A tile that is at most half full wastes the other half of its products. On sm_90, and on sm_89 at width 128,
+it still takes less time than its keys take from memory; on sm_80 and sm_100 it would take 1.3 to 1.5 times as long
+(estimate). At width 64 a tile of 128 rows gains nothing on sm_89: with a window 63 % of the peak, not 70."""
 FP8_ROWS = 64
-"""The same on sm_89 where the arena holds float8: every warp converts all numbers, so twice the rows take twice the
-time (compiled), and half the bytes arrive sooner."""
+"""The same on sm_89 at width 128 where the arena holds float8. Every warp converts all numbers of K and V, so a tile of
+128 rows takes as long as two of 64 (compiled), which is longer than half the bytes take from memory (estimate)."""
 EXTEND = 2
 """Index of ``ragged_extend``'s tile, after the classes of the split kernel."""
 STAGES = 5
@@ -41,7 +43,9 @@ KEYS = {
     **{(100, 64): (32, 32, 64), (100, 128): (32, 32, 32), (100, 256): (16, 16, 16)},
 }
 """By (family, head_dim): K and V rows per step of the loop, of each kernel's tile in the order of ``tiles_for``.
-With 128 a warp of ``ragged_extend`` issues 300 instructions per 64 keys on sm_90, with 64 it issues 417 (compiled)."""
+With 128 a warp of ``ragged_extend`` issues 300 instructions per 64 keys on sm_90, with 64 it issues 417 (compiled). The
+split kernel's larger tile cannot have 128 there: with rows of few bits, and with trees over float8, up to 144 bytes of
+a thread are on the stack."""
 MIN_KEYS = 16
 LATENT_DIM = 576
 """Width of a wider head_dim: a latent of 512 numbers, which are also the value, and 64 of a rotated key."""
