@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest.mock import Mock, create_autospec
@@ -22,16 +23,17 @@ from helpers.implementations import (
     take,
 )
 from helpers.tolerance import assert_accurate, assert_same_bits
-from kvevict_kernels.device_limits import INTERPRETER
+from kvevict_kernels.device_limits import INTERPRETER, limits_of
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.ragged_decode.launch import plan_batch
+from kvevict_kernels.ragged_decode.tile_table import SMALL_SHARED
 from kvevict_kernels.ragged_decode.triton_merge import MERGE_RUNS
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
 from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill
 from sgl_kvevict.attention.triton.attention import TritonAttention
 
 if TYPE_CHECKING:
-    from conftest import Start
+    from conftest import MakeWorld, Start
 
 
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
@@ -55,6 +57,34 @@ def test_sharers_with_the_real_tile(start: Start, kind: Kind) -> None:
     tables = runner.attention._planned.addresses.tables
     tiles = -(-80 // tables.sizes.decode_rows[1])
     assert int(tables.classes[1].item_count[1]) == tiles * -(-700 // int(tables.span_chunk))
+
+
+@pytest.fixture
+def on_sm_89(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter runs the tiles of sm_89."""
+    limits = replace(INTERPRETER, arch=89, shared_per_sm=SMALL_SHARED)
+    monkeypatch.setattr("kvevict_kernels.device_limits.INTERPRETER", limits)
+    limits_of.cache_clear()
+    yield
+    limits_of.cache_clear()
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.usefixtures("on_sm_89")
+def test_sharers_with_the_tile_of_sm_89(make_world: MakeWorld, bits: int) -> None:
+    """168 q rows read a span, 80 a suffix, in tiles of 128, with and without a window."""
+    world = make_world(1, 4, 96, dtype=FP32, windows=(0, 60), num_token_slots=600)
+    world.learn()
+    span = world.span(torch.tensor([[90], [150]], dtype=torch.int32), num_tokens=200, bits=bits)
+    news = [*[1] * 12, 10, 20]
+    for new in news:
+        world.add((span,), new + 2)
+    world.add((), 20 + 40)
+    attention = TritonAttention(world.geometry, world.k, world.v, statistics=world.statistics)
+    world.check(attention, [*news, 20])
+    tables = attention._planned.addresses.tables
+    assert tables.sizes.decode_rows == (16, 128)
+    assert tables.sizes.num_resident(1) == tables.sizes.num_sms
 
 
 @pytest.mark.parametrize("kind", ON_GPU)

@@ -134,7 +134,8 @@ def _attention_kernels(
 ) -> Iterator[Spec]:
     """With a window, whatever takes sink logits has some."""
     limits = DEVICES[arch]
-    tiles = tiles_for(limits, head_dim, has_window=has_window, has_few_bits=has_few_bits)
+    kinds = {"has_window": has_window, "has_few_bits": has_few_bits, "is_fp8": stored == FP8}
+    tiles = tiles_for(limits, head_dim, **kinds)
     visible = "*i64" if has_trees else None
     statistics = "*fp32" if has_few_bits else None
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}

@@ -22,6 +22,7 @@ from kvevict_kernels.ragged_decode.tile_table import (
     HEAD_DIMS,
     KEYS,
     LATENTS,
+    Tile,
     block_widths,
     family_of,
     tiles_for,
@@ -109,7 +110,7 @@ def test_every_architecture_finds_its_tiles(arch: int, shared_per_sm: int, famil
     assert tiles_for(limits, 80) == tiles_for(limits, 128)
     few, many, extend = tiles_for(limits, 80)
     assert (few.keys, many.keys, extend.keys) == KEYS[family, 128]
-    assert (many.rows, many.warps) == ((extend.rows, extend.warps) if family == 90 else (64, 4))
+    assert (many.rows, many.warps) == ((extend.rows, extend.warps) if family in (89, 90) else (64, 4))
     with pytest.raises(ValueError, match="head_dim: expected at most 576, got 577"):
         tiles_for(limits, 577)
 
@@ -138,6 +139,16 @@ def test_windows_change_no_tiles_rows(family: int, head_dim: int) -> None:
     plain, other = tiles_for(limits, head_dim), tiles_for(limits, head_dim, has_window=True)
     assert [tile.rows for tile in other] == [tile.rows for tile in plain]
     assert all(16 <= one.keys <= tile.keys for one, tile in zip(other, plain, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_float8_has_a_smaller_tile_on_sm_89(family: int, head_dim: int) -> None:
+    """Where conversions take longer than reading; other tiles stay, and so do those of other architectures."""
+    limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=102400 if family == 89 else 233472)
+    plain, fp8 = tiles_for(limits, head_dim), tiles_for(limits, head_dim, is_fp8=True)
+    is_smaller = (family, head_dim) == (89, 128)
+    assert fp8 == ((plain[0], Tile(64, 32, warps=4), plain[2]) if is_smaller else plain)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -30,8 +30,11 @@ def sizes_on(
     head_dim: int,
     has_windows: bool = False,
     has_few_bits: bool = False,
+    is_fp8: bool = False,
 ) -> Sizes:
     """Sizes that all batches of a server share; ``device`` is where spans and arenas are.
+
+    The last two as for :func:`kvevict_kernels.ragged_decode.tile_table.tiles_for`.
 
     Raises:
         ValueError: a size below 1, or a head_dim that no kernel is compiled for.
@@ -40,7 +43,8 @@ def sizes_on(
     for name, value in sizes.items():
         check_int(name, value, 1)
     limits = limits_of(device)
-    few, many, extend = (tile.rows for tile in tiles_for(limits, head_dim, has_few_bits=has_few_bits))
+    tiles = tiles_for(limits, head_dim, has_few_bits=has_few_bits, is_fp8=is_fp8)
+    few, many, extend = (tile.rows for tile in tiles)
     return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, (few, many), extend, has_windows)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvevict_kernels.checks import FP8
 from kvevict_kernels.ragged_decode.host_lists import Sizes
 from kvevict_kernels.span_runs import SpanRuns
 
@@ -127,3 +128,8 @@ class LayerInputs:
     def v_head_dim(self) -> int:
         """Width of values and results; less than ``head_dim`` for latents."""
         return self.v_arena.shape[3]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the arenas hold float8, not the dtype of ``q``."""
+        return self.k_arena.dtype == FP8

@@ -11,9 +11,16 @@ from kvevict_kernels.device_limits import DeviceLimits
 
 FEW_ROWS = 16
 """Q rows per tile of the split kernel's first class: unshared decode rows."""
-MANY_ROWS = {80: 64, 89: 64, 90: 128, 100: 64}
-"""By family, of the second class: many sharers, or several new tokens. On sm_90 it has the rows of ``ragged_extend``,
-two warp groups: a third fewer instructions per row, and half the reads of K and V, than with 64 rows (compiled)."""
+MANY_ROWS = {80: (64, 64, 64), 89: (64, 128, 64), 90: (128, 128, 64), 100: (64, 64, 64)}
+"""By family, for each width of ``HEAD_DIMS``: q rows of the second class (many sharers, or several new tokens).
+
+A tile of 128 rows reads K and V half as often as two of 64, and a warp issues a third fewer instructions per row
+(compiled). A tile that is at most half full wastes the other half of its products. On sm_90, and on sm_89 at width 128,
+it still takes less time than its keys take from memory; on sm_80 and sm_100 it would take 1.3 to 1.5 times as long
+(estimate). At width 64 a tile of 128 rows gains nothing on sm_89: with a window 63 % of the peak, not 70."""
+FP8_ROWS = 64
+"""The same on sm_89 at width 128 where the arena holds float8. Every warp converts all numbers of K and V, so a tile of
+128 rows takes as long as two of 64 (compiled), which is longer than half the bytes take from memory (estimate)."""
 EXTEND = 2
 """Index of ``ragged_extend``'s tile, after the classes of the split kernel."""
 STAGES = 5
@@ -36,7 +43,9 @@ KEYS = {
     **{(100, 64): (32, 32, 64), (100, 128): (32, 32, 32), (100, 256): (16, 16, 16)},
 }
 """By (family, head_dim): K and V rows per step of the loop, of each kernel's tile in the order of ``tiles_for``.
-With 128 a warp of ``ragged_extend`` issues 300 instructions per 64 keys on sm_90, with 64 it issues 417 (compiled)."""
+With 128 a warp of ``ragged_extend`` issues 300 instructions per 64 keys on sm_90, with 64 it issues 417 (compiled). The
+split kernel's larger tile cannot have 128 there: with rows of few bits, and with trees over float8, up to 144 bytes of
+a thread are on the stack."""
 MIN_KEYS = 16
 LATENT_DIM = 576
 """Width of a wider head_dim: a latent of 512 numbers, which are also the value, and 64 of a rotated key."""
@@ -67,13 +76,18 @@ def family_of(limits: DeviceLimits) -> int:
 
 
 def tiles_for(
-    limits: DeviceLimits, head_dim: int, *, has_window: bool = False, has_few_bits: bool = False
+    limits: DeviceLimits,
+    head_dim: int,
+    *,
+    has_window: bool = False,
+    has_few_bits: bool = False,
+    is_fp8: bool = False,
 ) -> tuple[Tile, Tile, Tile]:
     """Tiles of a device: split kernel with 16 rows, with 64 or 128 rows (or 32), ``ragged_extend``.
 
     With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same. With
     ``has_few_bits`` it also reads rows of 8 and 4 bits; at width 128 more warps keep up to 72 bytes of a thread on the
-    stack, not 200 (compiled).
+    stack, not 200 (compiled). ``is_fp8``: the arena holds float8.
 
     Raises:
         ValueError: head_dim beyond the table.
@@ -86,7 +100,11 @@ def tiles_for(
     if has_window:
         keys = tuple(max(one // 2, MIN_KEYS) for one in keys)
     is_wide = width == HEAD_DIMS[-1]
-    many_rows = (WIDE_FEW_BITS_ROWS if has_few_bits else 64) if is_wide else MANY_ROWS[family]
+    many_rows = MANY_ROWS[family][HEAD_DIMS.index(width)]
+    if is_wide and has_few_bits:
+        many_rows = WIDE_FEW_BITS_ROWS
+    elif is_fp8 and family == 89:
+        many_rows = FP8_ROWS
     many_warps = 8 if is_wide or many_rows == 128 or (has_few_bits and width == 128) else 4
     many = Tile(many_rows, keys[1], warps=many_warps)
     return Tile(FEW_ROWS, keys[0], warps=4), many, Tile(64 if is_wide else 128, keys[EXTEND], warps=8)

@@ -256,7 +256,11 @@ def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
 def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
-    kinds = {"has_window": inputs.window > 0, "has_few_bits": inputs.statistics is not None}
+    kinds = {
+        "has_window": inputs.window > 0,
+        "has_few_bits": inputs.statistics is not None,
+        "is_fp8": inputs.is_fp8,
+    }
     tile = tiles_for(limits_of(q.device), head_dim, **kinds)[which]
     args = (
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena),

@@ -88,6 +88,7 @@ class TritonAttention:
             head_dim=geometry.head_dim,
             has_windows=geometry.has_windows,
             has_few_bits=statistics is not None,
+            is_fp8=is_fp8,
         )
         self._partials = self._scratch(0)
         self._new_len = 1  # of captured steps, per request
