@@ -47,10 +47,6 @@ KEY = 4
 """So many columns name a row."""
 FEW_BITS_STACK = 8
 """Bytes on the stack that are known of kernels on sm_100 that read rows of 8 and 4 bits; others have none."""
-WINDOW_STACK = 48
-"""The same of kernels of layers with windows, but for those with triton 3.8.0 on sm_90 and head_dim up to 128."""
-TREE_STACK = 32
-"""The same of kernels that read trees of draft tokens: a word of bits and a depth per row."""
 TEXT = """# What the compiler makes of every kernel
 
 Written by `make test-compile`, which needs no GPU. Registers and stack bytes are a thread's (what does not
@@ -144,12 +140,8 @@ def must_hold(rows: list[Row]) -> list[str]:
 
 
 def known_stack(row: Row) -> int:
-    """Bytes on the stack that a kernel with windows, with trees, or with rows of few bits may have."""
-    if " bits" in row[3]:
-        return FEW_BITS_STACK if row[1] == "100" else 0
-    if "window" not in row[3]:
-        return TREE_STACK if "trees" in row[3] else 0
-    return 0 if row[:2] == ("3.8.0", "90") and int(row[2]) <= 128 else WINDOW_STACK
+    """Bytes on the stack that a kernel with rows of few bits may have."""
+    return FEW_BITS_STACK if row[1] == "100" and " bits" in row[3] else 0
 
 
 @pytest.mark.timeout(0)  # a busy machine is slow, not wrong
