@@ -172,6 +172,7 @@ class EventService:
     def _send_answers(self) -> None:
         while self._answers:
             envelope, reply = self._answers.popleft()
+            self._publish_queued()  # events that a snapshot counts come before it: else a follower would miss them
             self._num_asked -= 1
             self._reply(envelope, reply)
 

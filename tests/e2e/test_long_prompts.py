@@ -104,7 +104,7 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_answered(server):
     refused = {
         "allowed: at most 2": ask(server, prompt(9 * POOL, seed=2)),
         "with exact; allowed: at most 393": ask(server, long, sampling={"custom_params": {"kvevict": {"exact": True}}}),
-        "with bootstrap_host '2.2.2.2'; allowed: at most 393": ask(server, long, bootstrap_host="2.2.2.2"),
+        'with bootstrap_host "2.2.2.2"; allowed: at most 393': ask(server, long, bootstrap_host="2.2.2.2"),
         "with logprob_start_len 0; allowed: at least 10": ask(server, long, return_logprob=True, logprob_start_len=0),
     }
     for message, (status, error) in refused.items():

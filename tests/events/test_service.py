@@ -90,6 +90,31 @@ def followed(
     return asyncio.run(asyncio.wait_for(run(), 300))
 
 
+def test_events_that_an_answer_counts_are_sent_before_it(service, monkeypatch):
+    """Also if the scheduler publishes and answers while the thread is between sending events and sending answers."""
+    publish_queued, published = service._publish_queued, []
+
+    def scheduler_acts_behind() -> None:
+        publish_queued()
+        for question in service.take_questions():
+            if service._followers and len(published) < 5:
+                published.append(SPLITS[len(published)])
+                service.publish(published[-1])
+            service.answer(question, report(service))
+
+    monkeypatch.setattr(service, "_publish_queued", scheduler_acts_behind)
+
+    async def run() -> list:
+        async with InspectClient(service.config.endpoint, timeout_s=300) as client:
+            numbers = []
+            for _ in range(5):
+                number = (await client.ask(Status(follow=True), StatusReport)).next_event
+                numbers.append((number, [event for batch in client.take_batches() for event in batch.events]))
+            return numbers
+
+    assert asyncio.run(asyncio.wait_for(run(), 300)) == [(i + 1, [SPLITS[i]]) for i in range(5)]
+
+
 def events_of(seen: list) -> list:
     return [event for part in seen if isinstance(part, EventBatch) for event in part.events]
 
