@@ -71,10 +71,10 @@ def test_demo(server, monkeypatch):
     assert whole["slots"] == figures["prefix_tokens"] and (whole["share_of_entries"], whole["bits"]) == (1, 16)
     tail = figures["prefix_tokens"] - figures["compressed_tokens"]
     assert [round((each["slots"] - tail) / figures["compressed_tokens"], 3) for each in (fifth, least)] == [0.2, 0.05]
-    assert fifth["right_answers"] == whole["right_answers"] == figures["answers"] == figures["sharers"] == 8
+    right = [each["right_answers"] for each in (whole, fifth, complete)]
+    assert [*right, figures["answers"], figures["sharers"]] == [8] * 5
     assert 0 <= least["right_answers"] <= 8 and least["share_of_entries"] < fifth["share_of_entries"] < 1
-    # One answer is so close to a wrong one that, in this very state, it depends on what is computed in its batch.
-    assert (complete["share"], complete["share_of_entries"]) == (None, 1) and complete["right_answers"] >= 7
+    assert (complete["share"], complete["share_of_entries"]) == (None, 1)
     assert least["slots"] < fifth["slots"] < complete["slots"] < 0.375 * figures["prefix_tokens"]
     columns = [*figures["dial"], complete]
     assert [each["cached_tokens"] for each in columns] == [8 * figures["prefix_tokens"]] * 4

@@ -34,7 +34,9 @@ class Question:
 
 
 #: Asked all at once, by the branches of one forked program. The words in the lead let a very small model
-#: point at the place it read; the answer itself is never part of them.
+#: point at the place it read; the answer itself is never part of them. With each lead the first word of the answer is
+#: ahead of any other by 0.7 or more in log-probability (a step of bfloat16 is 0.125 there), at a fifth of the bytes and
+#: with `complete`: what else is computed in the same batch does not decide it.
 BRANCH_QUESTIONS: Sequence[Question] = (
     Question("Who is the keeper of the station?", ("Tomas Brandt",), "The keeper of the station is"),
     Question("Who is the captain of the Grey Heron?", ("Annika",), "The captain of the Grey Heron is"),
@@ -43,7 +45,9 @@ BRANCH_QUESTIONS: Sequence[Question] = (
         ("Clover",),
         "The only animal that lives at the station is a goat named",
     ),
-    Question("Where does the drinking water come from?", ("western slope",), "Drinking water comes from"),
+    Question(
+        "Where does the drinking water come from?", ("western slope",), "Drinking water comes from a spring on the"
+    ),
     Question("What do three long blasts mean?", ("come inside",), "Three long blasts mean that everybody must"),
     Question("What is the name of the jar?", ("Balthasar",), "The jar has a name, which is"),
     Question("Where do we meet in case of fire?", ("flagpole",), "The meeting point in case of fire is"),
