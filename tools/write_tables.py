@@ -79,7 +79,9 @@ def size_table() -> str:
 
 
 def quality_tables(rows: Sequence[Row], aware: Sequence[Row]) -> dict[str, str]:
-    """By the names of their places: the dial; policies on the demo's model; beside presses of kvpress; on real text.
+    """By the names of their places in the document.
+
+    The dial; policies on the demo's model, and with the question in the prompt; beside presses of kvpress; real text.
 
     Presses are compared on the tasks, lengths and models that they have rows of, at the budgets that these rows have.
 
@@ -99,15 +101,12 @@ def quality_tables(rows: Sequence[Row], aware: Sequence[Row]) -> dict[str, str]:
         and row.budget in budgets
         and row.options in ("", "bits=16")
     ]
-    unknown, in_prompt = (
-        [row for row in some if (row.engine, row.model, row.tokens) == ("kvevict", SMALL, 1024)]
-        for some in (rows, aware)
-    )
-    compared = {row.task for row in unknown if row.policy not in (DEFAULT_POLICY, FULL, "random")}
-    unknown = [row for row in unknown if row.task in compared and "bits" not in row.options]
+    small = [row for row in ours if (row.model, row.tokens) == (SMALL, 1024) and "bits" not in row.options]
+    compared = {row.task for row in small if row.policy not in (DEFAULT_POLICY, FULL, "random")}
     return {
         "bits": model_table(default, GOALS).rstrip(),
-        "policies": policy_table({"": unknown, ", asked in the prompt": in_prompt}, 0.2).rstrip(),
+        "policies": policy_table([row for row in small if row.task in compared], 0.2).rstrip(),
+        "question in the prompt": model_table(aware).rstrip(),
         "equal bytes": model_table([*beside, *pressed]).rstrip(),
         "divergence": fidelity_table(rows).rstrip(),
     }

@@ -100,20 +100,16 @@ def model_table(rows: Sequence[Row], goals: Mapping[tuple[str, int, float], floa
     return _table(lines, 2)
 
 
-def policy_table(columns: Mapping[str, Sequence[Row]], budget: float) -> str:
-    """One line per policy or press: the share of the full cache's score that it keeps of each task.
+def policy_table(rows: Sequence[Row], budget: float) -> str:
+    """One line per policy: the share of the full cache's score that it keeps of each task.
 
     Policies that keep most of the first task come first.
 
     Args:
-        columns: rows of one model and length by what the heads of their tasks end with; as in :func:`model_table`.
+        rows: of one model and length; as in :func:`model_table`.
         budget: of what is shown.
     """
-    found = {
-        f"`{task}`{ending}": by_system
-        for ending, rows in columns.items()
-        for (_, _, task), by_system in _by_task(rows).items()
-    }
+    found = {f"`{task}`": by_system for (_, _, task), by_system in _by_task(rows).items()}
     labels = {label for by_system in found.values() for of, label in by_system if of == -budget}
     shares = {label: [_share(by_system, (-budget, label)) for by_system in found.values()] for label in labels}
     first = {label: of[0][0] if of[0] is not None else 0.0 for label, of in shares.items()}

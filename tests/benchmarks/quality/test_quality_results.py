@@ -132,10 +132,10 @@ def test_presses_are_divided_by_their_own_full_cache():
     assert line == "| m | `needles` | 1,024 | 4 | 1.00 | 100 ± 0 % | 75 ± 22 % |"
 
 
-def test_policies_stand_below_each_other_best_first_with_and_without_the_question():
+def test_policies_stand_below_each_other_best_first():
     from kvevict_quality.by_model import policy_table
 
-    unknown = [
+    rows = [
         full(scores="1 1 1 1"),
         full(task="table", scores="1 1 1 1"),
         row(scores="1 1 0 0"),
@@ -143,12 +143,11 @@ def test_policies_stand_below_each_other_best_first_with_and_without_the_questio
         row(policy="d2o", scores="1 1 1 1"),
         row(policy="d2o", scores="0 0 0 0", budget=0.1),
     ]
-    aware = [full(scores="1 1 1 1"), row(scores="1 1 1 0")]
-    assert policy_table({"": unknown, ", known": aware}, 0.2).splitlines() == [
-        "| policy | `needles` | `table` | `needles`, known |",
-        "| --- | --: | --: | --: |",
-        "| `d2o` | 100 ± 0 % |  |  |",
-        "| `snapkv` | 50 ± 25 % | 0 ± 0 % | 75 ± 22 % |",
+    assert policy_table(rows, 0.2).splitlines() == [
+        "| policy | `needles` | `table` |",
+        "| --- | --: | --: |",
+        "| `d2o` | 100 ± 0 % |  |",
+        "| `snapkv` | 50 ± 25 % | 0 ± 0 % |",
     ]
 
 
