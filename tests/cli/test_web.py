@@ -9,9 +9,11 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +21,8 @@ from helpers.event_sockets import ipc_config
 from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
-from sgl_kvevict.cli.web import WebServer
+from sgl_kvevict.cli import web as web_module
+from sgl_kvevict.cli.web import MAX_CONNECTIONS, WebServer
 from sgl_kvevict.events.client import InspectClient
 
 CHROMIUM = next(
@@ -120,6 +123,25 @@ def test_a_broken_request_ends_its_own_connection_only(web):
             while connection.recv(65536):
                 pass
     assert get(web, "/tree")[0] == 200
+
+
+def test_connections_are_bounded_in_number_and_time(web, monkeypatch):
+    """Clients that send their request byte by byte; otherwise each would keep a thread for as long as it likes."""
+    monkeypatch.setattr(web_module._Handler, "timeout", None)  # of a single read: it does not end these
+    with ExitStack() as stack:
+        address = ("127.0.0.1", web.server_port)
+        slow = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(MAX_CONNECTIONS)]
+        for connection in slow:
+            connection.sendall(b"GET /tree HTTP/1.1\r\nHost: local")
+        status, body = get(web, "/tree")
+        assert (status, body) == (503, b"32 connections are open already; allowed: at most as many")
+        with monkeypatch.context() as late:
+            later = time.monotonic() + web_module.REQUEST_S
+            late.setattr(web_module, "time", SimpleNamespace(monotonic=lambda: later))
+            assert [connection.recv(1) for connection in slow] == [b""] * MAX_CONNECTIONS
+        while (status := get(web, "/tree")[0]) == 503:  # their threads are about to end
+            pass
+        assert status == 200
 
 
 def test_a_silent_server_is_named(tmp_path):
