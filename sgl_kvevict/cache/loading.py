@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -79,7 +78,7 @@ class Loading:
         self._adoption = adoption
         self._access = access
         self._reader = reader
-        self._waiting: WeakKeyDictionary[Any, Waiting] = WeakKeyDictionary()
+        self._waiting: dict[Any, Waiting] = {}
 
     def state(self) -> tuple[int, int]:
         """Fetches that were skipped, and requests that wait for their prefix, or for their turn to fetch it."""
@@ -87,10 +86,8 @@ class Loading:
 
     def clear(self) -> None:
         """Let waiting requests go on without the store."""
-        for waiting in tuple(self._waiting.values()):
-            if waiting.fetch is not None:
-                self._reader.abandon(waiting.fetch)
-        self._waiting.clear()
+        for request in tuple(self._waiting):
+            self._forget(request)
 
     def queued(self, request: Any, prompt: Prompt) -> None:
         """Register a queued request, if the store may have its prefix."""
@@ -101,13 +98,16 @@ class Loading:
     def settle(self, queue: Sequence[Any]) -> set[Any]:
         """Put fetched prefixes into the tree, and start fetches for requests at the head of the queue.
 
-        Called between two steps, on all ranks, with the requests that wait for admission, in order.
+        Called between two steps, on all ranks, with the requests that wait for admission, in order. A fetch whose
+        request was aborted ends with the segment that it reads.
 
         Returns:
             Requests that must not be admitted yet.
         """
         if not self._waiting:
             return set()
+        for request in self._waiting.keys() - set(queue):
+            self._forget(request)
         for request in queue[:READ_AHEAD]:
             waiting = self._waiting.get(request)
             if waiting is not None and not waiting.is_begun:
@@ -121,6 +121,11 @@ class Loading:
                 del self._waiting[request]
                 self._end(request, waiting, answer)
         return still
+
+    def _forget(self, request: Any) -> None:
+        fetch = self._waiting.pop(request).fetch
+        if fetch is not None:
+            self._reader.abandon(fetch)
 
     def _begin(self, request: Any, waiting: Waiting) -> None:
         """Start a fetch if the store may have more of a prompt than the tree and the host."""

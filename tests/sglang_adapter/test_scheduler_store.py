@@ -296,6 +296,20 @@ def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
     assert server.recorder.totals.late_loads == 1
 
 
+def test_a_request_that_is_aborted_ends_its_fetch(tmp_path):
+    server = Server(tmp_path)
+    server.serve(DOCUMENT)
+    server = Server(tmp_path)
+    aborted, waiting, unseen = (server.queue(DOCUMENT) for _ in range(3))
+    assert server.begin(aborted, waiting, unseen) == {aborted, waiting, unseen}
+    fetches = [server.loading._waiting[req].fetch for req in (aborted, waiting)]
+    server.loading.settle([waiting])
+    assert [fetch.is_abandoned for fetch in fetches] == [True, False]
+    assert server.loading.state()[1] <= 1  # nothing of a request that has left is kept
+    assert server.settle(waiting) == set() and server.loading.state()[1] == 0
+    assert server.harness.admit(waiting) and waiting.prefix_len > 0
+
+
 def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatch):
     Server(tmp_path).serve(DOCUMENT)
     server = Server(tmp_path)
