@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from sgl_kvevict.errors import StoreError
 
+SMALL_BYTES = 4096
+"""Bytes that are read of a file of the index, which has fewer than 300."""
 _NAME = re.compile(r"[0-9a-z][0-9a-z.-]*(/[0-9a-z][0-9a-z.-]*)*")
 _LISTED = re.compile(r"v[0-9]+/[0-9a-f]{64}/.+")
 """A store's own items of any format: version, identity and the rest. What else its place has is never removed."""
@@ -47,13 +49,17 @@ class Backend(ABC):
         with self._errors("written", check_name(name)):
             self._put(name, data)
 
-    def get(self, name: str) -> bytes | None:
-        """Return the bytes of an item; None: there is no such item."""
+    def get(self, name: str, limit: int | None = None) -> bytes | None:
+        """Return the bytes of an item; None: there is no such item.
+
+        Of an item of more than ``limit`` bytes (None: no limit) so many may be all that is read: it may be larger than
+        the memory.
+        """
         with self._errors("read", check_name(name)):
-            return self._get(name)
+            return self._get(name, limit)
 
     def get_many(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return those of some small items that exist, by name."""
+        """Return those of some small items that exist, by name; of a large one at least its first ``SMALL_BYTES``."""
         with self._errors("read"):
             return self._get_many([check_name(name) for name in names])
 
@@ -90,10 +96,10 @@ class Backend(ABC):
     def _put(self, name: str, data: bytes) -> None: ...
 
     @abstractmethod
-    def _get(self, name: str) -> bytes | None: ...
+    def _get(self, name: str, limit: int | None) -> bytes | None: ...
 
     def _get_many(self, names: Sequence[str]) -> dict[str, bytes]:
-        return {name: data for name in names if (data := self._get(name)) is not None}
+        return {name: data for name in names if (data := self._get(name, SMALL_BYTES)) is not None}
 
     @abstractmethod
     def _exists(self, name: str) -> bool: ...

@@ -58,12 +58,14 @@ class DirectoryBackend(Backend):
         if self._max_bytes is not None and self._is_scan_due(len(data), self._max_bytes):
             self._trim(self._max_bytes)
 
-    def _get(self, name: str) -> bytes | None:
+    def _get(self, name: str, limit: int | None) -> bytes | None:
         path = self._folder / name
         try:
-            if not S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device has no end
+            status = path.stat()
+            if not S_ISREG(status.st_mode):  # a pipe would be waited for, and a device has no end
                 raise OSError(errno.EINVAL, "not a regular file")
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data = file.read(status.st_size if limit is None else min(status.st_size, limit))
         except (FileNotFoundError, NotADirectoryError):
             self._require_folder()
             return None

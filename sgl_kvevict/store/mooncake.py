@@ -68,7 +68,8 @@ class MooncakeBackend(Backend):
             time.sleep(TRY_AGAIN_S * 2**attempt)
         self._check("written", code)
 
-    def _get(self, name: str) -> bytes | None:
+    def _get(self, name: str, limit: int | None) -> bytes | None:
+        """See :meth:`Backend.get`; ``buffer_bytes`` is the limit of all."""
         store = self._connected()
         for attempt in range(TRIES):
             data = bytes(store.get(f"{self._name}/{name}"))

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from sgl_kvevict.errors import ConfigError, StoreError
-from sgl_kvevict.store.backend import Backend, Item
+from sgl_kvevict.store.backend import SMALL_BYTES, Backend, Item
 
 
 class RemoteBackend(Backend):
@@ -30,7 +30,8 @@ class RemoteBackend(Backend):
             from fsspec.core import url_to_fs
         except ImportError as error:
             raise ConfigError(f"store: got {url!r}, which needs the package fsspec; install it") from error
-        options = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}
+        self._is_local = url.startswith(("file://", "local://"))
+        options = {"auto_mkdir": True} if self._is_local else {}
         try:
             self._files, root = url_to_fs(url, **options)
         except ImportError as error:
@@ -42,9 +43,12 @@ class RemoteBackend(Backend):
     def _put(self, name: str, data: bytes) -> None:
         self._files.pipe_file(f"{self._root}/{name}", data)
 
-    def _get(self, name: str) -> bytes | None:
+    def _get(self, name: str, limit: int | None) -> bytes | None:
+        path = f"{self._root}/{name}"
         try:
-            return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            if limit is not None and self._is_local:  # fsspec allocates what it is asked for
+                limit = min(limit, self._files.size(path))
+            return bytes(self._files.cat_file(path, end=limit))
         except FileNotFoundError:
             return None
 
@@ -54,7 +58,7 @@ class RemoteBackend(Backend):
         if not paths:
             return {}
         found: dict[str, bytes] = {}
-        for path, data in self._files.cat(list(paths), on_error="return").items():
+        for path, data in self._files.cat(list(paths), on_error="return", end=SMALL_BYTES).items():
             if isinstance(data, FileNotFoundError):
                 continue
             if isinstance(data, Exception):

@@ -198,6 +198,20 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
     return record
 
 
+def most_bytes(key: str, num_tail: int, *models: StoreIdentity) -> int:
+    """Bytes of the largest segment of a name: all entries, with 16 bits, and a tail of ``num_tail`` tokens.
+
+    ``models``: of whose rows it may have; numbers count as 4 bytes, the most that those of a KV pool have.
+    """
+    start, end = key_bounds(key)
+    num_bytes = PREFIX_BYTES + 8 + MAX_HEADER_BYTES + 8 * (end + num_tail)
+    for model in models:
+        row = 4 * (model.head_dim + model.own_value_dim) + 8  # with its position, and its order or what it was paid
+        run = 20  # lengths of three parts and of what was evicted, and the policy's state
+        num_bytes += model.num_layers * model.num_kv_heads * ((end - start + num_tail) * row + run)
+    return num_bytes
+
+
 def read_header(data: bytes) -> dict[str, Any]:
     """Return fields and shapes of a segment, without its tensors, for ``sgl-kvevict store show``.
 

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError, cut
-from sgl_kvevict.store.backend import Backend, Item
+from sgl_kvevict.store.backend import SMALL_BYTES, Backend, Item
 from sgl_kvevict.store.directory import DirectoryBackend
 from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity, is_key, key_bounds
 from sgl_kvevict.store.mooncake import MooncakeBackend
 from sgl_kvevict.store.remote import RemoteBackend
-from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
+from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment, most_bytes
 from sgl_kvevict.store.tier import IndexEntry, Tier, listed_blocks
 
 ROOT = f"v{FORMAT_VERSION}"
@@ -65,7 +65,8 @@ class SegmentStore(Tier):
     An item that cannot be read although the store answers (an I/O error, missing permission, a folder of its name) is
     quarantined: it counts as missing for ``QUARANTINE_S``.
 
-    ``draft``: identity of the draft model; None: rows of draft models are neither written nor loaded.
+    ``draft``: identity of the draft model; None: rows of draft models are neither written nor loaded. ``num_tail``: the
+    most uncompressed tokens that are stored behind a segment.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class SegmentStore(Tier):
         identity: StoreIdentity,
         clock: Callable[[], float] = time.monotonic,
         draft: StoreIdentity | None = None,
+        num_tail: int = 32,
     ) -> None:
         super().__init__(identity)
         self.backend = backend
         self._draft = draft
+        self._num_tail = num_tail
         self._clock = clock
         self._quarantined: dict[str, float] = {}
 
@@ -119,10 +122,16 @@ class SegmentStore(Tier):
         Raises:
             StoreError: the store cannot be read.
             UnreadableItemError: the segment cannot be read; it is quarantined.
-            CorruptSegmentError: the file is not a segment of this identity.
+            CorruptSegmentError: the file is not a segment of this identity, or larger than any; it is not read whole.
         """
-        data = self._read(segment_name(self.identity.digest, key))
-        return None if data is None else decode_segment(data, key, self.identity, self._draft)
+        draft = self._draft or self.identity  # of another server; its rows are no more than the model's
+        limit = most_bytes(key, self._num_tail, self.identity, draft)
+        data = self._read(segment_name(self.identity.digest, key), limit + 1)
+        if data is None:
+            return None
+        if len(data) > limit:
+            raise CorruptSegmentError(f"length: got more than {limit} bytes, which no segment of this name has")
+        return decode_segment(data, key, self.identity, self._draft)
 
     def delete(self, key: str) -> bool:
         """Remove a segment; False: there was none. It may still be listed."""
@@ -140,7 +149,8 @@ class SegmentStore(Tier):
         try:
             found = self.backend.get_many(readable)
         except StoreError:
-            found = {file: data for file in readable if (data := self._read(file)) is not None}  # says which one
+            read = {file: self._read(file, SMALL_BYTES) for file in readable}  # says which one
+            found = {file: data for file, data in read.items() if data is not None}
         listed = {}
         for file, data in found.items():
             with suppress(CorruptSegmentError):
@@ -155,14 +165,14 @@ class SegmentStore(Tier):
         until = self._quarantined.get(name)
         return until is not None and self._clock() < until
 
-    def _read(self, name: str) -> bytes | None:
-        """Bytes of an item; None: there is none, or it is quarantined."""
+    def _read(self, name: str, limit: int) -> bytes | None:
+        """Bytes of an item, see :meth:`Backend.get`; None: there is none, or it is quarantined."""
         if self._is_quarantined(name):
             return None
         try:
-            return self.backend.get(name)
+            return self.backend.get(name, limit)
         except StoreError as error:
-            self.backend.get(self._name(IDENTITY))  # raises if the store as a whole cannot be read
+            self.backend.get(self._name(IDENTITY), SMALL_BYTES)  # raises if the store as a whole cannot be read
             if len(self._quarantined) >= MAX_QUARANTINED:
                 self._quarantined.clear()
             self._quarantined[name] = self._clock() + QUARANTINE_S

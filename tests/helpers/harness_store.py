@@ -82,7 +82,7 @@ class Items(Backend):
     def _put(self, name, data):
         self._items[name] = data
 
-    def _get(self, name):
+    def _get(self, name, limit):
         return self._items.get(name)
 
     def _exists(self, name):

@@ -16,7 +16,7 @@ from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
 from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import SegmentRecord, decode_segment, encode_segment
 from sgl_kvevict.store.identity import FORMAT_VERSION, GROUP
-from sgl_kvevict.store.segment_file import PREFIX_BYTES, read_header
+from sgl_kvevict.store.segment_file import MAX_HEADER_BYTES, PREFIX_BYTES, most_bytes, read_header
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
@@ -100,6 +100,28 @@ def test_evicted_entries_are_a_group_of_their_own():
     kept = COMPLETE.evicted.positions >= 20
     assert torch.equal(later.evicted.k, COMPLETE.evicted.k[kept])
     assert torch.equal(later.evicted_order, COMPLETE.evicted_order[kept])
+
+
+def test_the_largest_segment_of_a_name_has_as_many_bytes_as_one_may():
+    """All entries, with everything that goes with them."""
+    path, num_tail, num_shadow = tokens(4000), 500, 3 * 4000
+    tail = CopiedTail(
+        torch.arange(num_tail),
+        *(torch.zeros(2, num_tail, 2, 4) for _ in "kv"),
+        *(torch.zeros(1, num_tail, 3, 6) for _ in "kv"),
+    )
+    shadow = CopiedShadow(
+        torch.full((1, 3), 4000, dtype=torch.int32),
+        torch.arange(4000, dtype=torch.int32).repeat(3),
+        *(torch.zeros(num_shadow, 6) for _ in "kv"),
+        torch.zeros(num_shadow),
+    )
+    state = torch.zeros(2, 2)
+    ours = completed(record(OWN, SPACE, path, tail=tail, shadow=shadow, policy_state=state))
+    data = encode_segment(ours, DRAFT.digest)
+    assert_same(ours, decode_segment(data, ours.key, OWN, DRAFT))
+    most = most_bytes(ours.key, num_tail, OWN, DRAFT)
+    assert len(data) <= most < len(data) + 2 * MAX_HEADER_BYTES
 
 
 def test_one_rank_may_have_no_evicted_entries():

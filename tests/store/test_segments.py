@@ -401,6 +401,21 @@ def test_what_is_no_file_is_an_error_that_keeps_nobody_waiting(tmp_path, kind):
     assert len(errors) == 1 and "cannot be read: a" in str(errors[0])
 
 
+@pytest.mark.parametrize("url", ["{folder}", "file://{folder}"])
+def test_a_file_that_is_larger_than_its_name_allows_is_not_read_whole(tmp_path, url):
+    """One of 8 TiB, of which the disk has almost nothing, could not be."""
+    store = SegmentStore(open_backend(url.format(folder=tmp_path)), OWN)
+    ours = record(OWN, SPACE, tokens(40))
+    store.put(ours, SPACE)
+    for each in ("segments", "prefixes"):
+        (path,) = (tmp_path / PLACE / each).rglob("*-*" if each == "segments" else "?" * 64)
+        os.truncate(path, 8 << 40)
+    assert store.find(tokens(40), SPACE) == []  # its file of the index is damaged
+    with pytest.raises(CorruptSegmentError, match=r"length: got more than \d+ bytes, which no segment"):
+        store.get(ours.key)
+    assert store.delete(ours.key) and store.put(ours, SPACE) > 0 and len(store.find(tokens(40), SPACE)) == 1
+
+
 def test_a_new_folder_is_open_to_nobody_else(tmp_path):
     """It has the tokens of prompts. A folder that is there keeps its permissions: others may be meant to read it."""
     for name, exists in (("new", False), ("shared", True)):

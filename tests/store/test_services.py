@@ -68,7 +68,7 @@ def check_store(url: str, folder) -> None:
     for path, ours in zip(paths, records, strict=True):
         assert ours.key == other.find([*path, 1], SPACE)[0][1].key
         assert_same(ours, other.get(ours.key))
-    assert other.find(tokens(50, seed=9), SPACE) == [] and other.get("00" * 32) is None
+    assert other.find(tokens(50, seed=9), SPACE) == [] and other.get("00" * 32 + "-0-40") is None
     assert {each.key for each in list_segments(other.backend)} == {each.key for each in records}
     assert all(each.item.size > 0 for each in list_segments(other.backend))
     assert verify_store(other.backend, print)["segments"] == 3

@@ -133,7 +133,7 @@ def test_a_store_in_trouble_gets_a_pause(store, monkeypatch):
     now = [0.0]
     reader = ReadAhead(store, 0.1, lambda: now[0])
 
-    def fail(name):
+    def fail(*_args):
         raise StoreError("unreachable")
 
     with monkeypatch.context() as patch:
@@ -159,7 +159,7 @@ def test_one_item_that_cannot_be_read_is_quarantined_and_the_others_are_found(st
     path.mkdir()
     touched = []
     get = store.backend.get
-    monkeypatch.setattr(store.backend, "get", lambda each: touched.append(each.split("/")[-1]) or get(each))
+    monkeypatch.setattr(store.backend, "get", lambda each, *_: touched.append(each.split("/")[-1]) or get(each))
     reader = ReadAhead(store, 0.1, lambda: now[0])
     (error,) = fetched(reader, [*bad, 1]).errors
     assert "not a regular file" in error and name in error and touched.count(name) == 1
@@ -184,7 +184,7 @@ def test_a_late_fetch_is_abandoned_and_the_store_gets_a_pause(store, monkeypatch
     store.put(record(OWN, SPACE, tokens(200)), SPACE)
     gate, now = threading.Event(), [0.0]
     get = store.backend.get
-    monkeypatch.setattr(store.backend, "get", lambda name: (gate.wait(300), get(name))[1])
+    monkeypatch.setattr(store.backend, "get", lambda name, limit: (gate.wait(300), get(name, limit))[1])
     reader = ReadAhead(store, 0.1, lambda: now[0])
     fetch = reader.start(Lookup([*tokens(200), 1], SPACE, 0, 0))
     assert fetch is not None and not reader.is_late(fetch)
