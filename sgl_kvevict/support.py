@@ -346,6 +346,9 @@ SETTINGS: Table[BeforeLoad] = {
         f"--speculative-num-draft-tokens is {{f[speculative_num_draft_tokens]}}; allowed: 1 to {MAX_DRAFTS}"),
     "attn_dp_size with drafts": (lambda f: f["speculative_algorithm"] and f["attn_dp_size"] not in (None, 1),
         "--attn-dp-size: with --speculative-algorithm a batch is padded with drafts of no request"),
+    "elastic_ep_backend with adapters": (lambda f: f["elastic_ep_backend"] and (f["enable_lora"] or f["lora_paths"]),
+        "--elastic-ep-backend: with LoRA adapters SGLang writes the size of the group behind the adapter's id in the "
+        "key of a prefix, which tells prefixes of adapters by its end"),
     "decode_block with drafts": (lambda f: f["speculative_algorithm"] and f.config.decode_block is not None,
         "decode_block: a verification step writes draft tokens behind the answer, and its queries are not observed "
         "(leave out --speculative-algorithm or decode_block)"),

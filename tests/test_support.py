@@ -61,6 +61,7 @@ BEFORE: dict[str, BeforeLoad] = {
     "speculative_draft_attention_backend": before(**NGRAM, speculative_draft_attention_backend="triton"),
     "speculative_num_draft_tokens": before(**NGRAM, speculative_num_draft_tokens=65),
     "attn_dp_size with drafts": before(**NGRAM, attn_dp_size=2),
+    "elastic_ep_backend with adapters": before(elastic_ep_backend="mooncake", lora_paths=["a=/b"]),
     "decode_block with drafts": before(BLOCKS, **NGRAM),
     "max_total_tokens": before(max_total_tokens=3),
     "store": before(errors={"store": "denied"}),

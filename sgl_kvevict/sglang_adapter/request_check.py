@@ -95,9 +95,11 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def _check_namespace(req: Req, tree: KVEvictTree) -> None:
-    """Raise :class:`ConfigError` if a request without an adapter names the namespace of requests with one."""
+    """Raise :class:`ConfigError` if a request without an adapter names a namespace of requests with one."""
     if req.lora_id is None and tree.port.adapter_of(namespace_of_request(req)) is not None:
-        raise ConfigError(f"extra_key: got {shown(req.extra_key)}, which is a LoRA adapter's; allowed: any other")
+        raise ConfigError(
+            f"extra_key: got {shown(req.extra_key)}, which ends with a LoRA adapter's id; allowed: any other"
+        )
 
 
 def check_sampling(req: Req, vocab_size: int) -> None:

@@ -37,7 +37,7 @@ from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
-from sgl_kvevict.sglang_adapter.adapters import AdapterNamespaces, namespace_of_request
+from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.kv_pools import state_slots
@@ -50,6 +50,7 @@ from sgl_kvevict.store.host import HostSegments
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.events import LoRANameTable
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 logger = logging.getLogger(__name__)
@@ -62,20 +63,16 @@ class UnifiedTreePort:
         checked: a request that SGLang checks for admission, whose path it has locked for the check; None: none.
     """
 
-    def __init__(self, cache: KVEvictTree, ranks: TensorRanks) -> None:
+    def __init__(self, cache: KVEvictTree, ranks: TensorRanks, adapters: LoRANameTable) -> None:
         self.ranks = ranks
         self.checked: Req | None = None
         self._held: UnifiedTreeNode | None = None
         self._cache = cache
-        self.adapters = AdapterNamespaces(self._namespaces_in_use)
-
-    def _namespaces_in_use(self) -> Iterator[NamespaceKey]:
-        yield from map(namespace_of, self._cache.root_node.children.values())
-        yield from map(namespace_of_request, self._cache.prefixes.readers)
+        self._adapters = adapters
 
     def adapter_of(self, namespace: NamespaceKey) -> str | None:
-        """See :meth:`AdapterNamespaces.of`."""
-        return self.adapters.of(namespace)
+        """See :func:`sgl_kvevict.sglang_adapter.adapters.adapter_of`."""
+        return adapter_of(namespace, self._adapters)
 
     @property
     def lookahead(self) -> int:
@@ -237,7 +234,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.packer = compressor.packer
         self.compressor = compressor
         self.distilling = distilling
-        self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
+        self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group), params.kv_event_lora_names)
         self.guard = Guard(self.ranks.size)
         states = state_slots(params, self.packer.k_arena)
         self.prefixes = PrefixCache(self.port, compressor, self.guard, access_counter, host, access, states)
@@ -370,7 +367,6 @@ class KVEvictTree(UnifiedRadixCache):
         req, key = params.req, self._pairs(params.key)
         record = None
         if req is not None:
-            self.port.adapters.note(req)
             record = self.prefixes.prefills.matched(req, is_cached=not req.skip_radix_cache_insert)
             record.computed_again = 0
             if record.is_exact and self._blocking.begins_compressed(key):

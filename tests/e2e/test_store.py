@@ -6,9 +6,11 @@ import json
 import random
 import shutil
 import time
+import urllib.error
 from pathlib import Path
 
 import pytest
+from sglang.srt.lora.lora_registry import LoRARef
 
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE, save_adapter
@@ -163,6 +165,8 @@ def test_an_adapter_that_was_replaced_is_computed_afresh(start, tiny_llama, tmp_
     config = {**CONFIG, "store": str(tmp_path / "store")}
     save_adapter(path, seed=1)
     first = start(tiny_llama, *FLAGS, *lora, config=config, patch=UNPINNED)
+    with pytest.raises(urllib.error.HTTPError, match="400"):  # what SGLang appends is known to anybody
+        adapted(first, prompt, None, LoRARef.deterministic_id("adA", str(path)))
     old = adapted(first, prompt)
     assert adapted(first, prompt)[1] > 300  # in the pool
     assert store_state(first)["stored_segments"] == 0 and segments(tmp_path / "store") == []

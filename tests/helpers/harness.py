@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -137,7 +138,10 @@ class Harness:
         self.arenas: tuple[tuple[torch.Tensor, float], ...] = ((self.k, 1.0), (self.v, -1.0))
         if self.is_latent:
             self.v, self.arenas = self.k[..., :1], self.arenas[:1]
+        self.adapters = KvEventLoraNames()
+        """LoRA adapters that were loaded; one with which a test asks is."""
         params = CacheInitParams(
+            kv_event_lora_names=self.adapters,
             disable=False,
             page_size=1,
             attn_tp_cache_group=self.group,
@@ -192,6 +196,8 @@ class Harness:
         """Create a request; ``options`` are those for the plugin."""
         self._count += 1
         custom_params = None if options is None else {"kvevict": options}
+        if lora_id is not None:
+            self.adapters.register(lora_id=lora_id, lora_name="any")
         sampling = SamplingParams(max_new_tokens=8, temperature=0, custom_params=custom_params)
         return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key, lora_id=lora_id)
 

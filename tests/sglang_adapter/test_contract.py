@@ -11,6 +11,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -21,6 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
@@ -33,6 +35,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     TreeLock,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentData, TreeComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
@@ -41,6 +44,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.base_runner import BaseRunner
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from helpers.faults import FAULTS
@@ -50,6 +54,7 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter import compat
+from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.hooks import FEATURES
 from sgl_kvevict.sglang_adapter.span_component import SpanComponent
@@ -74,7 +79,7 @@ FIELDS = {
     EvictParams: ("num_tokens",),
     EvictResult: ("num_tokens_evicted",),
     TreeLock: ("node", "receipt"),
-    CacheInitParams: ("component_registry_override", "tree_components", "attn_tp_cache_group"),
+    CacheInitParams: ("component_registry_override", "tree_components", "attn_tp_cache_group", "kv_event_lora_names"),
     ReqKvInfo: ("req_pool_idx", "cache_protected_len", "kv_allocated_len", "holds_kv"),
 }
 
@@ -173,6 +178,13 @@ def test_fields(owner):
 @pytest.mark.parametrize("owner", ASSIGNED, ids=lambda owner: owner.__name__)
 def test_attributes_exist(owner):
     assert set(ASSIGNED[owner]) - assigned_names(owner) == set()
+
+
+def test_a_namespace_ends_with_the_id_of_its_adapter():
+    for ref in (LoRARef(lora_name="a"), LoRARef(lora_id=LoRARef.deterministic_id("a", "/path"), lora_name="a")):
+        req = Req("rid", "", array("q", [1]), SamplingParams(), extra_key="tenant", lora_id=ref.lora_id)
+        assert adapter_of(namespace_of_request(req), KvEventLoraNames.from_lora_refs([ref])) == ref.lora_id
+        assert adapter_of(namespace_of_request(req), KvEventLoraNames()) is None
 
 
 OVERRIDES = {

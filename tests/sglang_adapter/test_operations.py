@@ -6,6 +6,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy, SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -92,15 +93,16 @@ def test_an_abort_by_prefix_matches_no_pass():
 def test_a_pass_reads_with_the_adapter_of_its_prefix_until_that_is_unloaded():
     harness, scheduler = cache()
     scheduler.tree_cache = harness.tree
-    manager = SimpleNamespace(lora_refs={"1b2c": "first", "3d4e": "second"})
+    first, second, third = (LoRARef().lora_id for _ in range(3))
+    manager = SimpleNamespace(lora_refs={first: "first", second: "second"})
     scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
-    cases = ((None, None), ("tenant", None), ("tenant", "3d4e"), (None, "1b2c"), ("key that ends like 1b2c", None))
+    cases = ((None, None), ("tenant", None), ("tenant", second), (None, first), ("a key that ends as " + third, None))
     for extra_key, adapter in cases:
         warm(harness, extra_key=extra_key, lora_id=adapter)
         scheduler.turn()
         (waiting,) = scheduler.waiting_queue
         assert (waiting.lora_id, waiting.extra_key or "") == (adapter, (extra_key or "") + (adapter or ""))
-        operations.before_unload(scheduler, SimpleNamespace(lora_id="5f6a"))
+        operations.before_unload(scheduler, SimpleNamespace(lora_id=third))
         assert waiting.lora_id == adapter
         operations.before_unload(scheduler, SimpleNamespace(lora_id=adapter))
         assert waiting.lora_id is None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.sglang_adapter import adapters
 from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing, refusal
 
 WARM = {"warm": True}
@@ -72,29 +72,20 @@ def test_nobody_else_names_the_namespace_of_an_adapter():
     scheduler = SimpleNamespace(
         tree_cache=harness.tree, tokenizer=None, max_queued_requests=None, model_config=SimpleNamespace(vocab_size=64)
     )
-    adapter = "0123456789abcdef" * 2
+    adapter = LoRARef.deterministic_id("adapter", "/path")  # of --lora-paths; anybody can compute it
 
     def refused(extra_key, lora_id=None):
         return refusal(scheduler, harness.tree, harness.request([1, 2, 3], extra_key, lora_id=lora_id))
 
-    assert refused("tenant" + adapter) is None  # no request has that adapter
+    assert refused("tenant" + adapter) is None  # there is no such adapter
+    harness.adapters.register(lora_id=adapter, lora_name="adapter")
+    why = f'extra_key: got "tenant{adapter}", which ends with a LoRA adapter\'s id;'
+    assert refused("tenant" + adapter).startswith(why)  # also before its first request: that would find what is here
+    assert refused(adapter).startswith("extra_key: got")
     harness.finish(harness.run([*range(20)], "tenant", lora_id=adapter))
-    assert refused("tenant" + adapter).startswith(f'extra_key: got "tenant{adapter}", which is a LoRA adapter\'s;')
-    assert refused("tenant", adapter) is refused("tenant") is refused(adapter) is refused(None) is None
-
-
-def test_namespaces_of_adapters_are_forgotten_when_they_are_out_of_use(monkeypatch):
-    monkeypatch.setattr(adapters, "LEAST_KNOWN", 4)
-    harness = Harness(num_slots=120)
-    known = harness.tree.port.adapters
-    known._limit = 4
-    running = harness.run([7] * 20, "running", lora_id="a")
-    for i in range(100):
-        harness.finish(harness.run([*range(20)], f"client {i}", lora_id="a"))
-    cached = {node.key.extra_key for node in harness.tree.nodes()}
-    assert len(known) <= 2 * len(cached | {"runninga"})
-    assert all(known.of((name, None)) == "a" for name in cached) and known.of(("runninga", None)) == "a"
-    harness.finish(running)
+    harness.tree.reset()
+    assert refused("tenant" + adapter).startswith(why)  # also when the tree has nothing of it: the host may
+    assert refused("tenant", adapter) is refused("tenant") is refused(None) is refused(adapter + "x") is None
 
 
 def test_a_server_with_stock_s_cache_is_left_alone():
