@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Sequence
+from itertools import islice
 
 MAX_SHOWN_CHARS = 200
 """Characters of a value in an error message."""
@@ -93,6 +94,10 @@ class _ShortJson(reprlib.Repr):
         text = _escaped(json.dumps(x[: self.maxstring], ensure_ascii=False))
         whole = len(x) <= self.maxstring and len(text) <= self.maxstring
         return text if whole else f'{text[: self.maxstring - 4]}..."'
+
+    def repr_dict(self, x: dict[object, object], level: int) -> str:
+        """An object; a few fields are taken before they are sorted."""
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
 
     def repr_tuple(self, x: tuple[object, ...], level: int) -> str:
         """A list, as JSON has no tuples."""

@@ -174,6 +174,18 @@ def test_what_is_huge_is_refused_in_a_few_words(values: object) -> None:
     assert len(refusal(values)) < 4 * MAX_SHOWN_CHARS
 
 
+def test_of_a_huge_object_a_few_fields_are_looked_at() -> None:
+    class Field(str):
+        num_compared = 0
+        __slots__ = ()
+
+        def __lt__(self, other: str) -> bool:
+            Field.num_compared += 1
+            return super().__lt__(other)
+
+    assert shown({Field(i): i for i in range(1000, 0, -1)}).endswith(", ...}") and Field.num_compared < 30
+
+
 @given(almost_options)
 @settings(max_examples=300, deadline=None)
 def test_any_options_are_understood_or_refused(values: object) -> None:

@@ -121,7 +121,11 @@ def check_sampling(req: Req, vocab_size: int) -> None:
 
 
 def _refuse(req: Req, reason: str, status: HTTPStatus) -> None:
-    """Abort a request; SGLang still runs one token of it, in a batch with others."""
+    """Abort a request; SGLang still runs one token of it, in a batch with others.
+
+    That stays out of the cache: its namespace may be one that it must not name.
+    """
+    req.skip_radix_cache_insert = True
     req.sampling_params = SamplingParams(max_new_tokens=1)
     req.sampling_params.normalize(None)
     req.logprob.top_logprobs_num = 0

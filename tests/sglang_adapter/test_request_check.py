@@ -88,6 +88,18 @@ def test_nobody_else_names_the_namespace_of_an_adapter():
     assert refused("tenant", adapter) is refused("tenant") is refused(None) is refused(adapter + "x") is None
 
 
+def test_a_refused_request_leaves_nothing_in_the_namespace_that_it_named(monkeypatch):
+    """SGLang still computes one token of it, number 0, with which all prompts of some models begin."""
+    monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    harness, adapter = Harness(), LoRARef().lora_id
+    harness.adapters.register(lora_id=adapter, lora_name="adapter")
+    req = harness.request([1, 2, 3], adapter)
+    before_queueing(MiniScheduler(harness), req)
+    assert req.to_finish is not None
+    assert harness.admit(req) and harness.prefill(req) and req not in harness.live
+    assert list(harness.tree.nodes()) == []
+
+
 def test_a_server_with_stock_s_cache_is_left_alone():
     req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={"kvevict": "anything"}))
     before_queueing(SimpleNamespace(tree_cache=object()), req)
