@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from fractions import Fraction
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -32,7 +32,8 @@ LEAST_SHARE_OF_16_BITS = 0.1
 """Default of ``min_budget`` where rows have 16 bits."""
 Bits = Literal["auto", 16, 8, 4]
 """Of a number in a row: 16 as the pool stores it; auto: :func:`sgl_kvevict.widths.rows_that_fit`."""
-_as_written = cache(lambda share: Fraction(repr(share)))  # exact value of a share's decimal notation
+_as_written = lru_cache(256)(lambda share: Fraction(repr(share)))
+"""Exact value of a share's decimal notation; clients choose shares, too."""
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _Endpoint = Annotated[

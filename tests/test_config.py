@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,17 @@ def test_sinks_are_never_given_up() -> None:
     config = KVEvictConfig(budget=0.2, sink_tokens=4)
     assert [config.num_slots(5, start) for start in (0, 1, 3, 4)] == [4, 3, 1, 1]
     assert config.num_slots(3) == 3 and config.slots_at(0.1, 3, 2) == 2 and config.slots_at(0.5, 100, 0) == 50
+
+
+def test_shares_that_clients_choose_take_no_memory() -> None:
+    config, memory = KVEvictConfig(), []
+    tracemalloc.start()
+    for begin in (1, 5_000):
+        for i in range(begin, begin + 5_000):
+            assert config.slots_at(i / 100_000, 100_000, 0) == max(i, config.sink_tokens)
+        memory.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert memory[1] - memory[0] < 50_000  # 500,000 if each were remembered
 
 
 @given(
