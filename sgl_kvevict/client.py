@@ -38,7 +38,7 @@ class Warmed:
             tokens that are not compressed yet are too few; "questions-too-late": it was compressed before, and the
             questions have changed nothing; "no-room" in the pool for a scoring pass; "no-memory" for its observations;
             "busy": too many prefixes wait; "dropped", "aborted" or "failed" before the end; "cached": the policy needs
-            no passes.
+            no passes; "unknown": the server has forgotten it, because the outcomes of 256 later requests are there.
         seconds: from the request to the outcome.
     """
 
@@ -100,10 +100,11 @@ def warm(
 
 def _outcome(url: str, digest: str, deadline: float) -> str:
     states = _call(url, "/server_info", None, deadline).get("internal_states", [])
-    ours = [state["kvevict"].get("warm_outcomes", {}) for state in states if "kvevict" in state]
+    ours = [state["kvevict"] for state in states if "kvevict" in state]
     if not ours:
         raise WarmError(f"{url}: this server runs without sgl-kvevict (--radix-cache-backend kvevict)")
-    return next((str(outcomes[digest]) for outcomes in ours if digest in outcomes), "cached")
+    told = [state["warm_outcomes"] for state in ours if "warm_outcomes" in state]
+    return next((str(outcomes[digest]) for outcomes in told if digest in outcomes), "unknown" if told else "cached")
 
 
 def _call(url: str, path: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class FakeServer(ThreadingHTTPServer):
     polls = 2
     outcome: str | None = "compressed"
     is_ours = True
+    is_forgetful = False
     refusal: str | None = None
     status = 400
 
@@ -40,8 +41,9 @@ class FakeServer(ThreadingHTTPServer):
         options = body.get("sampling_params", body)["custom_params"]["kvevict"]
         digest = ticket_digest(options["ticket"])
         self.polls -= 1
-        outcomes = {} if self.outcome is None else {digest: "queued" if self.polls > 0 else self.outcome}
-        return {"internal_states": [{"kvevict": {"warm_outcomes": outcomes}} if self.is_ours else {}]}
+        outcomes = {} if self.is_forgetful else {digest: "queued" if self.polls > 0 else self.outcome}
+        told = {} if self.outcome is None else {"warm_outcomes": outcomes}
+        return {"internal_states": [{"kvevict": told} if self.is_ours else {}]}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -100,6 +102,11 @@ def test_messages_go_through_the_chat_template_and_questions_along(server: FakeS
 def test_a_policy_without_passes_has_nothing_to_wait_for(server: FakeServer) -> None:
     server.outcome = None
     assert warm(server.url, input_ids=[1, 2, 3]).outcome == "cached"
+
+
+def test_an_outcome_that_the_server_has_forgotten_is_unknown(server: FakeServer) -> None:
+    server.is_forgetful = True
+    assert warm(server.url, input_ids=[1, 2, 3]).outcome == "unknown"
 
 
 def test_refusals_silence_and_patience_are_named(server: FakeServer) -> None:
