@@ -112,6 +112,9 @@ class HostSegments(Tier):
     entries that were evicted from segments, those first that were written longest ago. So evicted entries never push
     out a segment that the pool does not have.
 
+    The tokens of their paths, which are compared, lie beside the blocks, and take at most as many bytes as all blocks:
+    many short segments may end long paths.
+
     On a GPU the arena is pinned, and copies run on a stream of their own.
 
     Args:
@@ -160,6 +163,7 @@ class HostSegments(Tier):
             copy.blocks = []
         self.evicted.clear()
         self._num_spare = 0  # blocks of evicted entries, and of segments that are in the pool, too
+        self._path_bytes = 0  # of the paths' tokens of all segments
         self._level = 0.0
 
     def has_room(self, num_bytes: int) -> bool:
@@ -173,14 +177,16 @@ class HostSegments(Tier):
 
         0: it does not fit. A segment of the same key is replaced. ``pieces``: what had been evicted from it.
         """
-        parts = _parts(record)
+        parts, path_bytes = _parts(record), record.tokens.nbytes
         num_blocks = self.largest(self._blocks_for(parts))
         data = self._gathered(parts)
         held = self.hold(pieces)
         self.delete(record.key)
-        if num_blocks > self.num_blocks:
+        if num_blocks > self.num_blocks or path_bytes > self._arena.nbytes:
             self.release(held)
             return 0
+        while self._path_bytes + path_bytes > self._arena.nbytes and (segment := self._least()) is not None:
+            self._push_out(segment)
         while len(self._free) < num_blocks:
             self._evict()
         copy = Copy(_shapes(parts), self._write(data, num_blocks))
@@ -189,6 +195,7 @@ class HostSegments(Tier):
         names = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
         without_contents = record.with_tensors({"tokens": record.tokens, **copy.shapes})
         self._segments[record.key] = HostSegment(without_contents, names, copy, held)
+        self._path_bytes += path_bytes
         for name in names:
             self._index.setdefault(name, {})[record.key] = entry
         self.use(record.key)
@@ -211,6 +218,7 @@ class HostSegments(Tier):
             if not self._index[name]:
                 del self._index[name]
         self._free += segment.copy.blocks
+        self._path_bytes -= segment.record.tokens.nbytes
         self._num_spare -= len(segment.copy.blocks) * segment.in_pool
         self.release(segment.pieces)
         return True
@@ -297,10 +305,17 @@ class HostSegments(Tier):
 
     def _evict(self) -> None:
         """Remove a segment that is in the pool, else evicted entries, else the segment of least credit."""
-        segment = min(self._segments.values(), key=lambda each: (not each.in_pool, each.credit), default=None)
+        segment = self._least()
         if segment is None or (not segment.in_pool and self.evicted):
             self._lose(next(iter(self.evicted)))
-            return
+        else:
+            self._push_out(segment)
+
+    def _least(self) -> HostSegment | None:
+        """The segment that goes first: one that is in the pool, else that of least credit; None: there is none."""
+        return min(self._segments.values(), key=lambda each: (not each.in_pool, each.credit), default=None)
+
+    def _push_out(self, segment: HostSegment) -> None:
         if not segment.in_pool:
             self._level = max(self._level, segment.credit)
             self.num_evicted += 1

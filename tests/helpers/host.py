@@ -38,6 +38,7 @@ def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
         assert taken <= len(one.blocks) * host.block_bytes
     spare = [each.copy for each in segments.values() if each.in_pool] + list(host.evicted)
     assert host._num_spare == sum(len(copy.blocks) for copy in spare)
+    assert host._path_bytes == sum(each.record.tokens.nbytes for each in segments.values()) <= host._arena.nbytes
     listed = {(name, key) for key, each in segments.items() for name in each.names}
     assert {(name, key) for name, entries in host._index.items() for key in entries} == listed
 

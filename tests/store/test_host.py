@@ -147,6 +147,23 @@ def test_what_does_not_fit_is_not_taken():
     assert len(segments) == 0 and segments.used_bytes == 0
 
 
+def test_tokens_of_long_paths_take_no_more_memory_than_the_blocks():
+    """Many short segments behind one long text."""
+    text = tokens(1000)
+    size = host().put(record(OURS, NAMES, [*text, *tokens(20)], start=1000), NAMES)
+    segments = host(8 * 1020 * 5, 1)  # blocks for many more than five
+    assert 10 * size < 8 * 1020 * 5
+    short = segments.put_evicted({"positions": torch.arange(3, dtype=torch.int32)}, (0, 40), 1)
+    ours = [record(OURS, NAMES, [*text, *tokens(20, seed=seed)], start=1000) for seed in range(12)]
+    for each in ours:
+        assert segments.put(each, NAMES) > 0
+        check_host(segments, [short])
+    assert [segments.get(each.key) is not None for each in ours] == [False] * 7 + [True] * 5
+    assert segments.num_evicted == 7 and not short.is_lost
+    assert segments.put(record(OURS, NAMES, tokens(5101)), NAMES) == 0
+    check_host(segments, [short])
+
+
 def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
     """A copy is gathered on the pool's device, which may be full, too; every block still has an owner afterwards."""
     segments, ours = host(), record(OURS, NAMES, tokens(40))
