@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +26,8 @@ class Session:
     """A conversation that a client named; see :class:`~sgl_kvevict.cache.sessions.Sessions`.
 
     Attributes:
-        last: last node of its newest prompt, and of the answer once there is one; maybe dropped since.
+        last: last node of its newest prompt, and of the answer once there is one, or of what is left of them in the
+            tree; None: nothing is. Set by :class:`PrefixTable` alone.
         left: logical position and first token of the branch that it left last.
         has_returned: it has asked again for what it had left.
     """
@@ -63,6 +64,7 @@ class PrefixRecord:
         job: its scoring passes, waiting or under way.
         session: the only session whose prompts have the node; OTHERS: several, or requests without one; None: none yet.
         retention: for how long it stays at least, and how much of it. No node has more than the one above it.
+        ending: sessions of which this is the last node.
     """
 
     span: Span | None = None
@@ -71,6 +73,7 @@ class PrefixRecord:
     job: ScoringJob | None = None
     session: Session | None = None
     retention: Retention | None = None
+    ending: set[Session] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,15 @@ class PrefixTable:
         record.session = session if record.session in (None, session) else OTHERS
         self.superseded.discard(node)
         return was_left
+
+    def end_at(self, session: Session, node: Node | None) -> Node | None:
+        """Set the last node of a session (None: it has none any more); return the one that it had."""
+        before, session.last = session.last, node
+        if before is not None:
+            self._records[before].ending.discard(session)
+        if node is not None:
+            self._records.setdefault(node, PrefixRecord()).ending.add(session)
+        return before
 
     # ---- segments in place ------------------------------------------------------------------------------------
 
@@ -429,7 +441,10 @@ class PrefixTable:
         record = self._records.get(node)
         if record is None:
             return DropResult()
-        span = record.span
+        span, above = record.span, node.parent
+        assert above is not None
+        for session in tuple(record.ending):  # a session that kept the node would keep all nodes above it from then on
+            self.end_at(session, None if above.parent is None else above)
         for queue in (self.jobs, self.stale, self.retained):
             queue.take(node)
         may_shrink = node in self.shrinking
@@ -446,11 +461,10 @@ class PrefixTable:
             del self.packed[segment]
             self.lose_attention(segment)
             return DropResult(span, slots)
-        assert node.parent is not None
         if not segment.splittable:
             segment.is_rest, segment.order = True, None  # smaller, it would be a segment of the rest, and found
             return DropResult(span, segment.storage.token_slots[:0])
-        return DropResult(span, segment.storage.token_slots[:0], self.spans.nodes_of(node.parent, segment)[0])
+        return DropResult(span, segment.storage.token_slots[:0], self.spans.nodes_of(above, segment)[0])
 
     def _drop_in_place(self, node: Node, span: Span, *, may_shrink: bool) -> None:
         segment = span.segment

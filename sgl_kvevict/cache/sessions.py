@@ -54,7 +54,7 @@ class Sessions:
         if session is OTHERS or not path:
             return
         session.has_returned = session.has_returned or any(is_back) or _continues(path, session.left)
-        last, session.last = session.last, node
+        last = self._table.end_at(session, node)
         if last is None:
             return
         known = set(path)
@@ -82,7 +82,8 @@ class Sessions:
         session = self._sessions.setdefault(key, Session())
         self._sessions.move_to_end(key)
         if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+            _, oldest = self._sessions.popitem(last=False)
+            self._table.end_at(oldest, None)
         return session
 
 

@@ -547,12 +547,14 @@ class Harness:
 
     def _check_sessions(self) -> None:
         """What is superseded is in the tree, was read by one session only, and is not of its newest prompt."""
-        table = self.tree.prefixes.table
+        table, sessions = self.tree.prefixes.table, self.tree.prefixes.sessions._sessions.values()
         assert table.superseded <= set(self.tree.nodes())
         readers = [table.session_of(node) for node in table.superseded]
         assert None not in readers and OTHERS not in readers
-        for session in self.tree.prefixes.sessions._sessions.values():
+        for session in sessions:
             assert session.last is None or table.superseded.isdisjoint(path_to(session.last))
+        ending = {session: node for node, record in table._records.items() for session in record.ending}
+        assert ending == {session: session.last for session in sessions if session.last is not None}
 
     def _check_retained(self) -> None:
         """What is retained is in the tree, from its root on; nothing stays longer, or larger, than what is above."""

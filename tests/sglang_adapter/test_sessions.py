@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import WeakSet
+
 import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
@@ -163,6 +166,28 @@ def test_long_names_of_sessions_are_not_kept(harness):
     ask(harness, [*TOOLS, *LEFT], "s" * 100_000, namespace="n" * 100_000)
     (key,) = harness.tree.prefixes.sessions._sessions
     assert len(key) == 32
+
+
+@pytest.mark.parametrize("second", ["session", "another"])
+def test_a_session_keeps_nothing_of_what_was_dropped(harness, second):
+    """Neither tokens nor tensors: thousands of sessions are remembered for long after their prompts were dropped."""
+    ask(harness, [*TOOLS, *LEFT], "session")
+    ask(harness, [*TOOLS, *LEFT, 1, 2], second)  # if this is another one, the nodes are those of several sessions
+    nodes = WeakSet(harness.tree.nodes())
+    while harness.evict(1):
+        pass
+    gc.collect()
+    assert len(harness.tree.prefixes.sessions._sessions) == len({"session", second}) and not len(nodes)
+
+
+def test_what_is_left_of_a_prompt_whose_end_was_dropped_is_superseded(harness):
+    ask(harness, [*TOOLS, *LEFT], "session")
+    ask(harness, [*TOOLS, *LEFT[:12], 1, 2], "session")
+    while known(harness, [*TOOLS, *LEFT[:12], 1]) > len(TOOLS) + 12:  # the end of its newest prompt
+        harness.evict(1)
+    assert known(harness, [*TOOLS, *LEFT]) == len(TOOLS) + 12
+    ask(harness, [*TOOLS, *NEW], "session")
+    assert superseded(harness) == 12
 
 
 def test_sessions_are_told_apart_by_namespace_and_id():
