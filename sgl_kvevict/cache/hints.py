@@ -134,8 +134,9 @@ class Hints:
             return self._pressure.reclaimable()
         if self.is_yielding:
             return self._pressure.reclaimable(with_retained=True)
-        movable = set(self._readers.movable_nodes())
-        nodes = [node for node, _ in self._retained if self._tree.num_locks(node) == 0]
+        movable, held = set(self._readers.movable_nodes()), self._tree.held
+        locked = () if held is None else path_to(held)
+        nodes = [node for node, _ in self._retained if self._tree.num_locks(node) == 0 and node not in locked]
         kept = sum(self._kept(node, may_shrink=self._is_movable(node, movable)) for node in nodes)
         return self._pressure.reclaimable() - kept
 

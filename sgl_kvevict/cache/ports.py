@@ -58,10 +58,19 @@ class TreePort(Protocol):
         """Give token slots ([n], int64) back to the pool."""
 
     def alloc(self, num_slots: int) -> Tensor | None:
-        """[num_slots], int64, token slots of the pool, for which prefixes shrink or are dropped; None: too few."""
+        """Take token slots out of the pool; prefixes shrink or are dropped if too few are free.
+
+        Returns:
+            [num_slots], int64; None: not all can be had, and nothing has shrunk or was dropped, unless an error of the
+            policy was held meanwhile.
+        """
 
     def holding(self, path: Sequence[Node]) -> AbstractContextManager[None]:
         """Meanwhile no node of a path is dropped for slots; its segments may shrink."""
+
+    @property
+    def held(self) -> Node | None:
+        """Last node of the path that :meth:`holding` holds; None: it holds none."""
 
     @property
     def num_free(self) -> int:

@@ -140,12 +140,16 @@ class ReaderTable:
         return sum(self._tree.locked_by(reader) is not None for reader in self)
 
     def movable_nodes(self) -> list[Node]:
-        """Locked nodes whose readers, and those of all nodes above, are movable; root side first."""
+        """Locked nodes whose readers, and those of all nodes above, are movable; root side first.
+
+        The path of :meth:`TreePort.holding` counts as locked by a movable reader.
+        """
         paths = [(reader, path_to(last)) for reader in self if (last := self._tree.locked_by(reader)) is not None]
         counts = Counter(node for _, path in paths for node in path)
         fixed = {node for reader, path in paths if self[reader].is_exact for node in path}
+        held = self._tree.held
         movable: dict[Node, None] = {}
-        for _, path in paths:
+        for path in [*(path for _, path in paths), [] if held is None else path_to(held)]:
             for node in path:
                 if node in movable:
                     continue

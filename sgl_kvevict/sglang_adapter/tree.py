@@ -61,12 +61,13 @@ class UnifiedTreePort:
 
     Attributes:
         checked: a request that SGLang checks for admission, whose path it has locked for the check; None: none.
+        held: last node of the path that :meth:`holding` holds; None: it holds none.
     """
 
     def __init__(self, cache: KVEvictTree, ranks: TensorRanks, adapters: LoRANameTable) -> None:
         self.ranks = ranks
         self.checked: Req | None = None
-        self._held: UnifiedTreeNode | None = None
+        self.held: UnifiedTreeNode | None = None
         self._cache = cache
         self._adapters = adapters
 
@@ -85,7 +86,7 @@ class UnifiedTreePort:
 
     def num_locks(self, node: UnifiedTreeNode) -> int:
         """Number of locks on a node, but for that of :meth:`holding`."""
-        is_held = self._held is not None and node in path_to(self._held)
+        is_held = self.held is not None and node in path_to(self.held)
         return int(node.component_data[FULL].lock_ref) - is_held
 
     def locked_by(self, reader: Req) -> UnifiedTreeNode | None:
@@ -124,10 +125,12 @@ class UnifiedTreePort:
         self._cache.components[FULL].apply_component_action(FreeComponentDeviceSlot([token_slots], FULL))
 
     def alloc(self, num_slots: int) -> torch.Tensor | None:
-        """[num_slots], int64, new token slots; shrinks or drops other prefixes if slots are short."""
+        """[num_slots], int64, new token slots; None, and nothing is evicted for them, if not all can be had."""
         allocator = self._cache.slot_allocator
         missing = num_slots - allocator.available_size()
         if missing > 0:
+            if missing > self._cache.evictable_size():
+                return None
             self._cache.evict(EvictParams(num_tokens=missing))
         slots: torch.Tensor | None = allocator.alloc(num_slots)
         return None if slots is None else slots.long()
@@ -138,11 +141,11 @@ class UnifiedTreePort:
         if not path:
             yield
             return
-        self._held, lock = path[-1], self._cache.lock(path[-1].id)
+        self.held, lock = path[-1], self._cache.lock(path[-1].id)
         try:
             yield
         finally:
-            self._held = None
+            self.held = None
             self._cache.unlock(lock)
 
     @property

@@ -166,6 +166,7 @@ class Harness:
         block_bytes = 2 * store.slot_bytes
         self.host = HostSegments(self.host_blocks, block_bytes, self.k.device, identity, ranks.largest)
         self.tree = KVEvictTree(params, compressor, self.host, self.access)
+        self._take, self.tree.port.alloc = self.tree.port.alloc, self._take_or_leave  # type: ignore[method-assign]
         if self.cache_grid > 1:
             full = self.tree.components[FULL]
             full.floor_cache_len = lambda length: length // self.cache_grid * self.cache_grid
@@ -351,6 +352,13 @@ class Harness:
         assert dict(prefixes.table.retained) == staying or prefixes.hints.is_yielding
         self.check()
         return released
+
+    def _take_or_leave(self, num_slots: int) -> torch.Tensor | None:
+        """Give the cache slots for what it loads or grows, or nothing; then nothing was evicted for them."""
+        held = self.tree.held_slots()
+        slots = self._take(num_slots)
+        assert slots is not None or self.tree.held_slots() == held or any(self.tree.guard.errors.values())
+        return slots
 
     def _alloc(self, count: int) -> torch.Tensor | None:
         short = count - self.allocator.available_size()

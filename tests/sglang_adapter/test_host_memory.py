@@ -6,6 +6,7 @@ import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.request import Retain
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENTS = [[(i * step + step) % 11 for i in range(60)] for step in (3, 5, 7, 9)]
@@ -251,3 +252,53 @@ def test_an_error_on_the_way_out_loses_one_prefix(monkeypatch):
     monkeypatch.setattr(type(harness.host), "put", lambda *args: 1 / 0)
     drop_all(harness)
     assert serve(harness, DOCUMENTS[0]) == 0 and sum(harness.tree.guard.errors.values()) == 1
+
+
+def fill(harness, num_left: int) -> None:
+    """Two running requests of which nothing is cached take all free token slots but so many."""
+    num_free = harness.allocator.available_size() - num_left
+    for num_tokens in (num_free // 2, num_free - num_free // 2):
+        req = harness.uncached_request([10] * num_tokens)
+        assert harness.admit(req) and harness.prefill(req)
+    assert harness.allocator.available_size() == num_left
+
+
+def test_nothing_is_dropped_for_a_prefix_that_cannot_have_its_slots():
+    """It needs 16 token slots; two are free, and five more could be had."""
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    drop_all(harness)
+    serve(harness, DOCUMENTS[1][:4])
+    fill(harness, 2)
+    held = harness.tree.held_slots()
+    assert held == harness.tree.evictable_size() == 5
+    req = harness.request([*DOCUMENTS[0], 1, 1])
+    assert harness.admit(req) and req.prefix_len == 0
+    assert harness.tree.held_slots() == held and harness.allocator.available_size() == 2
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize(("is_retained", "least"), [(False, 6), (True, 17)])
+def test_a_path_that_is_held_shrinks_for_slots_and_is_not_dropped(is_read, is_retained, least):
+    """All that is promised can be had, also of a prefix that readers hold or clients retain, and no slot more."""
+    config = KVEvictConfig(
+        budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1
+    )
+    policy = PseudoRandomPolicy(needs_passes=True)
+    harness = Harness(config=config, policy=policy, num_slots=160, scores_any_range=True)
+    serve(harness, DOCUMENTS[0])
+    prefixes, port = harness.tree.prefixes, harness.tree.port
+    path = port.find(DOCUMENTS[0][:56], (None, None))
+    assert prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.5) == 28
+    if is_retained:
+        assert prefixes.hints.retain(path, 56, Retain(seconds=60)) == 56
+    if is_read:
+        req = harness.request([*DOCUMENTS[0][:56], 3])
+        assert harness.admit(req) and req.prefix_len == 56 and harness.prefill(req)
+    fill(harness, 0)
+    with port.holding(path):
+        most = port.num_available
+        assert most == 5 + 28 - least  # five tokens lie below the prefix
+        assert port.alloc(most + 1) is None and harness.tree.held_slots() >= 28 + 5
+        assert port.alloc(most).numel() == most
+    assert port.find(DOCUMENTS[0][:56], (None, None)) == path and harness.tree.node_slots(path[-1]) == least
