@@ -51,8 +51,8 @@ class QueryLanes:
     def record(self, layer: int, places: Tensor, queries: Tensor, lse: Tensor, sm_scale: float) -> None:
         """Store queries [n, num_qo_heads, head_dim] and log-sum-exps [n, num_qo_heads] of one layer at ``places``."""
         self._scales[layer] = sm_scale
-        self._queries[layer] = _kept(self._queries[layer], queries, self._num_lanes * self.depth)
-        self._lse[layer] = _kept(self._lse[layer], lse, self._num_lanes * self.depth)
+        self._queries[layer] = self._with_room(self._queries[layer], queries)
+        self._lse[layer] = self._with_room(self._lse[layer], lse)
         for kept, rows in ((self._queries[layer], queries), (self._lse[layer], lse)):
             assert kept is not None
             kept.index_copy_(0, places, rows)
@@ -63,13 +63,12 @@ class QueryLanes:
         assert queries is not None and lse is not None
         return queries.index_select(0, places), lse.index_select(0, places), self._scales[layer]
 
-
-def _kept(kept: Tensor | None, rows: Tensor, num_rows: int) -> Tensor:
-    """The buffer ``kept``, grown to at least ``num_rows`` rows of the shape of ``rows``."""
-    if kept is not None and kept.shape[0] >= num_rows:
-        return kept
-    size = num_rows if kept is None else max(num_rows, 2 * kept.shape[0])
-    grown = rows.new_zeros(size, *rows.shape[1:])
-    if kept is not None:
-        grown[: kept.shape[0]] = kept
-    return grown
+    def _with_room(self, kept: Tensor | None, rows: Tensor) -> Tensor:
+        """The buffer ``kept``, with room for all lanes in use; if it grows, it doubles, so that it seldom does."""
+        num_rows, held = self._num_lanes * self.depth, 0 if kept is None else kept.shape[0]
+        if kept is not None and held >= num_rows:
+            return kept
+        grown = rows.new_zeros(max(num_rows, min(2 * held, self._max_lanes * self.depth)), *rows.shape[1:])
+        if kept is not None:
+            grown[:held] = kept
+        return grown

@@ -18,6 +18,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.policies.generated import share_out
 from sgl_kvevict.segments import Compressor, GeneratedCompressor, SegmentPacker
+from sgl_kvevict.segments.query_lanes import QueryLanes
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 8
 SCALE = 1 / math.sqrt(DIM)
@@ -236,6 +237,21 @@ def test_everything_is_kept_bit_for_bit_with_a_budget_of_one():
     segment = run.generated.segment
     rows = run.k.view(-1, DIM)[segment.storage.parts[0].rows.long()].view(LAYERS, HEADS, -1, DIM)
     assert torch.equal(rows, torch.stack(keys[: segment.end]).permute(1, 2, 0, 3))
+
+
+def test_lanes_take_no_more_memory_than_they_may():
+    """Requests begin one after the other, and the buffers grow with them: up to nine lanes, whose bytes are allowed."""
+    geometry, depth = KVGeometry(LAYERS, HEADS * GROUP, HEADS, DIM, 8), 2
+    num_bytes = 9 * depth * LAYERS * HEADS * GROUP * (DIM + 1) * 4  # of a query and its log-sum-exp
+    lanes, taken = QueryLanes(geometry, depth, num_bytes, 4), []
+    while (lane := lanes.take()) is not None:
+        taken.append(lane)
+        places = lanes.places(taken, [0] * len(taken), torch.device("cpu"))
+        rows = torch.rand(len(taken), HEADS * GROUP, DIM)
+        for layer in range(LAYERS):
+            lanes.record(layer, places, rows, rows[..., 0], SCALE)
+        assert lanes.rows(0, places)[0].equal(rows) and lanes.num_bytes <= num_bytes
+    assert len(taken) == 9
 
 
 def test_a_total_is_shared_out_exactly():
