@@ -44,7 +44,7 @@ class Adoption:
         self._resizer = resizer
 
     def place(self, record: SegmentRecord, prompt: Prompt, pieces: Sequence[Piece] = ()) -> int:
-        """Put a segment, and its tail if the prompt goes on like that, into the tree; return as :meth:`adopt`."""
+        """Put a segment into the tree, and its tail if the prompt continues with it; return as :meth:`adopt`."""
         rest = prompt.tokens[record.end :]
         num_tokens = self.adopt(record, prompt.namespace, rest, pieces)
         tail = record.tail
@@ -65,13 +65,18 @@ class Adoption:
         rest: Sequence[int] = (),
         pieces: Sequence[Piece] = (),
     ) -> int:
-        """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
+        """Put a segment into token slots and the tree.
 
-        ``rest`` is what follows in the prompt that looked for it; ``pieces`` are what had been evicted from it.
+        Args:
+            record: a segment that was stored by a server of the same identity.
+            namespace: where it was found.
+            rest: tokens that follow it in the prompt that looked for it.
+            pieces: what had been evicted from it.
 
-        Returns how many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing
-        was added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
-        before it are not compressed, or a reader of the tokens that it would replace is not movable.
+        Returns:
+            How many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing was
+            added, because there were no slots, the tree has all of it, the tokens before it are not compressed, or a
+            reader of the tokens that it would replace is not movable. Other prefixes may have shrunk for it even so.
         """
         tokens = self._key(record.tokens.tolist(), rest)
         there = self._tree.find(tokens, namespace)
@@ -98,9 +103,10 @@ class Adoption:
     def adopt_tail(
         self, record: SegmentRecord, tail: CopiedTail, namespace: NamespaceKey, rest: Sequence[int] = ()
     ) -> bool:
-        """Give a loaded segment's tail slots and a node.
+        """Put the tail of a loaded segment into token slots and a node.
 
-        False: there is no place, or a draft model has to compute its rows of the tail.
+        Returns whether it was added. False: there are no slots, the tree does not end with the segment here, or a draft
+        model has to compute its rows of the tail.
         """
         drafts = self._packer.drafts
         if drafts is not None and tail.draft_k is None:
@@ -131,6 +137,7 @@ class Adoption:
         namespace: NamespaceKey,
         pieces: Sequence[Piece],
     ) -> Segment | None:
+        """Write a segment into ``slots``; None: the tree has no place for it any more, and nothing was written."""
         there = self._tree.find(tokens, namespace)
         if not self._fits(record, there):
             return None
@@ -153,7 +160,7 @@ class Adoption:
         return segment
 
     def _key(self, path: list[int], rest: Sequence[int]) -> list[int]:
-        """Tokens that are looked up to find a path; if nothing follows it in the prompt, any token may."""
+        """Tokens by which a path is looked up; if nothing follows it in the prompt, any token may stand there."""
         return [*path, *rest[:1], path[-1]][: len(path) + self._tree.lookahead]
 
     def _is_whole(self, nodes: Sequence[Node]) -> bool:

@@ -37,14 +37,14 @@ from sgl_kvevict.store.host import HostSegments
 class PrefixCache:
     """Prefixes, from the first prompt that holds them until they leave the tree.
 
-    Whoever has an event calls the object that it concerns; the methods here are events that concern several of them.
-    What is off has an object too, which does nothing: policy ``none`` is a policy that compresses nothing, a host tier
-    may have no memory, and passes may have no jobs.
+    The adapter reports an event to the object that it concerns; events that concern several objects are the methods
+    here. A feature that is off has an object, too, which does nothing: policy ``none`` is a policy that compresses
+    nothing, a host tier may have no memory, and passes may have no jobs.
 
     Args:
         clock: see :class:`CostAwareRecency`.
         access: None without a store.
-        host: memory of the host, maybe none.
+        host: the tier of the host's memory; it may have no blocks.
         state_slots: see :class:`StatefulRecency`; None: the model has no recurrent layers.
 
     Attributes:
@@ -115,11 +115,11 @@ class PrefixCache:
 
     @property
     def observation_bytes(self) -> int:
-        """Memory, outside the pool, of observations and kept prompts."""
+        """Bytes outside the pool of observations and kept prompts."""
         return self.table.prompts.num_bytes + self.passes.num_bytes + self.generations.num_bytes
 
     def sample_text(self, prompt: PromptObservation) -> SampleText:
-        """What observes prefills while scores are learned from a text; it takes the place of ``prefills``."""
+        """Return what observes prefills while scores are learned from a text; it takes the place of ``prefills``."""
         return SampleText(self._tree, self.table, self.readers, self._guard, prompt)
 
     # ---- events of requests -----------------------------------------------------------------------------------
@@ -136,8 +136,8 @@ class PrefixCache:
     def admitting(self, reader: Reader, prompt: Prompt) -> None:
         """A request is about to match its prompt: load what the pool lacks of it.
 
-        Segments whose entries it asked for grow, too. SGLang calls this again whenever it tries to admit a request that
-        waits: nothing is done unless more token slots are available than the last time.
+        If it asked for a share of the entries, its segments grow. This is called again whenever SGLang tries to admit a
+        request that waits; nothing is done unless more token slots are available than the last time.
         """
         record = self.readers[reader]
         if record.is_exact or record.is_pass or (room := self._tree.num_available) <= record.room:
@@ -153,7 +153,7 @@ class PrefixCache:
         if not self.compressor.policy.compresses:
             return
         path, record = path_to(last), self.readers[reader]
-        if record.report is None and not record.is_pass:  # else it has found them before
+        if record.report is None and not record.is_pass:  # a request counts once as one that has found them
             self.complements.read(dict.fromkeys(self.spans[node].segment for node in path if node in self.spans))
         record.has_read(self.spans.compressed_read(path, num_tokens))
 
@@ -171,7 +171,7 @@ class PrefixCache:
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Return the spans that each request of a batch reads now, root first; ``nodes``: last node of each path.
 
-        Always resolved from the tree: other requests may have split nodes of the path since the last step.
+        They are looked up anew for each forward, because other requests may have split nodes of the paths meanwhile.
         """
         paths = tuple(self.spans.runs(path_to(last)) for last in nodes)
         if paths != self._last_read:  # the attention keeps the paths until they change
@@ -213,7 +213,7 @@ class PrefixCache:
         self.listener.emit(Cleared())
 
     def keep_only_spans(self) -> None:
-        """Forget everything but spans: the tree is empty, or the weights have changed."""
+        """Forget everything but packed spans and sessions: the tree is empty, or the weights have changed."""
         for _, record in self.readers.items():
             record.observation = None
         self.passes.clear()

@@ -23,7 +23,7 @@ class Complement:
     """What was evicted from a segment.
 
     Attributes:
-        pieces: first what was evicted first, which is worth least; lost ones, too.
+        pieces: in the order of their evictions, so the first one is worth least; lost ones are among them.
         num_found: how many prompts have found the segment since it shrank last.
         num_returned: parts that it has taken back since its rows were written.
     """
@@ -38,11 +38,11 @@ class Complements:
 
     A segment has each entry once: in the pool, in one of its pieces, or nowhere, once it is lost. A resize adds one
     piece, of rows with the fewest bits that the configuration allows; growth takes back whole pieces, the last one
-    first. Nothing is kept of segments that cannot be split (entries may be merged into others), of generated tokens,
-    of weights that have changed, without memory of the host, and where prefixes do not shrink when slots are short.
+    first. Nothing is kept of segments that cannot be split (entries may be merged into others), of generated tokens and
+    of old weights; and nothing at all without memory of the host, or where prefixes do not shrink when slots are short.
 
     Attributes:
-        found: segments with pieces that a prompt has found since they shrank, or were last tried to grow.
+        found: segments with pieces that a prompt has found since they shrank, or since an attempt to let them grow.
     """
 
     def __init__(self, table: PrefixTable, compressor: Compressor, guard: Guard, host: HostSegments) -> None:
@@ -72,7 +72,8 @@ class Complements:
     def evicted(self, nodes: Sequence[Node], sources: Sources) -> CopiedEntries | None:
         """Copy what a resize of these nodes is about to evict, on the pool's device; None: nothing is kept."""
         is_kept = self._is_on and path_to(nodes[0])[0] not in self._table.stale
-        # ranks that were packed alike may have repacked different numbers of entries, of which one rank evicts none
+        # After a repack ranks hold different numbers of entries in equally many slots, so maybe one evicts none. It
+        # makes a piece all the same: ranks have pieces of the same tokens.
         if not is_kept or not self._host.largest(int(sources.num_entries < sum(sources.counts))):
             return None
         copied: CopiedEntries | None = None
@@ -83,7 +84,8 @@ class Complements:
     def put(self, copied: CopiedEntries | None, start: int, end: int) -> list[Piece]:
         """Move copied entries of the tokens ``[start, end)`` to the host's memory; the caller holds the piece.
 
-        They may be on another device than the pool's: by way of it, copies wait for those that are under way.
+        Returns the piece; [] if there is no room, or an error was held. Entries from a file are on the CPU. They, too,
+        go by way of the pool's device, whose stream lets them wait for copies under way that still read the blocks.
         """
         if copied is None:
             return []
@@ -103,7 +105,7 @@ class Complements:
         return pieces
 
     def shrunk(self, segment: Segment, merged: Sequence[Segment], pieces: Sequence[Piece]) -> None:
-        """A segment, into which others were ``merged``, has shrunk; ``pieces`` are what it has lost, and held."""
+        """A segment, into which others were ``merged``, has shrunk; ``pieces`` are what it has lost, already held."""
         complement = self._of.setdefault(segment, Complement())
         for other in merged:
             complement.pieces += self[other].pieces
@@ -116,7 +118,7 @@ class Complements:
             del self._of[segment]
 
     def of(self, views: Sequence[View]) -> list[Piece]:
-        """What was evicted from views of segments, lost or not; the caller does not hold it."""
+        """Pieces of what was evicted from views of segments, lost or not; not held for the caller."""
         return [piece.within(view.start, view.end) for view in views for piece in self[view.segment].pieces]
 
     def num_bytes(self, segment: Segment) -> int:
@@ -149,7 +151,7 @@ class Complements:
         return CopiedEntries((rows,), order)
 
     def take(self, segment: Segment, pieces: Sequence[Piece]) -> None:
-        """Pieces are in the pool again, as one part, or cannot be read."""
+        """Forget pieces that are in the pool again, as one part, or that cannot be read."""
         complement = self[segment]
         complement.pieces = [piece for piece in complement.pieces if piece not in pieces]
         complement.num_returned += 1
@@ -164,9 +166,9 @@ class Complements:
             self._of[segment] = Complement(held)
 
     def restore(self, segment: Segment, rows: CopiedRows, order: Tensor) -> None:
-        """A segment came back from a file, with what had been evicted before: it is kept if there is room.
+        """A segment came back from a file with entries that had been evicted; they are kept if there is room.
 
-        ``order``: [num_entries], int16. A file's rows have other bits than this server's only if it was made up.
+        ``order``: their keys, [num_entries], int16. Only a forged file has rows of other bits than this server's.
         """
         if self._is_on and rows.bits == self._bits:
             pieces = self.put(CopiedEntries((rows,), order), segment.start, segment.end)
@@ -176,14 +178,14 @@ class Complements:
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
     def read(self, segments: Iterable[Segment]) -> None:
-        """A prompt has found segments."""
+        """A prompt has found these segments."""
         for segment in segments:
             if segment in self._of:
                 self._of[segment].num_found += 1
                 self.found[segment] = None
 
     def end_at(self, segment: Segment, end: int) -> None:
-        """The last span of a segment was dropped: it ends before it."""
+        """The last span of a segment was dropped, so that the segment ends at ``end``: forget entries behind it."""
         if segment not in self._of:
             return
         complement = self._of[segment]

@@ -19,7 +19,12 @@ from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 
 @dataclass(frozen=True)
 class Leaving:
-    """A copied segment that leaves the pool's device; ``copied`` is on it, complete once ``launched`` has happened."""
+    """A copied segment that leaves the pool's device.
+
+    Attributes:
+        copied: on that device; complete once ``launched`` has happened.
+        launched: None: the device is the CPU, and the copy is complete.
+    """
 
     namespace: Namespace
     copied: SegmentRecord
@@ -71,7 +76,7 @@ def export_views(
     tail: CopiedTail | None = None,
     evicted: CopiedEntries | None = None,
 ) -> Leaving:
-    """Copy consecutive views of packed segments, which end where a path ends, as if they were all of the last one."""
+    """Copy consecutive views of packed segments, which end where a path ends, as if the last segment held them all."""
     last, sources = views[-1].segment, Sources(packer.geometry, views)
     order = last.is_measured, last.policy_state
     return export_sources(sources, path, packer, identity, last.splittable, *order, tail, evicted)

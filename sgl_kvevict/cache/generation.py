@@ -141,6 +141,7 @@ class Generations(NoGenerations):
     # ---- blocks -----------------------------------------------------------------------------------------------
 
     def _visit(self, reader: Reader, suffix: Generated) -> None:
+        """Compress a request's block if it is due, and sum the attention of its queries before its lane is full."""
         end = self._tree.num_known(reader) - self._tail
         done = max(suffix.compressed_end, suffix.tried)
         is_due = end - done >= self._block and self._suffix_compressor.is_followed(suffix)
@@ -150,9 +151,8 @@ class Generations(NoGenerations):
         if last is None:
             return
         path = path_to(last)
-        if (
-            compressed_len := self._spans.compressed_len(path)
-        ) > suffix.compressed_end:  # another request generated the same
+        compressed_len = self._spans.compressed_len(path)
+        if compressed_len > suffix.compressed_end:  # another request generated the same
             suffix.begin(max(compressed_len, suffix.end))
         elif is_due and self._is_movable(path, suffix) and not self._resizer.is_ranking(path):
             self._compress(reader, suffix, end)
@@ -169,6 +169,7 @@ class Generations(NoGenerations):
         return first is None or self._readers.movable(first) is not None
 
     def _compress(self, reader: Reader, suffix: Generated, end: int) -> None:
+        """Put a request's tokens before ``end`` into the tree, and write the new ones of them into its segment."""
         suffix.tried = end
         last = self._tree.keep(reader, end)
         if last is None:

@@ -14,8 +14,8 @@ from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import CopiedEntries, Segment
 
 MAX_RETURNED = 6
-"""Parts that a segment takes back until it has shrunk, which writes its rows anew: attention reads each as a span of
-its own. A part is one piece; if a request asks, the last one has all pieces that are left."""
+"""Parts that a segment takes back at most before it shrinks, which writes its rows anew: attention reads each part as a
+span of its own. A part is one piece; if a request asks, the last part has all pieces that are left."""
 AMPLE_SHARE = 1 / 8
 """Slots are ample while this part of the pool stays free of what segments take by themselves: running requests and the
 next prompts take theirs there, so that nothing shrinks again at once."""
@@ -27,10 +27,11 @@ class Growth:
     A segment grows piece by piece: by what one resize has evicted, the last one first, so that it goes through the
     sizes that it had. It grows when a request asks (:meth:`to_share`), and by itself (:meth:`between_steps`), up to the
     budget, when requests have read it since it shrank, and slots are ample or held by what is worth less: a server that
-    has run for long has few free slots, because leaves stay until others need theirs. What cannot be read, or has no
-    room, is as if it had not been kept.
+    has run for long has few free slots, because leaves stay until others need theirs. A piece that cannot be read is
+    forgotten; one for which there are no slots stays in the host's memory.
 
-    Decisions follow from numbers that tensor-parallel ranks share; how many slots a piece takes they agree on.
+    Tensor-parallel ranks decide alike, from numbers that are equal on all of them; how many slots a piece takes is the
+    largest number of all ranks.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Growth:
     def to_share(self, path: Sequence[Node], share: float) -> None:
         """Let the segments of a path grow until they have a share of their entries, for a request that asks for it.
 
-        Other prefixes shrink or are dropped for it, as for a prompt that is computed. Nothing of the path itself is
-        dropped: the request would have to compute it, in more slots than it had.
+        Other prefixes shrink or are dropped for it, as for a prompt that is computed. No node of the path itself is
+        dropped: the request would have to compute its tokens, in more slots than they had.
         """
         spans = (self._table.spans.at(node) for node in path)
         with self._tree.holding(path):
@@ -102,10 +103,15 @@ class Growth:
             found.pop(segment, None)
 
     def grow(self, segment: Segment, *, is_asked: bool) -> bool:
-        """Give a segment back what was evicted from it last; return whether it has it.
+        """Give a segment back what was evicted from it last.
 
-        ``is_asked``: other prefixes may shrink or be dropped for it, it may become larger than at the budget, and if it
-        may get one more part, that has all.
+        Args:
+            segment: if it cannot grow, nothing happens.
+            is_asked: a request asks for it. Then other prefixes may shrink or be dropped for it, it may become larger
+                than at the budget, and the last of :data:`MAX_RETURNED` parts has all pieces that are left.
+
+        Returns:
+            Whether it came back, or was of tokens that had been cut off: then the piece before it is next.
         """
         if not self._can_grow(segment):
             return False

@@ -20,7 +20,7 @@ from sgl_kvevict.segments import Segment
 MAX_NODES = 1024
 """Nodes that may be retained, of one namespace at most half of them: each admission of a request looks at all."""
 MS = 1000
-"""Of a second."""
+"""Milliseconds of a second."""
 
 
 class Hints:
@@ -28,8 +28,9 @@ class Hints:
 
     A retained node is not dropped, and its segment does not shrink below its share, until the time has passed. If a
     segment also has other tokens, it keeps at least as many slots as the retained ones take at that share. All retained
-    nodes together keep at most ``retain_share`` of the pool's slots, those of a namespace half of that. A hint
-    that would exceed it is not followed; where prefixes have grown beyond it since, the retention that ends first ends.
+    nodes together keep at most ``retain_share`` of the pool's slots, those of a namespace half of that. A hint that
+    would exceed it is not followed. If retained prefixes keep more later, retentions end, the one with the least time
+    left first.
 
     Admission counts the slots that are kept as taken. So requests wait, or are retracted, as if another request held
     them. But a request that runs alone gets them, and so does a prefill that was admitted before they were kept: no
@@ -73,9 +74,9 @@ class Hints:
     # ---- retain -----------------------------------------------------------------------------------------------
 
     def retain(self, path: Sequence[Node], num_tokens: int, hint: Retain) -> int:
-        """Let the first ``num_tokens`` tokens of a path, a prompt without its tail, stay.
+        """Retain the first ``num_tokens`` tokens of a path: a prompt without its tail.
 
-        A node that is retained already stays as long, and keeps as much, as either hint says.
+        A node that is retained already stays as long as the longer of both hints says, and keeps the larger share.
 
         Returns:
             ``num_tokens``; 0: they are too few, too many slots would be kept, or nothing can be retained here.
@@ -96,7 +97,7 @@ class Hints:
         return 0
 
     def between_steps(self, now: float) -> None:
-        """End what has lasted its time, or keeps too much; ``now``: seconds of this rank's clock."""
+        """End retentions whose time has passed, or that keep too much; ``now``: seconds of this rank's clock."""
         self._own_ms = int(now * MS)
         if not self._retained:
             return
@@ -113,7 +114,7 @@ class Hints:
             self._put(node, None)
 
     def give_way(self) -> bool:
-        """End the retention that ends first, for a request that runs alone; False: there is none, or others run."""
+        """End the retention with the least time left, for a request that runs alone; False: none, or others run."""
         if not self._retained or not self.is_yielding:
             return False
         self._end_first(None)
@@ -121,7 +122,7 @@ class Hints:
 
     @contextmanager
     def yielding(self, most_running: int) -> Iterator[None]:
-        """Meanwhile retained prefixes give way if at most so many requests run (otherwise 1)."""
+        """Meanwhile retained prefixes give way if at most ``most_running`` requests run, instead of at most one."""
         self._most_running = most_running
         try:
             yield
@@ -129,13 +130,16 @@ class Hints:
             self._most_running = 1
 
     def reclaimable(self) -> int:
-        """Token slots that readers hold and can be had, less those without readers that cannot; may be negative."""
+        """Reclaimable token slots, minus those that retained nodes without readers keep; may be negative.
+
+        SGLang's accounting counts the latter as evictable. Nothing is subtracted while retained prefixes give way.
+        """
         if not self._retained:
             return self._pressure.reclaimable()
         if self.is_yielding:
             return self._pressure.reclaimable(with_retained=True)
         movable, held = set(self._readers.movable_nodes()), self._tree.held
-        locked = () if held is None else path_to(held)
+        locked = set() if held is None else set(path_to(held))
         nodes = [node for node, _ in self._retained if self._tree.num_locks(node) == 0 and node not in locked]
         kept = sum(self._kept(node, may_shrink=self._is_movable(node, movable)) for node in nodes)
         return self._pressure.reclaimable() - kept
@@ -158,7 +162,7 @@ class Hints:
             self.on_lowered(node)
 
     def _end_first(self, namespace: NamespaceKey | None) -> None:
-        """End what ends first, of a namespace (None: of all)."""
+        """End the retention with the least time left, of a namespace (None: of all)."""
         of_it = [(node, each) for node, each in self._retained if namespace in (None, namespace_of(node))]
         first = min(retention.until for _, retention in of_it)
         for node, retention in of_it:
@@ -178,7 +182,10 @@ class Hints:
         return None
 
     def _kept(self, node: Node, *, may_shrink: bool = True) -> int:
-        """Token slots of a retained node, or of the segment that it stands for, once all that may has been released."""
+        """Token slots that a retained node keeps, or the segment that it stands for, once it has shrunk all it may.
+
+        ``may_shrink``: False if a reader keeps a segment in place from shrinking.
+        """
         span = self._spans.of(node)
         if span is None:
             return len(node.key)
@@ -192,7 +199,7 @@ class Hints:
         return min(segment.num_slots - self._released_of(segment, node), length_of(retained))
 
     def _released_of(self, segment: Segment, node: Node) -> int:
-        """Token slots that a segment, of which ``node`` stands among those that shrink, can release."""
+        """Token slots that a segment can release; ``node`` would stand for it in ``PrefixTable.shrinking``."""
         if node in self._table.shrinking:
             return self._pressure.reclaimable_of(segment)
         is_ranked = segment in self._table.wanted and is_launched(segment)
@@ -211,16 +218,17 @@ class Hints:
     # ---- demote -----------------------------------------------------------------------------------------------
 
     def demote(self, own: Sequence[Node]) -> int:
-        """Move a node and what is below it, root side first, to the host's memory, from its leaves on.
+        """Move a node and those below it, root side first, to the host's memory, leaves first.
 
-        Where there is none they shrink to the least share. Nothing happens to what has readers or is retained.
+        Without memory of the host their segments shrink to the least share instead. Nodes that have readers or are
+        retained stay as they are.
 
         Returns:
-            Tokens that left the pool, or of nodes whose segments shrank.
+            Tokens that left the pool; without memory of the host, tokens of the compressed nodes if any has shrunk.
         """
         own = [node for node in own if not self._tree.num_locks(node) and node not in self._retained]
         shares, is_moved, num_tokens = self._config.shares, self._host.is_on, 0
-        has_shrunk = shares and self._pressure.squeeze(own, float(self._config.budget) if is_moved else shares[-1])
+        has_shrunk = shares and self._pressure.shrink_to(own, float(self._config.budget) if is_moved else shares[-1])
         if not is_moved:
             return length_of([node for node in own if node in self._spans]) if has_shrunk else 0
         for node in reversed(own):

@@ -64,7 +64,7 @@ class HostMemory:
         self.segments.clear()
 
     def has_room_for(self, segment: Segment) -> bool:
-        """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
+        """Whether a segment would be here once it was dropped, and push out nothing that the pool does not have."""
         is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
         beside = self._packer.slot_bytes  # for the lengths of its runs, and the policy's state
         return is_found and self.segments.has_room(self._packer.bytes_of(segment) + beside)
@@ -74,10 +74,10 @@ class HostMemory:
     def leaving(self, node: Node) -> None:
         """Copy what a leaf holds that is about to be dropped: its segment, or its uncompressed tokens.
 
-        What the budget keeps of uncompressed tokens is copied as a segment, and the other entries as evicted from it.
+        Of uncompressed tokens the entries that the budget keeps are copied as a segment, the others as evicted from it.
 
-        Not copied: what is superseded, too short, generated (``decode_block``), or of weights that have changed; the
-        rest of an unsplittable segment; uncompressed tokens below others, or without learned scores.
+        Not copied: what is superseded, too short, generated (``decode_block``), or of old weights; the rest of an
+        unsplittable segment; uncompressed tokens below other uncompressed ones, or without learned scores.
         """
         if not self.is_on or node in self._table.superseded:
             return
@@ -107,9 +107,10 @@ class HostMemory:
                 self._table.listener.emit(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
 
     def _is_as_good(self, there: IndexEntry, span: Span | None, pieces: Sequence[Piece]) -> bool:
-        """Whether a copy that is here stands for what is about to be dropped.
+        """Whether a copy that is here is as good as ``span``, which is about to be dropped, and its ``pieces``.
 
-        Not if only the latter's order was measured, or if the copy has lost entries that the latter has got back.
+        It is not if only the order of ``span`` was measured, or if more pieces of the copy are lost. ``span`` None: the
+        tokens are uncompressed, and any copy of them is as good as a new one.
         """
         if span is not None and span.segment.is_measured and not there.is_measured:
             return False
@@ -131,9 +132,9 @@ class HostMemory:
         return views_of(path, self._spans)[0].start, span.end
 
     def _best_of(self, path: Sequence[Node], start: int, end: int) -> tuple[SegmentRecord, CopiedEntries | None]:
-        """Of the last node's uncompressed tokens what the budget keeps, and the other entries.
+        """Copy the last node's uncompressed tokens: the entries that the budget keeps, and the others (None: not kept).
 
-        Their slots are released next.
+        They are read from the node's slots, which are released next.
         """
         node = path[-1]
         slots, span = self._tree.token_slots([node]), self._spans.of(node)
@@ -157,7 +158,7 @@ class HostMemory:
     # ---- in ---------------------------------------------------------------------------------------------------
 
     def load(self, reader: Reader, prompt: Prompt) -> None:
-        """Put the segments that continue what the tree has of a request's prompt into it."""
+        """Put into the tree the segments that continue what it has of a request's prompt."""
         if not len(self.segments) or prompt.num_tokens < self._min_tokens:
             return
         with self._guard.at(Place.HOST):

@@ -16,9 +16,9 @@ class Outcome(Enum):
     QUEUED = "queued"
     """Its passes wait or are under way."""
     COMPRESSED = "compressed"
-    """Or its entries are being ranked; they move two turns later."""
+    """It is compressed; or its entries are being ranked, and are written two turns of the scheduler's loop later."""
     IN_USE = "in-use"
-    """Scored; compressed when the last request that reads it exactly is released."""
+    """It was scored, and is compressed when the last request with ``exact`` that reads it is released."""
     TOO_SHORT = "too-short"
     """Its tokens that are not compressed yet are too few."""
     QUESTIONS_TOO_LATE = "questions-too-late"
@@ -41,16 +41,18 @@ class Outcome(Enum):
 
 @dataclass(eq=False)
 class ScoringJob:
-    """A prefix that passes are to read before it is compressed, or squeezed further.
+    """A prefix that passes are to read before it is compressed, or shrinks further.
 
     Attributes:
         node: last node of the prefix.
         questions: texts to append in its passes; (): the policy's own probes.
         tickets: hashes of the tickets under which its outcome is reported.
-        is_wanted: a request asked for it.
+        is_wanted: a request asked for it (``warm``).
         prompt: observation of a prompt that found the prefix or asked for it; learned scores look at it.
-        observation: of its passes; None before the first, like ``probes``: the job is due.
+        observation: of its passes; None until the job begins, like ``probes``.
+        probes: texts that its passes still have to read.
         start: where the uncompressed tokens of the prefix began before the first pass.
+        started: when the running pass was queued, seconds of ``time.perf_counter``.
     """
 
     node: Node
@@ -61,4 +63,4 @@ class ScoringJob:
     observation: ReaderObservation | None = None
     probes: Probes | None = None
     start: int = 0
-    started: float = 0.0  # when the running pass was queued (seconds of `time.perf_counter`)
+    started: float = 0.0

@@ -31,9 +31,9 @@ class Waiting:
     """A queued request that may find more in the store than in the tree.
 
     Attributes:
-        deadline: how long it waits for its turn to have its prefix fetched.
+        deadline: until when it waits for its turn, at the head of the queue; seconds of the clock of ``ReadAhead``.
         is_begun: it had its turn.
-        fetch: the fetch it waits for; None: not begun, or nothing to fetch.
+        fetch: the fetch that it waits for; None: it had no turn yet, or there is nothing to fetch.
     """
 
     prompt: Prompt
@@ -46,8 +46,11 @@ class Answer(IntEnum):
     """State of a request's prefix on one rank; the largest of all ranks counts."""
 
     HERE = 0
+    """It was fetched."""
     COMING = 1
+    """The request waits for it, or for its turn."""
     LATE = 2
+    """The request has waited for too long, and goes on without it."""
     NOTHING = 3
     """There is nothing to fetch, or the store failed."""
 

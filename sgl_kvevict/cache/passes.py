@@ -39,7 +39,7 @@ MAX_BEGUN_JOBS = 4
 ANSWER_RADIUS = 15
 """Tokens on each side of an attended one that share its score: a question's answer may stand there."""
 MAX_KEPT_PROMPTS = 16
-"""Prefixes that may wait for passes with the last queries of a prompt; learned scores of further ones do without."""
+"""Prefixes that may wait for passes with the last queries of a prompt; learned scores rank further ones without any."""
 
 
 class ScoringJobs:
@@ -77,7 +77,11 @@ class ScoringJobs:
         self._last_served[namespace_of(job.node)] = self._num_served
 
     def add(self, job: ScoringJob) -> None:
-        """Queue a job, or merge it into the queued job of the same prefix; the newest request's questions count."""
+        """Queue a job, or merge it into the queued job of the same prefix.
+
+        Until that one has begun, the questions of the newest request replace the earlier ones. A job that finds no
+        place is reported as "busy".
+        """
         queued = self._queue.get(job.node)
         if queued is None and self._has_place(namespace_of(job.node)):
             self._queue.put(job.node, job)
@@ -87,7 +91,7 @@ class ScoringJobs:
         else:
             queued.tickets |= job.tickets
             if job.is_wanted and queued.observation is None:
-                queued.questions, queued.is_wanted = job.questions, True
+                queued.questions = job.questions
         self.report(job.tickets, Outcome.QUEUED)
 
     def _has_place(self, namespace: NamespaceKey) -> bool:
@@ -160,7 +164,8 @@ class ScoringPasses:
     def on_match(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
         """Count a prompt that matched the first ``num_tokens`` of its path, and queue a job if one is due.
 
-        Where an image follows, learned scores compress what is due, once no pass is to read the text before.
+        No pass reads a prefix with an image. If one is due, learned scores compress it, unless a pass is still to read
+        the text before the first image.
         """
         needed = self._config.score_after_matches or 1
         due: dict[bool, Node] = {}  # by whether the path to the node has an image
@@ -220,7 +225,7 @@ class ScoringPasses:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of observations of passes."""
+        """See :attr:`ScoringJobs.num_bytes`."""
         return self.jobs.num_bytes
 
     @property
@@ -334,7 +339,7 @@ class ScoringPasses:
     def _begin(self, job: ScoringJob, passes: PassPort) -> None:
         """Begin to observe what a job's passes read, and prepare their probes.
 
-        The job ends if there is nothing to read, or no memory. A prefix that is observed already waits.
+        The job ends if there is nothing to read, or no memory. While another job observes the prefix, it waits.
         """
         path = path_to(job.node)
         packed = self._unmeasured(job, path)

@@ -20,7 +20,7 @@ class LargestOfRanks(Protocol):
     """All-reduce over tensor-parallel ranks."""
 
     def __call__(self, value: int, *same: int) -> int:
-        """The largest ``value`` of all ranks; ``same`` must be equal on all ranks."""
+        """The largest ``value`` of all ranks; InvariantError if ``same`` are not equal on all of them."""
 
 
 class TreePort(Protocol):

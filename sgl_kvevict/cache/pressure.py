@@ -1,4 +1,4 @@
-"""Shrinks prefixes when token slots are short, before anything that could be found again is dropped."""
+"""Shrinks prefixes when token slots are short, as long as that loses less than dropping a leaf of the tree."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROUND_SHARE = 1 / 64
 """Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
 
 COUNTED_GAIN = 0.5
-"""Part of what growth gains that may be lost for it."""
+"""Part of what growth gains that other prefixes may lose for it."""
 
 ANSWERS = 2.5
-"""Worth of all answers of a prefix until it is dropped, in prefills of it."""
+"""What all answers of a prefix until it is dropped are worth, in prefills of the prefix."""
 
 
 class Losses(NamedTuple):
@@ -80,9 +80,9 @@ WITH_FEW_BITS = Losses(
 class Pressure:
     """Shrinks segments whose entries are ordered, or can be, above the least share.
 
-    They shrink in steps (``KVEvictConfig.shares``): in place they are ranked and packed at the light share, then they
-    give up bits and entries by the order that they have, to the budget and to ``min_budget``. Those in place shrink
-    from the root down.
+    They shrink in steps (``KVEvictConfig.shares``). A segment in place is ranked, and packed at the first share. A
+    packed one gives up bits and entries by the order that it has, down to the budget and to ``min_budget``. Segments in
+    place of one path shrink from the root down.
 
     A segment of a retained prefix does not shrink below its share (:class:`~sgl_kvevict.cache.hints.Hints`).
     """
@@ -117,9 +117,10 @@ class Pressure:
             self._resizer.cover(path, num_tokens - self._config.tail_tokens, prompt, prompt.num_bytes)
 
     def chunk_complete(self, reader: Reader, path: Sequence[Node]) -> None:
-        """Let the first part of a prompt shrink; it does at once if ``prefill_budget`` is set.
+        """Let the first chunks of a prompt shrink; they do so at once if ``prefill_budget`` is set.
 
-        The prompt's observation goes on with the rest, and counts towards ``observation_bytes`` once it is complete.
+        The prompt's observation continues with the other chunks. It counts towards ``observation_bytes`` once it is
+        complete.
         """
         prompt = self._readers.shrinking_prompt(reader)
         if prompt is None or not self._compressor.scores_any_range or prompt.has_failed:
@@ -152,10 +153,11 @@ class Pressure:
     # ---- reclaimable slots ------------------------------------------------------------------------------------
 
     def reclaimable(self, *, with_retained: bool = False) -> int:
-        """Token slots that readers hold and that shrinking would release, so that others can have them at any time.
+        """Token slots of nodes with readers that shrinking would release, so that others can have them at any time.
 
-        Prefixes without readers do not count: they can be dropped. Never more than :meth:`reclaim` releases, unless
-        ``with_retained``: also those that only a retention keeps.
+        Nodes without readers do not count: they can be dropped. :meth:`reclaim` releases at least as many.
+
+        ``with_retained``: count also slots that retentions keep, which must end before these can be released.
         """
         if not self._shrinking:
             return 0
@@ -168,13 +170,13 @@ class Pressure:
         return num_reclaimable
 
     def reclaimable_of(self, segment: Segment, *, with_retained: bool = False) -> int:
-        """Token slots that shrinking a segment, which can, would release."""
+        """Token slots that a segment which may shrink would release; ``with_retained`` as in :meth:`reclaimable`."""
         if segment.packed is not None:
             nodes, start = self._nodes_with_retained(segment) if not with_retained else (), segment.start
             least = self._least_slots(nodes, start, segment.num_tokens)
             return 0 if segment.order is None else max(segment.num_slots - least, 0)
         if not self._resizer.is_long_enough(segment.num_tokens):
-            return 0  # it comes along with what is below it
+            return 0  # it shrinks only together with the segment below it
         start, num_reclaimable = segment.start, 0
         parts: list[list[Node]] = []
         for node in self._table.nodes_of(segment):
@@ -224,10 +226,11 @@ class Pressure:
         if span is not None:
             self._heap.lower(self._spans.owner_of(node) if span.is_packed else self._table.in_place[span.segment])
 
-    def squeeze(self, nodes: Sequence[Node], least: float) -> int:
+    def shrink_to(self, nodes: Sequence[Node], least: float) -> int:
         """Shrink the segments of nodes, root side first, to a share, in steps; return the token slots released.
 
-        Not those of which other nodes have a part, or that would be packed together with these.
+        Segments of which other nodes have a part stay as they are, and so do those that can be packed only together
+        with such segments.
         """
         num_released, own = 0, set(nodes)
         while True:
@@ -237,7 +240,7 @@ class Pressure:
                 return num_released
 
     def _is_larger(self, node: Node, least: float, own: set[Node]) -> bool:
-        """Whether a node stands for a segment of these nodes alone that may still shrink to a share."""
+        """Whether a node stands for a segment that may still shrink to a share, and so changes no nodes but ``own``."""
         span = self._spans.of(node) if node in self._shrinking else None
         if span is None:
             return False
@@ -249,13 +252,15 @@ class Pressure:
     def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0, below: Priority | None = None) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
-        Ranges whose entries are being ranked come first: they lose no more than they would two steps later.
+        Ranges whose entries are being ranked come first: they lose no more than they would two turns later.
 
-        The segment of a prompt longer than the pool releases only the ``wanted`` token slots: it needs the others.
-
-        ``leaf`` would be dropped instead (None: there is no leaf), so steps of higher priority are not taken. But no
-        span is dropped, or shrinks below the budget, while something may shrink to the budget, unless it is superseded.
-        Steps whose priority is not ``below`` this one are not taken (None: they are).
+        Args:
+            leaf: the priority of the leaf that would be dropped next, and this leaf; None: there is none. Steps of
+                higher priority are not taken. But while a segment may shrink to the budget, no span is dropped unless
+                it is superseded, and nothing shrinks below the budget.
+            wanted: token slots that are needed. The segment of a prompt longer than the pool releases no more than
+                these, or one round: it needs the others.
+            below: steps of this priority or a higher one are not taken; None: all may be.
 
         Returns:
             Token slots released.
@@ -297,11 +302,11 @@ class Pressure:
             return False, *self._recency.priority(node, self._losses.packing)
         if node in self._table.retained and self._next_share(segment) is None:
             return True, math.inf, node.last_access_time
-        is_light = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
+        is_above_budget = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
         loss = self._loss_of_step(segment) * self._recency.saved(node)
-        if not is_light:
+        if not is_above_budget:
             loss = self._recency.loss_below_budget(segment, loss)
-        return not is_light, *self._recency.priority(node, loss)
+        return not is_above_budget, *self._recency.priority(node, loss)
 
     def priority_of_growth(self, segment: Segment, num_slots: int) -> Priority:
         """Priority below which something may shrink or be dropped, so that a segment grows to ``num_slots``.
@@ -313,9 +318,9 @@ class Pressure:
         return self._recency.priority(self._table.packed[segment], COUNTED_GAIN * gain)
 
     def _next_share(self, segment: Segment, num_slots: int | None = None) -> float | None:
-        """The share to which a packed segment shrinks next, if it has so many slots (None: as many as it has).
+        """The share to which a packed segment shrinks next; None: it does not shrink any more.
 
-        None: it does not shrink any more.
+        ``num_slots``: as if it had so many; None: as many as it has.
         """
         shares, held = () if segment.order is None else self._config.shares, num_slots or segment.num_slots
         return next((share for share in shares if self._slots_at(segment, share) < held), None)
@@ -329,7 +334,10 @@ class Pressure:
         return self._losses.budget if share == budget else self._losses.whole
 
     def _shrink(self, node: Node, wanted: int) -> int:
-        """Let a segment take its next step. 0: not now, or never again if the node left ``shrinking``."""
+        """Let a segment take its next step; return the token slots released.
+
+        0: it cannot shrink now; if the node has left ``shrinking``, it never can.
+        """
         span = self._spans.of(node)
         assert span is not None
         segment = span.segment
@@ -345,10 +353,7 @@ class Pressure:
         return self._resizer.resize([segment], slots)
 
     def _compress(self, segment: Segment, share: float | None) -> int:
-        """Pack a segment in place, with those above it that are too short alone.
-
-        0: not now, or never again if its node left ``shrinking``.
-        """
+        """Pack a segment in place, with those above it that are too short alone; return as :meth:`_shrink`."""
         path = path_to(self._table.in_place[segment])
         chain = self._table.chain(path)
         if any(self._table.in_place[above] in self._shrinking for above in chain[:-1]):

@@ -32,16 +32,16 @@ class ReaderRecord:
         is_exact: it must read no compressed entry (``exact``).
         least_share: share of the entries of compressed prefixes that it wants to read (``share``, ``complete``).
         is_long: its prompt is longer than the pool, and its chunks shrink while it is prefilled.
-        room: token slots that were available when what the host has of its prompt was loaded last; -1: it was not since
-            the reader was released. A request that waits for its admission is tried again when there are more.
+        is_pass: it is a scoring pass, not a request of a client.
+        room: token slots that were available when its prompt was last looked up in the host's memory; -1: not since it
+            was released last. For a request that waits for its admission this is tried again when there are more.
         host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
         store_start: the same of the store, which has what neither pool nor host had.
-        observation: of its prefill; None before, once the complete prompt was dealt with, and if nothing of it will be
-            cached.
+        observation: of its prefill; None before, after :meth:`Prefills.complete`, and if nothing of it will be cached.
         suffix: its generated tokens and their compression; None: they are not compressed.
         computed_again: of an exact reader: prompt tokens that it computes although the tree has them.
-        report: what its client is told beside tokens by place; of what it has read the least of all times that it was
-            noted; None: its prompt is not complete.
+        report: what its client is told, beside how many tokens came from pool, host and store. What it reads of its
+            prompt is noted several times, of which the one that has lost most counts. None: not noted yet.
         is_counted: its prompt is complete, and in the totals.
     """
 
@@ -61,7 +61,7 @@ class ReaderRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole prompt was prefilled, and :meth:`Prefills.complete` is due."""
+        """Whether the whole prompt was prefilled, so that :meth:`Prefills.complete` is due."""
         return self.observation is not None and self.observation.is_complete
 
     def has_read(self, read: CompressedRead) -> None:
@@ -91,9 +91,10 @@ class ReaderRecord:
 class ReaderTable:
     """Records of readers, which end with their request objects, and the nodes that readers lock.
 
-    A reader's slots may be replaced between two of its steps, because its next forward plans from the tree.
-    Exceptions: a lock of unknown origin, or a request with ``exact``. ``all_shrink``: chunks of every prompt shrink
-    while it is prefilled (``prefill_budget``), not of long ones only.
+    A reader is *movable* if its slots may be replaced between two of its steps: its next forward plans from the tree.
+    A request with ``exact`` is not, nor is a lock whose reader is unknown.
+
+    ``all_shrink``: chunks of every prompt shrink while it is prefilled (``prefill_budget``), not of long ones only.
     """
 
     def __init__(self, tree: TreePort, *, all_shrink: bool) -> None:
@@ -128,7 +129,7 @@ class ReaderTable:
         return any(node in path_to(last) for last in lasts if last is not None for node in path[:1])
 
     def movable(self, node: Node) -> list[Reader] | None:
-        """Return the readers of a node; None if the slots of one of them must stay (see the class)."""
+        """Return the readers of a node; None if one of them is not movable."""
         readers = [reader for reader in self if (last := self._tree.locked_by(reader)) and node in path_to(last)]
         if len(readers) != self._tree.num_locks(node) or any(self[reader].is_exact for reader in readers):
             return None

@@ -13,7 +13,7 @@ from sgl_kvevict.segments import Segment, Span
 MAX_LEVELS = 1024
 """Remembered levels; a node that was last used before the oldest one counts as used then."""
 SPARE_ENTRIES = 64
-"""A heap with more than two entries per leaf and this number is rebuilt: most of its entries are out of date."""
+"""A heap is rebuilt if it has more than two entries for each node, and these beside: most of them are out of date."""
 
 LOSS_OF_LOADING = 0.03
 """Loss of dropping a prefix that comes back from the host's memory, relative to computing it again."""
@@ -23,7 +23,7 @@ Priority = tuple[float, ...]
 
 
 class CostAwareRecency:
-    """Recency, weighed by the loss per token slot released, in tokens of prefill (lost answers count as such, too).
+    """Recency, weighed by the loss per token slot released, in tokens of prefill; spoiled answers count as such, too.
 
     A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
     recency would drop the prefix to keep questions that are not asked again. Here a node's credit is the level at its
@@ -31,13 +31,12 @@ class CostAwareRecency:
     Where all leaves save the same (a budget of 1.0) this is plain recency.
 
     Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
-    Differs: a prefix is compressed, squeezed and dropped in steps, each with its own loss.
+    Differs: a prefix shrinks in steps before it is dropped, each with a loss of its own.
 
     ``clock`` gives the number of the last access, as nodes note it.
 
     Attributes:
-        has_host_room: whether a segment, once dropped, is in the host's memory; it is then dropped, after what lies
-            below it, before it shrinks below the budget, which would spoil answers until it grows.
+        has_host_room: whether a segment would be in the host's memory once it was dropped.
         superseded: nodes that are dropped before all others (:class:`~sgl_kvevict.cache.sessions.Sessions`).
         retained: nodes that are dropped after all others (:class:`~sgl_kvevict.cache.hints.Hints`).
     """
@@ -68,9 +67,9 @@ class CostAwareRecency:
     def loss_below_budget(self, segment: Segment, loss: float) -> float:
         """Loss per slot released of a step below the budget that by itself loses ``loss``.
 
-        Where the segment would come back from the host's memory as it is, the step, whose entries come back only when
-        it grows, is no cheaper than dropping it: what lies below it goes first, of which an uncompressed leaf saves one
-        token a slot.
+        If the segment would come back from the host's memory as it is, it is better to drop it: the step would spoil
+        answers until the segment grows. So the step counts as at least the loss of dropping first an uncompressed leaf
+        below the segment, which saves one token a slot, and then the segment.
         """
         if not self.has_host_room(segment):
             return loss
@@ -99,9 +98,9 @@ class StatefulRecency(CostAwareRecency):
     """The order for models with recurrent layers, where a prompt is found only at a node that holds their state.
 
     Dropping a leaf without a state loses nothing: no prompt matches it. Dropping a state loses the tokens since the
-    state above it; it releases the state's memory and the slots of nodes that only this leaf needs. Losses of
-    compressing and squeezing are unchanged: the state stays. A priority falls when a state is inserted above the
-    leaf's; :class:`NodeHeap` notices only when the leaf reaches its top, so such a leaf may be dropped late.
+    state above it; it releases the state's memory and the slots of nodes that only this leaf needs. Steps in which a
+    segment shrinks lose the same as without states, because the state stays. A priority falls when a state is inserted
+    above the leaf's; :class:`NodeHeap` notices only when the leaf reaches its top, so it may be dropped late.
 
     ``state_slots`` gives the memory of a node's state in token slots; None: the node has no state.
     """
@@ -133,8 +132,8 @@ class StatefulRecency(CostAwareRecency):
 class NodeHeap:
     """Nodes by priority, kept between evictions, so that an eviction takes a few steps however many nodes wait.
 
-    A used node keeps its place; its priority is looked up again when it reaches the top. ``nodes`` is kept up to date
-    by its owner; the ``priority`` of a node only grows while it is in the set, unless :meth:`lower` is called.
+    A node that is used keeps its place; its priority is computed again when it reaches the top. The owner of ``nodes``
+    keeps the set up to date. The ``priority`` of a node in it only grows, unless :meth:`lower` is called.
     """
 
     def __init__(self, nodes: NodeSet, priority: Callable[[Node], Priority]) -> None:

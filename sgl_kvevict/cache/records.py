@@ -46,7 +46,7 @@ class Retention(NamedTuple):
 
     Attributes:
         until: milliseconds of the ranks' common clock.
-        share: of the bytes that its tokens take uncompressed, which its segments keep.
+        share: part of the bytes that its tokens take uncompressed, of which its segments keep at least as much.
     """
 
     until: int
@@ -344,11 +344,12 @@ class PrefixTable:
         return above
 
     def _forget(self, segment: Segment) -> None:
-        """A segment in place is no more one."""
+        """A segment is no longer in place, and what passes have summed for it is gone."""
         self._leave_place(segment)
         self.lose_attention(segment)
 
     def _leave_place(self, segment: Segment) -> None:
+        """A segment is no longer in place."""
         self.shrinking.discard(self.in_place.pop(segment))
         self.wanted.pop(segment, None)
         self.prompts.take(segment)
@@ -401,8 +402,8 @@ class PrefixTable:
     def split(self, upper: Node, lower: Node) -> None:
         """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node.
 
-        Prompts that matched the node also matched its upper half. Jobs belong to the lower half, which ends where the
-        node ended; a segment in place is cut, too.
+        Prompts that matched the node also matched its upper half. The job, and the sessions that end at the node, stay
+        with the lower half, which ends where the node ended. A segment in place is cut, too.
         """
         below = self._records.get(lower)
         if below is None:
@@ -462,7 +463,7 @@ class PrefixTable:
             self.lose_attention(segment)
             return DropResult(span, slots)
         if not segment.splittable:
-            segment.is_rest, segment.order = True, None  # smaller, it would be a segment of the rest, and found
+            segment.is_rest, segment.order = True, None  # a resize would make it whole, so that prompts find the rest
             return DropResult(span, segment.storage.token_slots[:0])
         return DropResult(span, segment.storage.token_slots[:0], self.spans.nodes_of(above, segment)[0])
 
@@ -487,7 +488,7 @@ class PrefixTable:
         self.superseded.clear()
 
     def forget(self) -> None:
-        """Remove everything but packed spans and stale marks: the weights have changed."""
+        """Remove segments in place, jobs and counts of matches, and let nothing shrink: the weights have changed."""
         for node, _ in self.jobs:
             self.jobs.take(node)
         for segment in list(self.in_place):

@@ -261,7 +261,10 @@ class Resizer:
         return is_in_use
 
     def has_shrunk(self, path: Sequence[Node], end: int) -> bool:
-        """Whether no error kept a path from shrinking: up to ``end`` it has, but for too few tokens, or waits to."""
+        """Whether a path has shrunk up to ``end``, but for a rest that is too short, or is waiting to.
+
+        False: an error has prevented it.
+        """
         wanted, spans = self._table.wanted, (self._spans.of(node) for node in path)
         is_waiting = any(span is not None and span.segment in wanted for span in spans)
         return is_waiting or not self.is_long_enough(end - self._spans.compressed_len(path))
@@ -276,7 +279,7 @@ class Resizer:
             segment = self._spans[owner].segment
             if segment.readers is readers:
                 with self._guard.on_one_rank():
-                    if segment.order is not None:  # else all is kept
+                    if segment.order is not None:  # otherwise it keeps all entries
                         self._compressor.rank_by_attention(segment)
                 segment.readers = segment.attention = None
                 slots = segment.num_slots if segment.order is None else self.slots_at(segment)
@@ -309,7 +312,7 @@ class Resizer:
         self._turn += 1
         if any(map(is_launched, self._table.wanted)):
             self.try_wanted(Occasion.TURN)
-            self.try_wanted(Occasion.RELEASED)  # those that begin at the same tokens
+            self.try_wanted(Occasion.RELEASED)  # ranges that waited because they begin with the same tokens
 
     def is_ranking(self, path: Sequence[Node]) -> bool:
         """Whether a ranking of a path's uncompressed tokens is under way, so that they will be resized soon."""
@@ -389,7 +392,8 @@ class Resizer:
             start = segment.start
         last = next((node for node in reversed(path) if node in self._spans), None)
         if len(segments) > 1 and not any(last in path_to(job.node) for job in self._table.begun_jobs):
-            self.resize(segments, sum(segment.num_slots for segment in segments))  # all: ranks do not fill them alike
+            # Ranks fill their slots differently, so the joined segment keeps all of them on each rank.
+            self.resize(segments, sum(segment.num_slots for segment in segments))
 
     def at_budget(self, last: Node) -> None:
         """A segment has reached the budget; ``last`` is the last node with a span of it."""
@@ -529,8 +533,8 @@ class Resizer:
 
     def _source(self, segment: Segment) -> TokenRange | View:
         """What a resize reads of a segment."""
-        if isinstance(segment.readers, ReaderObservation) and segment.readers.radius:  # neighbours would be missing
-            self._table.lose_attention(segment)
+        if isinstance(segment.readers, ReaderObservation) and segment.readers.radius:
+            self._table.lose_attention(segment)  # sums are averaged over neighbours, and some of these would be gone
         if segment.packed is not None:
             return segment.live_view
         slots = self._tree.token_slots(self._table.nodes_of(segment))
@@ -566,6 +570,7 @@ def _is_exact(segment: Segment) -> bool:
 
 
 def _is_joinable(segment: Segment) -> bool:
+    """Whether a packed segment may become one with its neighbour: its order is predicted, and no entry is dead."""
     return (
         segment.order is not None
         and not (segment.is_measured or segment.is_generated)

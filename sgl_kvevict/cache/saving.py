@@ -31,7 +31,7 @@ class StoreAccess:
 
     @property
     def identity(self) -> StoreIdentity:
-        """That of its segments."""
+        """Identity of the segments in the store."""
         return self.segments.identity
 
 

@@ -1,4 +1,4 @@
-"""Sessions: branches of the tree that a session's newer turns have left are dropped before anything else."""
+"""Sessions: branches of the tree that a session's newer prompts have left are dropped before anything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, path_to
 from sgl_kvevict.cache.records import OTHERS, PrefixTable, Session
 
 MAX_SESSIONS = 16_384
-"""Sessions remembered; beyond them the one that was asked longest ago is forgotten, and supersedes nothing more."""
+"""Sessions remembered; beyond them the one whose last prompt is the oldest is forgotten: it supersedes nothing more."""
 
 SessionKey = bytes
 
@@ -34,7 +34,7 @@ class Sessions:
     A session that comes back to what it had left (several agents under one id) supersedes nothing from then on.
 
     Attributes:
-        on_superseded: called with each node that is.
+        on_superseded: called with each node that becomes superseded.
     """
 
     def __init__(self, table: PrefixTable) -> None:

@@ -1,6 +1,6 @@
-"""Segments: what forwards record of a range, the order of its entries, and who writes the best of them.
+"""Segments: what forwards record of a range, how its entries are ranked, and how the best of them are written.
 
-Without SGLang, and without knowledge of a tree: who decides is :mod:`sgl_kvevict.cache`.
+Nothing here knows SGLang or the tree; :mod:`sgl_kvevict.cache` decides when which range is ranked and written.
 """
 
 from sgl_kvevict.segments.collectors import needs_rotary

@@ -34,6 +34,7 @@ class Chunk:
         sm_scale: softmax scale of the layer.
         k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.
         window_size: maximum number of queries to keep.
+        rotary: the model's rotary embedding; None if unused.
     """
 
     queries: Tensor
@@ -211,7 +212,7 @@ COLLECTORS: Mapping[Signal, type[Collector]] = {
     Signal.ACCUMULATED_ATTENTION: AccumulatedAttention,
     Signal.QUERY_MOMENTS: Moments,
 }
-"""Signals of a prefill. Others come from the pool, from readers or from the model."""
+"""Collectors of the signals of a prefill. Other signals come from the pool, from readers or from the model."""
 
 
 def collected(signals: frozenset[Signal]) -> dict[Signal, type[Collector]]:

@@ -105,7 +105,9 @@ class GeneratedBlock:
 
 
 class GeneratedCompressor:
-    """Compresses generated tokens with the policy (without :func:`generated_reasons`) and budget of a compressor.
+    """Compresses generated tokens with the policy and the budget of a compressor.
+
+    The policy can do that: :func:`~sgl_kvevict.policies.generated.generated_reasons` gives no reason against it.
 
     ``lanes`` is None for policies without query signals.
     """
@@ -232,7 +234,7 @@ class GeneratedCompressor:
         return GeneratedBlock(choice, self._selection(choice), merge, state)
 
     def written(self, generated: Generated, block: GeneratedBlock, segment: Segment) -> None:
-        """The kept entries are in a segment."""
+        """The kept entries of a block were written into ``segment``: number the sums as its entries."""
         for layer, kept in enumerate(block.choice.kept if generated.sums else ()):
             sums, num = generated.sums[layer], kept.shape[1]
             stays = sums[:, :num].flatten()[self._flat(kept, block.choice.lens[layer])]

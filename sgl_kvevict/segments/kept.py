@@ -30,7 +30,10 @@ def kept_share(span: Span, num_bins: int) -> Tensor:
 
 
 def entries_by_head(span: Span) -> dict[int, Tensor]:
-    """[num_layers * num_kv_heads], int32: entries that each (layer, KV head) stores, by the bits of their rows."""
+    """Entries of a live span that each (layer, KV head) stores, by the bits of their rows.
+
+    The values are [num_layers * num_kv_heads], int32.
+    """
     counts: dict[int, Tensor] = {}
     for runs in span.runs():  # several of one width: a part for each piece that came back
         lens = runs.lens.flatten()

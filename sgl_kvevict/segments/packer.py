@@ -33,8 +33,8 @@ class SegmentPacker(ArenaRows):
     Args:
         geometry: of the arena.
         k_arena: as in :class:`ArenaRows`, like ``v_arena``.
-        drafts: rows of a draft model, which follow :meth:`rewrite`; segments from outside the pool have none, unless
-            they bring some.
+        drafts: rows of a draft model, which :meth:`rewrite` moves, too; None: there is no draft model. Segments from
+            outside the pool have none, unless they bring some.
         statistics: of the model, by which rows of 8 and 4 bits are written; None: all rows have 16.
     """
 
@@ -59,7 +59,10 @@ class SegmentPacker(ArenaRows):
         return self._slot_bytes(1)
 
     def bytes_of(self, segment: Segment) -> int:
-        """Bytes of a segment's entries outside the pool, at most; by slots: ranks differ in entries, and in widths."""
+        """Bytes that a segment's entries take at most outside the pool.
+
+        They follow from its slots, because tensor-parallel ranks have different numbers of entries of each width.
+        """
         bits = 16 if segment.packed is None or self.statistics is None else 4
         return segment.num_slots * self._slot_bytes(self.geometry.rows_per_slot(bits))
 

@@ -64,7 +64,7 @@ class Compressor:
         """Whether a prompt is compressed when it is complete, without waiting for scoring passes."""
         if not self.policy.needs_passes:
             return True
-        # What learned scores alone lose is not measured with latents.
+        # It was not measured what learned scores alone lose with latents.
         is_learned = self.scores_any_range and not self.packer.geometry.is_latent
         return is_learned and self.config.score_after_matches is None
 
@@ -86,7 +86,7 @@ class Compressor:
         return PromptObservation(self.observes)
 
     def rank_by_attention(self, segment: Segment) -> None:
-        """Order the entries of a packed segment by reader attention, and its prediction if there are learned scores."""
+        """Order a packed segment's entries by what readers paid to them; with learned scores by its old order, too."""
         assert segment.order is not None and segment.attention is not None
         keys, scores = segment.order.keys, segment.attention.sqrt()
         if self.scores_any_range:
@@ -145,7 +145,7 @@ class Compressor:
         return self.policy.merge(show, self.packer.geometry, selection, state)
 
     def _order(self, token_slots: Tensor, start: int, observation: Observation) -> Tensor:
-        """The order of a range in which those entries come first that the policy keeps at the budget."""
+        """The order of a range; the entries that the policy keeps at the budget are the best of it."""
         config, geometry = self.config, self.packer.geometry
         show = self._show(observation, start, token_slots)
         asks = isinstance(observation, MeasuredRange) and observation.is_asked

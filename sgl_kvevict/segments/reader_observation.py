@@ -21,11 +21,10 @@ from sgl_kvevict.segments.segment import Segment
 
 
 class ReaderObservation:
-    """Which queries of the passes over one prefix were counted.
+    """Sums up the attention that the passes over one prefix pay to its entries, and remembers the queries counted.
 
-    Their squared attention lies with the entries of the observed segments (:attr:`Segment.attention`), in place or
-    packed, so a resize takes it along. A reader may come in chunks, and be retracted and run again; each query is
-    counted once.
+    The sums lie with the entries of the observed segments (:attr:`Segment.attention`), in place or packed, so a resize
+    takes them along. A reader may come in chunks, and be retracted and run again; each query is counted once.
 
     Args:
         geometry: of the arena.
@@ -88,9 +87,9 @@ class ReaderObservation:
 
 
 def bytes_of(segment: Segment, statistics: RowStatistics | None) -> int:
-    """Memory of the sums of a segment, at most; by slots: ranks differ in entries, and in widths of their rows.
+    """Bytes that the sums of a segment take at most; ``statistics``: see :class:`ReaderObservation`.
 
-    ``statistics``: see :class:`ReaderObservation`.
+    They follow from its slots, because tensor-parallel ranks have different numbers of entries of each width.
     """
     geometry = segment.geometry
     is_whole = segment.packed is None or statistics is None
@@ -110,7 +109,7 @@ class MeasuredRange:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the questions are known."""
+        """Whether the passes asked a request's questions: then learned scores do not count."""
         return self.readers.radius > 0
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:

@@ -244,7 +244,7 @@ class Segment:
 
     @property
     def num_entries(self) -> int:
-        """Entries stored, including dead ones."""
+        """Entries stored, including those of tokens whose nodes are gone."""
         return self.num_tokens * self.geometry.num_runs if self.packed is None else self.packed.num_entries
 
     @property
@@ -254,7 +254,7 @@ class Segment:
 
     @property
     def entries_by_bits(self) -> dict[int, int]:
-        """The same by the bits of their rows; without widths that no entry has."""
+        """Entries of tokens that a node still holds, by the bits of their rows; without widths that no entry has."""
         widths = (16,) if self.packed is None else tuple(part.bits for part in self.packed.parts)
         entries = dict.fromkeys(widths, 0)
         for bits, count in zip(widths, self.live_counts, strict=True):
@@ -320,7 +320,7 @@ class Segment:
     def end_at(self, position: int) -> None:
         """The last node of a segment in place was dropped: it ends before it."""
         if self.order is not None:
-            _ = self.order.keys  # whoever gets the slots waits until they were read
+            _ = self.order.keys  # the scheduler's stream waits for a ranking beside it that still reads the slots
         self.order, self.attention = self._within(0, position - self.start)
         self.end = position
         self._all_live()

@@ -31,11 +31,15 @@ from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
 class Shadow:
     """The draft's rows in a segment's slots; some may belong to tokens that the segment has dropped.
 
-    ``head_slots``, ``positions`` and ``indptr`` are as in :class:`Segment`, in the draft's arena; ``paid``,
-    [num_entries], float32, is the attention that each row was paid.
+    Attributes:
+        geometry: of the draft.
+        head_slots: [num_rows], int32, where the rows lie in the draft's arena, run after run in (layer, head) order.
+        positions: [num_rows], int32, logical position of each row's token, ascending within a run.
+        indptr: [num_layers * num_kv_heads + 1], int32, start of each run; layers and heads are the draft's.
+        paid: [num_rows], float32, the attention that each row was paid.
     """
 
-    geometry: KVGeometry  # of the draft
+    geometry: KVGeometry
     head_slots: Tensor
     positions: Tensor
     indptr: Tensor
@@ -65,7 +69,7 @@ class DraftRows(ArenaRows):
         return self.geometry.num_runs * (self.geometry.entry_dim * self.k_arena.element_size() + 8)
 
     def forget(self, token_slots: Tensor) -> None:
-        """New tokens are computed in these slots, [num_tokens], int."""
+        """Forget what was paid to the tokens in these slots, [num_tokens], int: new ones are computed there."""
         self.paid[:, token_slots.long()] = 0.0
 
     def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -142,8 +146,10 @@ class DraftRows(ArenaRows):
     ) -> CopiedShadow:
         """Copy rows of shadows of one path, as if one shadow held them.
 
-        Each with the bounds of the tokens that are copied; a host sync then reads how many rows these have. None: all.
-        ``num_slots``: those that were paid most, as many as so many token slots hold; None: all.
+        Args:
+            parts: the shadows, each with the bounds of the tokens whose rows are copied (a host sync reads how many
+                these are); None: of all tokens.
+            num_slots: copy only the rows that were paid most, as many as so many token slots hold; None: all.
         """
         shadow = self._joined(parts)
         if num_slots is not None:

@@ -189,18 +189,19 @@ class Sources:
         return self._look_up(self._numbers(runs, indices), runs)
 
     def best(self, num_slots: int, bits: Bits = 16, num_sink_tokens: int = 0) -> Sources:
-        """Of all entries the first in order that ``num_slots`` token slots hold; no host sync.
+        """The best of all entries, as many as ``num_slots`` token slots hold; no host sync.
 
-        How many these are, and how many get rows of which width, is :func:`rows_that_fit`. The wider rows go to the
+        :func:`rows_that_fit` says how many these are, and how many get rows of which width. The wider rows go to the
         best ones of those whose rows are as wide now: no row gets more bits. Those of 16 bits go to the first
         ``num_sink_tokens`` of the path, in every head.
 
-        Among equal ones those of the lower run, then of the earlier range, the wider row and the lower position. Layers
-        with a sliding window keep their last tokens instead, in each head at most as many as it keeps on average; if
-        other layers keep all, there are fewer entries.
+        Of equal entries that of the lower run is the better one, then that of the earlier range, of the wider row and
+        of the lower position. Layers with a sliding window keep their last tokens instead, in each head at most as many
+        as it keeps on average; if other layers keep all, there are fewer entries.
 
-        InvariantError if the ranges have fewer slots, or some entries have to go, or to get narrower rows than others,
-        and the order of some range is not known.
+        Raises:
+            InvariantError: the ranges have fewer slots; or some entries have to go, or to get narrower rows than
+                others, and the order of a range is not known.
         """
         if self._given is not None:
             raise InvariantError("entries of a selection are not selected again")

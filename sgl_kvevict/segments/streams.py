@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ChoiceStream(Protocol):
-    """Where work is launched that reads the arena and writes nothing that exists; the scheduler's stream goes on."""
+    """A place to launch work that reads the arena and writes only what it allocates; the scheduler's stream goes on."""
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
         """Launch work behind everything that the scheduler's stream has; the result, once called, is used there."""

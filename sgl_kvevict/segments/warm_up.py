@@ -21,9 +21,10 @@ WARM_UP_TOKENS = 192
 
 
 def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
-    """Observe, compress, split, repack, read, generate and squeeze a synthetic prompt in a separate small arena.
+    """Do once everything that runs a kernel of compression, with a synthetic prompt in a small arena of its own.
 
-    SGLang's warm-up prompts are too short to be compressed. The compressor's arena stays unchanged.
+    The prompt is observed, ranked, packed, split, read and resized, and a part of it is generated. SGLang's warm-up
+    prompts are too short to be compressed. The compressor's arena stays unchanged.
     """
     real = compressor.packer
     num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)

@@ -125,7 +125,7 @@ class UnifiedTreePort:
         self._cache.components[FULL].apply_component_action(FreeComponentDeviceSlot([token_slots], FULL))
 
     def alloc(self, num_slots: int) -> torch.Tensor | None:
-        """[num_slots], int64, new token slots; None, and nothing is evicted for them, if not all can be had."""
+        """[num_slots], int64, new token slots; None: not all can be had, and nothing shrinks or is dropped for them."""
         allocator = self._cache.slot_allocator
         missing = num_slots - allocator.available_size()
         if missing > 0:

@@ -354,7 +354,7 @@ class Harness:
         return released
 
     def _take_or_leave(self, num_slots: int) -> torch.Tensor | None:
-        """Give the cache slots for what it loads or grows, or nothing; then nothing was evicted for them."""
+        """Give the cache slots for what it loads or grows, or none; then nothing has shrunk or was dropped for them."""
         held = self.tree.held_slots()
         slots = self._take(num_slots)
         assert slots is not None or self.tree.held_slots() == held or any(self.tree.guard.errors.values())
