@@ -97,7 +97,7 @@ class CacheListener:
         self.emit(Squeezed(owner.id, *sizes, evicted_entries=evicted))
 
     def repacked(self, owner: Node, segment: Segment, released: int) -> None:
-        """Tell that a segment that lost its lowest span was moved into fewer slots; arguments as above."""
+        """Tell that a segment that lost its lowest span was moved into fewer slots; arguments: see :meth:`squeezed`."""
         self.emit(Repacked(owner.id, segment.num_slots, released, segment.num_bytes, segment.entries_by_bits))
 
     def between_steps(self) -> None:

@@ -54,7 +54,7 @@ class Prefills(ABC):
         observed: list[PromptObservation | ReaderChunk] = []
         with self._guard.at(Place.OBSERVATION) as attempt:
             observation = self._readers[reader].observation
-            if observation is not None and not observation.is_complete and self._is_observed(reader, end, prompt_len):
+            if observation is not None and not observation.is_complete and self._chunk_begins(reader, end, prompt_len):
                 observed = self._observe(observation, reader, path_to(node), start, end, is_last=end >= prompt_len)
         if attempt.failed:
             self._readers[reader].observation = None
@@ -76,8 +76,8 @@ class Prefills(ABC):
         """What observes the prefill of a reader; None: nothing does."""
 
     @abstractmethod
-    def _is_observed(self, reader: Reader, end: int, prompt_len: int) -> bool:
-        """Whether to observe the prefill of a prompt's tokens up to ``end``."""
+    def _chunk_begins(self, reader: Reader, end: int, prompt_len: int) -> bool:
+        """A prefill of a prompt's tokens up to ``end`` is about to run; return whether it is observed."""
 
     @abstractmethod
     def _pass_observation(
@@ -171,7 +171,7 @@ class RequestPrefills(Prefills):
         is_of_use = self._compressor.policy.compresses and (is_cached or record.is_pass)
         return self._compressor.new_observation() if is_of_use else None
 
-    def _is_observed(self, reader: Reader, end: int, prompt_len: int) -> bool:
+    def _chunk_begins(self, reader: Reader, end: int, prompt_len: int) -> bool:
         if end >= prompt_len:
             self._generations.begin(reader, end)
         return self._passes.is_on or self._resizer.is_long_enough(prompt_len - self._tail)
@@ -217,7 +217,7 @@ class SampleText(Prefills):
     def _new_observation(self, record: ReaderRecord, *, is_cached: bool) -> PromptObservation | None:
         return PromptObservation(self.prompt.spec) if record.is_pass else self.prompt
 
-    def _is_observed(self, reader: Reader, end: int, prompt_len: int) -> bool:
+    def _chunk_begins(self, reader: Reader, end: int, prompt_len: int) -> bool:
         return True
 
     def _pass_observation(

@@ -248,7 +248,7 @@ class PrefixTable:
         self.superseded.discard(node)
         return was_left
 
-    def end_at(self, session: Session, node: Node | None) -> Node | None:
+    def set_end(self, session: Session, node: Node | None) -> Node | None:
         """Set the last node of a session (None: it has none any more); return the one that it had."""
         before, session.last = session.last, node
         if before is not None:
@@ -445,7 +445,7 @@ class PrefixTable:
         span, above = record.span, node.parent
         assert above is not None
         for session in tuple(record.ending):  # a session that kept the node would keep all nodes above it from then on
-            self.end_at(session, None if above.parent is None else above)
+            self.set_end(session, None if above.parent is None else above)
         for queue in (self.jobs, self.stale, self.retained):
             queue.take(node)
         may_shrink = node in self.shrinking

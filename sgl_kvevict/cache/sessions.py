@@ -54,7 +54,7 @@ class Sessions:
         if session is OTHERS or not path:
             return
         session.has_returned = session.has_returned or any(is_back) or _continues(path, session.left)
-        last = self._table.end_at(session, node)
+        last = self._table.set_end(session, node)
         if last is None:
             return
         known = set(path)
@@ -83,7 +83,7 @@ class Sessions:
         self._sessions.move_to_end(key)
         if len(self._sessions) > MAX_SESSIONS:
             _, oldest = self._sessions.popitem(last=False)
-            self._table.end_at(oldest, None)
+            self._table.set_end(oldest, None)
         return session
 
 
