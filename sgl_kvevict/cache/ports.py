@@ -74,11 +74,14 @@ class TreePort(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Token slots of the pool that nobody holds."""
+        """Free token slots of the pool."""
 
     @property
     def num_available(self) -> int:
-        """Token slots that nobody holds, or that are released at any time for others."""
+        """Free token slots, and those that can be released for others at any time, as admission counts them.
+
+        While :meth:`holding` holds a path, only what its segments release when they shrink is counted of it.
+        """
 
     def make_room(self, num_slots: int, below: Priority) -> bool:
         """Shrink prefixes and drop uncompressed leaves of smaller priority than ``below`` until so many slots are free.
