@@ -30,7 +30,7 @@ demo: model ## eight questions about one document at all, a fifth and a twentiet
 recording: model ## the demo as it was seen, drawn: docs/demo.svg, and its figures in docs/results/demo-watched.json
 	@$(BIN)/python -W ignore examples/demo/record.py $(ARGS)
 
-compare: model ## stock SGLang beside ours on real programs, measured in turn: 6 to 12 minutes
+compare: model ## stock SGLang, ours with nothing compressed, and ours on real programs, measured in turn: about 10 minutes
 	@$(BIN)/python examples/demo/compare.py $(ARGS)
 
 serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.1 -- --port 30001")

@@ -1,4 +1,4 @@
-"""Stock SGLang beside SGLang with this plugin, on one model, one pool size and the same real programs, in turn.
+"""Stock SGLang, this plugin with nothing compressed, and this plugin: same model, pool size and programs, in turn.
 
 Progress goes to stderr; tables, the path of a picture and, as the last line, one JSON object to stdout.
 """
@@ -80,12 +80,11 @@ def _groups(compared: tuple[System, ...], console: Console) -> list[tuple[System
 def _print_results(
     runs: list[Figures], measured: Rounds, pool_slots: int, config: KVEvictConfig, out: Path, *, is_in_turn: bool
 ) -> None:
-    stock, ours = runs
     console = Console(width=160)
     console.print(answers_table(runs))
-    console.print(figures_table(stock, ours, measured, pool_slots, is_in_turn=is_in_turn))
+    console.print(figures_table(runs, measured, pool_slots, is_in_turn=is_in_turn))
     chosen = {"policy": config.policy, "budget": config.budget}
-    figures = summary(stock, ours, measured, pool_slots, is_in_turn=is_in_turn, **chosen)  # type: ignore[arg-type]
+    figures = summary(runs, measured, pool_slots, is_in_turn=is_in_turn, **chosen)  # type: ignore[arg-type]
     title = f"a pool of {pool_slots:,} token slots; {config.policy}, budget {config.budget}"
     fitting = figures["documents_that_fit"]
     figures["picture"] = str(draw_comparison(fitting, measured.requests_per_s, title, out / "demo.png"))

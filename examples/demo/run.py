@@ -54,7 +54,7 @@ ANSWER_COLUMNS = 16
 NEXT = """
 Try next
   make serve                     the same server for your own programs (OpenAI API, SGLang's frontend)
-  make compare                   stock SGLang beside ours, measured in turn: 6 to 12 minutes
+  make compare                   stock SGLang, ours with nothing compressed, and ours: about 10 minutes
   make demo ARGS="--budget 0.1"  keep a tenth
   make demo ARGS="--stay"        leave this server up; then: .venv/bin/sgl-kvevict top --web 5660"""
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .rounds import Samples, Spread
-from .systems import OURS, STOCK
+from .systems import BASELINES, NOTHING_COMPRESSED, OURS, STOCK
 
-_COLORS = {STOCK: "#b0b0b0", OURS: "#35618f"}
+_COLORS = {STOCK: "#b0b0b0", NOTHING_COMPRESSED: "#8fa8c0", OURS: "#35618f"}
 
 
 def draw_comparison(fitting: Mapping[str, int], requests_per_s: Samples, title: str, path: Path) -> Path:
-    """Draw stock beside ours.
+    """Draw the baselines beside ours.
 
     Args:
         fitting: documents that fit the pool, by system.
@@ -26,11 +26,11 @@ def draw_comparison(fitting: Mapping[str, int], requests_per_s: Samples, title: 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
-    names = (STOCK, OURS)
+    names = (*BASELINES, OURS)
     colors = [_COLORS[name] for name in names]
     left.set_title("documents that fit the pool")
     left.bar_label(left.bar(names, [fitting[name] for name in names], color=colors))

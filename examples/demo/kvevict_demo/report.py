@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .questions import BRANCH_QUESTIONS, CHAT_QUESTIONS
 from .rounds import Samples, Spread, ratio
-from .systems import OURS, STOCK, Figures, Rounds
+from .systems import BASELINES, OURS, Figures, Rounds
 
 
 def right_answers(figures: Figures) -> int:
@@ -23,40 +23,40 @@ def num_answers(figures: Figures) -> int:
     return len(figures.branch_answers) + len(figures.chat_answers)
 
 
-def figures_table(stock: Figures, ours: Figures, rounds: Rounds, pool_slots: int, *, is_in_turn: bool) -> Table:
+def figures_table(runs: Sequence[Figures], rounds: Rounds, pool_slots: int, *, is_in_turn: bool) -> Table:
     """What holds on any machine, then what was measured in rounds: medians (lowest-highest).
 
     Args:
-        stock: what was found on stock.
-        ours: what was found on ours.
-        rounds: what was measured on both.
+        runs: what was found on the baselines, then on ours.
+        rounds: what was measured on all of them.
         pool_slots: of each.
-        is_in_turn: the rounds of both alternated; if not, no ratio is shown.
+        is_in_turn: the rounds of all alternated; if not, no ratio is shown.
     """
+    ours = runs[-1]
     table = Table(title=f"Same programs, same pool of {pool_slots:,} token slots")
-    for column in ("", STOCK, OURS, "ours to stock"):
+    for column in ("", *(run.name for run in runs), *(f"ours to {name}" for name in BASELINES)):
         table.add_column(column, justify="left" if column == "" else "right")
 
     def counted(label: str, *cells: int, has_ratio: bool = True) -> None:
-        quotient = f"{cells[1] / cells[0]:.2f}x" if has_ratio and cells[0] else ""
-        table.add_row(label, *(f"{cell:,}" for cell in cells), quotient)
+        quotients = [f"{cells[-1] / cell:.2f}x" if has_ratio and cell else "" for cell in cells[:-1]]
+        table.add_row(label, *(f"{cell:,}" for cell in cells), *quotients)
 
     def measured(label: str, samples: Samples, digits: int, unit: str = "") -> None:
-        cells = [Spread.of(samples[name]).text(digits) + unit for name in (STOCK, OURS)]
-        table.add_row(label, *cells, ratio(samples, OURS, STOCK).text(2) + " x" if is_in_turn else "not in turn")
+        cells = [Spread.of(samples[run.name]).text(digits) + unit for run in runs]
+        ratios = [ratio(samples, OURS, name).text(2) + " x" if is_in_turn else "not in turn" for name in BASELINES]
+        table.add_row(label, *cells, *ratios)
 
-    runs = (stock, ours)
     counted(f"token slots held for {ours.prefix_tokens:,} tokens", *(run.prefix_slots for run in runs))
     fitting = [run.documents_that_fit(pool_slots) for run in runs]
     counted(f"documents of {ours.document_tokens:,} tokens that fit the pool", *fitting)
-    table.add_row("right answers", *(f"{right_answers(run)} of {num_answers(run)}" for run in runs), "")
+    table.add_row("right answers", *(f"{right_answers(run)} of {num_answers(run)}" for run in runs))
     counted("requests that read one copy at once", *(run.sharers for run in runs), has_ratio=False)
     counted("pool leaks", *(run.pool_leaks for run in runs), has_ratio=False)
     table.add_section()
     measured("first token of a question, document cached", rounds.ttft_cached_s, 2, " s")
     measured("requests/s, documents of 4 times the pool", rounds.requests_per_s, 2)
-    found = [f"{100 * Spread.of(rounds.found_share[name]).median:.0f} %" for name in (STOCK, OURS)]
-    table.add_row("  requests that found their document cached", *found, "")
+    found = [f"{100 * Spread.of(rounds.found_share[run.name]).median:.0f} %" for run in runs]
+    table.add_row("  requests that found their document cached", *found)
     measured("decode tokens/s, one request", rounds.decode_tokens_per_s, 1)
     measured("first token, nothing cached", rounds.ttft_cold_s, 2, " s")
     return table
@@ -78,8 +78,7 @@ def answers_table(runs: Sequence[Figures]) -> Table:
 
 
 def summary(
-    stock: Figures,
-    ours: Figures,
+    runs: Sequence[Figures],
     rounds: Rounds,
     pool_slots: int,
     *,
@@ -89,32 +88,35 @@ def summary(
 ) -> dict[str, Any]:
     """The figures of the last line of output: token slots, logical tokens, seconds; rounds as median, low, high.
 
+    ``runs`` are those of :func:`figures_table`.
+
     Raises:
         ValueError: the systems did not see the same prefix, so that nothing can be compared.
     """
-    if stock.prefix_tokens != ours.prefix_tokens:
-        seen = sorted((stock.prefix_tokens, ours.prefix_tokens))
+    ours = runs[-1]
+    if len(seen := sorted({run.prefix_tokens for run in runs})) > 1:
         raise ValueError(f"the systems saw prefixes of different lengths: {seen}")
-    runs = {STOCK: stock, OURS: ours}
     measured: Mapping[str, Samples] = vars(rounds)
     compared = [name for name in measured if name != "found_share"]
+    ratios = {
+        baseline: {metric: _numbers(ratio(measured[metric], OURS, baseline)) for metric in compared}
+        for baseline in BASELINES
+    }
     return {
         "prefix_tokens": ours.prefix_tokens,
-        "prefix_slots": ours.prefix_slots,
-        "stock_prefix_slots": stock.prefix_slots,
+        "prefix_slots": {run.name: run.prefix_slots for run in runs},
         "compressed_tokens": ours.state.get("span_tokens"),
         "compressed_slots": ours.state.get("span_slots"),
-        "documents_that_fit": {name: run.documents_that_fit(pool_slots) for name, run in runs.items()},
+        "documents_that_fit": {run.name: run.documents_that_fit(pool_slots) for run in runs},
         "sharers": ours.sharers,
-        "right_answers": {name: right_answers(run) for name, run in runs.items()},
+        "right_answers": {run.name: right_answers(run) for run in runs},
         "answers": num_answers(ours),
-        "pool_leaks": sum(run.pool_leaks for run in runs.values()),
-        "decode_tokens_per_s": round(Spread.of(rounds.decode_tokens_per_s[OURS]).median, 2),
-        "stock_decode_tokens_per_s": round(Spread.of(rounds.decode_tokens_per_s[STOCK]).median, 2),
+        "pool_leaks": sum(run.pool_leaks for run in runs),
         "rounds": {
-            metric: {name: _numbers(Spread.of(samples[name])) for name in runs} for metric, samples in measured.items()
+            metric: {run.name: _numbers(Spread.of(samples[run.name])) for run in runs}
+            for metric, samples in measured.items()
         },
-        "ratios": {metric: _numbers(ratio(measured[metric], OURS, STOCK)) for metric in compared} if is_in_turn else {},
+        "ratios": ratios if is_in_turn else {},
         "budget": budget,
         "policy": policy,
     }

@@ -11,7 +11,9 @@ from kvevict_tools.launcher import STRICT_CHECK_ENV, System, kvevict_system, sto
 from .programs import Answer
 from .rounds import Samples
 
-STOCK, OURS = "stock", "sgl-kvevict"
+STOCK, NOTHING_COMPRESSED, OURS = "stock", "nothing compressed", "sgl-kvevict"
+BASELINES = (STOCK, NOTHING_COMPRESSED)
+"""What ours is compared with: stock, and our own attention with nothing compressed, the stronger of the two."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,15 @@ class Rounds:
     found_share: Samples = field(default_factory=dict)
 
 
-def systems(config: Mapping[str, Any], pool_slots: int) -> tuple[System, System]:
-    """Stock and ours: same model, same pool of ``pool_slots``; ours as it is by default but for ``config``."""
+def systems(config: Mapping[str, Any], pool_slots: int) -> tuple[System, ...]:
+    """The baselines and ours: same model, same pool of ``pool_slots``; ours as it is by default but for ``config``."""
     flags = (
         *("--max-total-tokens", str(pool_slots), "--random-seed", "42", "--enable-metrics", "--enable-cache-report"),
         "--sleep-on-idle",  # a server that waits must not take a core from the one that is measured
     )
     check = {name: value for name, value in STRICT_CHECK_ENV.items() if name.endswith("IDLE")}
-    return stock_system(STOCK, flags, check), kvevict_system(OURS, config, flags, check)
+    return (
+        stock_system(STOCK, flags, check),
+        kvevict_system(NOTHING_COMPRESSED, {"policy": "none"}, flags, check),
+        kvevict_system(OURS, config, flags, check),
+    )
