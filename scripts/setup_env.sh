@@ -82,15 +82,17 @@ interpreter=$(find_python)
 : >"$log"
 rm -f "$stamp"
 if ! is_python_311 "$python"; then
-    step "1/7 virtual environment of $interpreter" "$interpreter" -m venv --clear "$venv"
+    step "1/8 virtual environment of $interpreter" "$interpreter" -m venv --clear "$venv"
 fi
-step "2/7 torch (CPU build where pip finds one)" pip -r requirements/torch.txt -c requirements/cpu.txt
-step "3/7 stock SGLang, without the CUDA packages it names" pip --no-deps -r requirements/sglang.txt
-step "4/7 what SGLang needs to run on a CPU (about 120 packages)" pip -r requirements/cpu.txt
-step "5/7 tests, linters, plots" pip -r requirements/dev.txt
-step "6/7 FlashInfer's Python part, for tests of the GPU path" pip --no-deps -r requirements/flashinfer.txt
-step "7/7 sgl-kvevict, editable" pip --no-deps --no-build-isolation -e .
+step "2/8 torch (CPU build where pip finds one)" pip -r requirements/torch.txt -c requirements/cpu.txt
+step "3/8 stock SGLang, without the CUDA packages it names" pip --no-deps -r requirements/sglang.txt
+step "4/8 what SGLang needs to run on a CPU (about 120 packages)" pip -r requirements/cpu.txt
+step "5/8 tests, linters, plots" pip -r requirements/dev.txt
+step "6/8 FlashInfer's Python part, for tests of the GPU path" pip --no-deps -r requirements/flashinfer.txt
+step "7/8 sgl-kvevict, editable" pip --no-deps --no-build-isolation -e .
 # Packages of a checkout that the wheel lacks (tools/kvevict_tools).
 echo "$PWD/tools" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvevict_checkout.pth"
+compile='from kvevict_kernels import recode_rows, span_attention as s; s.prepare_on_cpu(); recode_rows.prepare_on_cpu(64)'
+step "8/8 attention for this CPU, compiled: the first server need not wait for it" "$python" -W ignore -c "$compile"
 fingerprint >"$stamp"
 echo "setup: ready after $SECONDS s"

@@ -7,7 +7,7 @@ of a thread, ``openmp.py`` runs it on PyTorch's threads. ``TorchAttention`` is t
 
 from __future__ import annotations
 
-from kvevict_kernels.span_attention.call import SpanAttention, reason_not_to_run
+from kvevict_kernels.span_attention.call import SpanAttention, prepare_on_cpu, reason_not_to_run
 from kvevict_kernels.span_attention.layout import Layout
 
-__all__ = ["Layout", "SpanAttention", "reason_not_to_run"]
+__all__ = ["Layout", "SpanAttention", "prepare_on_cpu", "reason_not_to_run"]

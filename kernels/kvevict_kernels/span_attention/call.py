@@ -46,6 +46,13 @@ def reason_not_to_run(head_dim: int | None = None) -> str | None:
     return None
 
 
+def prepare_on_cpu() -> None:
+    """Compile the call or load its cached compilation, which takes seconds; nothing where it cannot run."""
+    team = torch_team()
+    if reason_not_to_run() is None and team is not None:
+        _compiled(team)
+
+
 class SpanAttention:
     """Attention over compressed spans and uncompressed token slots of one pair of arenas. Runs one call at a time.
 
