@@ -34,9 +34,8 @@ class Question:
 
 
 #: Asked all at once, by the branches of one forked program. The words in the lead let a very small model
-#: point at the place it read; the answer itself is never part of them. With each lead the first word of the answer is
-#: ahead of any other by 0.7 or more in log-probability (a step of bfloat16 is 0.125 there), at a fifth of the bytes and
-#: with `complete`: what else is computed in the same batch does not decide it.
+#: point at the place it read; the answer itself is never part of them. A lead ends where the
+#: model's next word is clearly ahead of any other; else what is computed in the same batch could decide the answer.
 BRANCH_QUESTIONS: Sequence[Question] = (
     Question("Who is the keeper of the station?", ("Tomas Brandt",), "The keeper of the station is"),
     Question("Who is the captain of the Grey Heron?", ("Annika",), "The captain of the Grey Heron is"),
