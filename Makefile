@@ -48,10 +48,11 @@ docs: .venv-docs/stamp ## build the documentation's site, links checked; begin a
 	@touch $@
 
 ##@ Before every commit
-lint: setup ## ruff (rules and format) and mypy
+lint: setup ## ruff (rules and format), mypy, and the layers of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
 
 # Two processes, a file at a time: most tests keep one core busy, and so does a server that starts. Files are taken in
 # order, the longest first (tests/conftest.py).

@@ -181,7 +181,7 @@ def test_the_price_of_compression_is_that_of_the_insertion_benchmark() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_results_that_a_document_names_exist(document: Path) -> None:
-    named = re.findall(r"docs/results/[\w./-]*\w", document.read_text(encoding="utf-8"))  # links: test_links.py
+    named = re.findall(r"docs/results/[\w./-]*\w", document.read_text(encoding="utf-8"))
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -19,7 +19,7 @@ FOLDERS = "sgl_kvevict|kernels|tests|tools|examples|docs|benchmarks|scripts|requ
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_that_a_document_names_exist(name: str) -> None:
     text = (ROOT / name).read_text()
-    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", text)  # links: test_links.py
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", text)
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 

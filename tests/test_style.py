@@ -1,4 +1,4 @@
-"""What ruff and mypy do not say: how long a file may be, and which functions need a docstring."""
+"""What ruff and mypy do not say: how long a file may be, which functions need a docstring, names of classes."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def test_no_file_is_too_long() -> None:
 def test_public_functions_have_docstrings_unless_they_are_one_statement() -> None:
     missing = [f"{name}:{each}" for name, source in sources(DESCRIBED) for each in undescribed(ast.parse(source))]
     assert not missing, "\n".join(missing)
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for name, source in sources(("sgl_kvevict", "kernels")):
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

@@ -54,7 +54,7 @@ fit into registers is on the stack), shared bytes a program's. Programs per SM a
 registers, shared memory and threads. Copies in flight: groups of asynchronous copies that the loop with the products
 leaves unfinished when it waits; K, V and the next indices are a group each, so 3 are one step ahead, 6 are two.
 Instructions are those of a warp in the shortest pass of that loop, per 64 keys; cycles are what a warp alone takes for
-them by their control codes and published latencies, products not counted ([roofline.md](roofline.md) uses both).
+them by their control codes and published latencies, products not counted.
 A head_dim of 576/512 means latents: keys of 576 numbers, of which 512 are also the value.
 """
 Row = tuple[str, ...]

@@ -14,7 +14,6 @@ the way from the outermost one, which decides, to those that move entries or rel
 
 from __future__ import annotations
 
-import ast
 import gc
 import json
 import os
@@ -231,17 +230,6 @@ def make(policy: str, **options: Any) -> Driver:
     return driver
 
 
-def enum_members() -> dict[str, int]:
-    """Members of enumerations, by the plugin's folder that defines them."""
-    counts: dict[str, int] = {}
-    for path in sorted(PLUGIN.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
-                folder = path.parent.relative_to(ROOT).as_posix()
-                counts[folder] = counts.get(folder, 0) + sum(isinstance(each, ast.Assign) for each in node.body)
-    return counts
-
-
 def trace() -> dict[str, dict[str, Any]]:
     """Counts and names of all flows. They run twice: the first time modules are imported and caches filled."""
     for _ in range(2):
@@ -268,8 +256,7 @@ def main(out: Path = NOW) -> None:
     for name, counts in flows.items():
         print(f"{name:34}" + "".join(f"{counts[key]:7,} {key}" for key in ("files", "functions", "crossings", "calls")))
         print(*(f"    {each}" for each in counts["resized by"]), sep="\n")
-    result = {"flows": flows, "enum members": enum_members()}
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    out.write_text(json.dumps({"flows": flows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

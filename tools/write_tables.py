@@ -35,7 +35,7 @@ LABELLED = {
     "refusals_total": "by `reason`, as in the event `Refused`",
     "errors_total": "exceptions held, by `place` ([reliability.md](reliability.md))",
 }
-FLOWS = tuple(ROOT / "docs" / "results" / name for name in ("flows-before.json", "flows.json"))
+FLOWS = ROOT / "docs" / "results" / "flows.json"
 HISTOGRAM = "compression_seconds"
 SMALL = "SmolLM2-135M-Instruct"
 LLAMA_8B = ModelSizes(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
@@ -113,21 +113,12 @@ def quality_tables(rows: Sequence[Row], aware: Sequence[Row]) -> dict[str, str]:
 
 
 def flow_table() -> str:
-    """One row per flow that ``tools/trace_flows.py`` counted: before -> now, where they differ."""
-    before, now = (
-        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"flows": {}, "enum members": {}}
-        for path in FLOWS
-    )
-    counted = ("files", "functions", "crossings", "calls")
+    """One row per flow that ``tools/trace_flows.py`` counted."""
     lines = ["|flow|files|functions|crossings|calls|functions that resize|", "|---|--:|--:|--:|--:|--:|"]
-    for name in before["flows"] | now["flows"]:
-        runs = [run["flows"].get(name) for run in (before, now)]
-        cells = [_change(*(run and run[key] for run in runs)) for key in counted]
-        lines.append("|".join(["", name, *cells, _change(*(run and len(run["resized by"]) for run in runs)), ""]))
-    folders = before["enum members"] | now["enum members"]
-    counts = {folder: _change(*(run["enum members"].get(folder) for run in (before, now))) for folder in folders}
-    named = ", ".join(f"`{folder}` {count}" for folder, count in counts.items())
-    return "\n".join([*lines, "", f"Members of enumerations, by folder: {named}."])
+    for name, counts in json.loads(FLOWS.read_text(encoding="utf-8"))["flows"].items():
+        figures = [*(counts[key] for key in ("files", "functions", "crossings", "calls")), len(counts["resized by"])]
+        lines.append("|".join(["", name, *(f"{figure:,}" if figure else "-" for figure in figures), ""]))
+    return "\n".join(lines)
 
 
 def hook_table() -> str:
@@ -138,12 +129,6 @@ def hook_table() -> str:
         instead = dict.fromkeys(hook.until for hook in feature.hooks)
         lines.append(f"|{feature.name}|{' '.join(f'`{target}`' for target in targets)}|{'; '.join(instead)}|")
     return "\n".join(lines)
-
-
-def _change(before: int | None, now: int | None) -> str:
-    """A figure, or two with an arrow; nothing is shown as "-"."""
-    figures = [f"{figure:,}" for figure in (before, now) if figure]
-    return " -> ".join(dict.fromkeys(figures)) or "-"
 
 
 def with_block(text: str, name: str, body: str) -> str:

@@ -31,9 +31,9 @@ PARTS = {
 SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
-def run_section(section: str, device: str, *, is_smoke: bool) -> dict[str, Any]:
-    """Measure one section in this process; rows say how much of what is possible on the device they reach."""
-    from gpu_bench import checks, decode, flashinfer, insertion, ordering, roofline, shapes
+def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
+    """Measure one section in this process."""
+    from gpu_bench import checks, decode, flashinfer, insertion, ordering, shapes
     from gpu_bench.clock import copy_bandwidth
     from gpu_bench.setting import FULL, SMOKE
 
@@ -55,8 +55,7 @@ def run_section(section: str, device: str, *, is_smoke: bool) -> dict[str, Any]:
         "extend": shapes.extend,
         "shapes": shapes.shapes,
     }
-    rows = roofline.with_shares(section, functions[section](setting), setting, device)
-    result: dict[str, Any] = {"rows": rows, "lines": roofline.spoken(section, rows)}
+    result: dict[str, Any] = {"rows": functions[section](setting)}
     if section == "bandwidth":
         result["GB/s of a copy"] = copy_bandwidth(setting) / 1e9
     return result | {"setting": dataclasses.asdict(setting)}
@@ -92,7 +91,7 @@ def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dic
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if is_smoke:
         env["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, __file__, "--section", section, "--device", device]
+    command = [sys.executable, __file__, "--section", section]
     command += ["--smoke"] if is_smoke else []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
@@ -104,7 +103,7 @@ def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dic
         return results | {"failures": {section: errors[-2000:]}}
     measured = json.loads(output.splitlines()[-1])
     rows = measured.pop("rows")
-    print("\n".join([f"{section}: {len(rows)} rows", *measured.pop("lines")]), flush=True)
+    print(f"{section}: {len(rows)} rows", flush=True)
     return results | measured | {"sections": {section: rows}}
 
 
@@ -117,10 +116,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="some sections only")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all sections of a part")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--device", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
-        print(json.dumps(run_section(args.section, args.device, is_smoke=args.smoke)))
+        print(json.dumps(run_section(args.section, is_smoke=args.smoke)))
         return 0
     chosen = {args.part: PARTS[args.part]} if args.part else PARTS
     if args.only is not None:

@@ -1,7 +1,12 @@
-"""What the site does to the pages of docs/: README.md becomes the first one, and links out of docs/ become text."""
+"""What the site does to the pages of docs/: README.md becomes the first one, and links out of docs/ become text.
+
+MkDocs checks links between pages of the site. Those to other files, and those of Markdown files beside docs/, are
+checked here; `--strict` makes an error of each warning.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -12,7 +17,26 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
-LINK = re.compile(r"(?<!!)\[(!\[[^]]*\]\([^)]*\)|[^]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
+OUTSIDE = [
+    *ROOT.glob("*.md"),
+    *(page for name in ("benchmarks", "kernels", "examples") for page in (ROOT / name).rglob("*.md")),
+]
+LINK = re.compile(r"(!?\[(?:!\[[^]]*\]\([^)]*\)|[^]]+)\])\(([^)#\s]+)(#[^)]*)?\)")
+log = logging.getLogger("mkdocs.hooks.links")
+
+
+def on_pre_build(config: MkDocsConfig) -> None:
+    """Warn of links in Markdown files beside docs/ that lead to no file."""
+    for page in OUTSIDE:
+        for _, target, _ in LINK.findall(page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                warn_if_missing(page, target)
+
+
+def warn_if_missing(page: Path, target: str) -> None:
+    """Warn of a relative link that leads to no file."""
+    if not (page.parent / target).exists():
+        log.warning("%s: no such file: %s", page.relative_to(ROOT), target)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -32,8 +56,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         file = (source.parent / target).resolve()
         file = DOCS / "index.md" if file == README else file
         if not file.is_relative_to(DOCS):
-            return text
-        return f"[{text}]({os.path.relpath(file, (DOCS / page.file.src_uri).parent)}{anchor})"
+            warn_if_missing(source, target)
+            return text[1:-1]
+        return f"{text}({os.path.relpath(file, (DOCS / page.file.src_uri).parent)}{anchor})"
 
     return LINK.sub(link, markdown)
 

@@ -109,7 +109,7 @@ def test_a_section_finds_what_is_on_pythonpath(tmp_path: Path, monkeypatch: pyte
     import run_all
 
     script = tmp_path / "section.py"
-    script.write_text("import json, os\nprint(json.dumps({'rows': [os.environ['PYTHONPATH']], 'lines': []}))\n")
+    script.write_text("import json, os\nprint(json.dumps({'rows': [os.environ['PYTHONPATH']]}))\n")
     monkeypatch.setattr(run_all, "__file__", str(script))
     monkeypatch.setenv("PYTHONPATH", "/kit/site")
     results = run_all.measure("graph", "D", is_smoke=False, seconds=60.0)
