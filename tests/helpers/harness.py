@@ -68,6 +68,8 @@ TINY_LLAMA = {
     "torch_dtype": "float32",
 }
 
+LEAST_SHARE = {"share": 0.001}
+"""Options of a request whose own prompt stays uncompressed until slots are short; it reads any prefix as it is."""
 NO_ROTARY = Rotary(torch.empty(512, 0), is_neox=True)
 
 
@@ -93,7 +95,7 @@ class Harness:
     """A scheduler in miniature: admits, prefills in chunks, decodes, finishes, retracts and flushes requests.
 
     Attributes:
-        scores_any_range: ranges that wait for passes can be compressed when slots are short.
+        waits: requests ask for a share of their entries, so that prompts stay uncompressed until slots are short.
         host_blocks: memory on the host for what is dropped, in blocks of two slots' entries.
         windows: of the two layers, see :attr:`KVGeometry.windows`.
         is_latent: values are the first numbers of the keys' rows, of one head.
@@ -117,6 +119,7 @@ class Harness:
     eviction_config: dict | None = None
     has_sessions: bool = False
     scores_any_range: bool = False
+    waits: bool = False
     access: StoreAccess | None = None
     host_blocks: int = 0
     windows: tuple[int, ...] = ()
@@ -155,7 +158,7 @@ class Harness:
         statistics = None if self.bits == 16 else random_statistics(self.geometry)
         self.config = self.config.model_copy(update={"bits": self.bits})
         store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts(), statistics)
-        kind = LearnedCompressor if self.scores_any_range else Compressor
+        kind = LearnedCompressor if self.scores_any_range or self.waits else Compressor
         stream = None if self.make_stream is None else self.make_stream()
         policy = cast("Policy", self.policy or NO_POLICY)
         if self.policy is None:
@@ -196,6 +199,8 @@ class Harness:
     ) -> Req:
         """Create a request; ``options`` are those for the plugin."""
         self._count += 1
+        if self.waits and not {"complete", "exact"} & (options or {}).keys():
+            options = LEAST_SHARE | (options or {})
         custom_params = None if options is None else {"kvevict": options}
         if lora_id is not None:
             self.adapters.register(lora_id=lora_id, lora_name="any")

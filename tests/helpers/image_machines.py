@@ -1,10 +1,8 @@
-"""The machines with prompts that hold images: their tokens are hashes, and no pass may read them."""
+"""The machines with prompts that hold images: their tokens are hashes."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
-
-from hypothesis.stateful import invariant
 
 from helpers.harness import Harness
 from helpers.machines import BASES, HostMachine, PressureMachine, UnsplittableMachine
@@ -27,18 +25,13 @@ class ImagesHarness(Harness):
 
 
 class ImagesMachine(PressureMachine):
-    """Once scores are learned: prefixes with images shrink, are cut inside an image, and get no pass."""
+    """Prefixes with images shrink, and are cut inside an image."""
 
     make_harness: ClassVar[type[Harness]] = ImagesHarness
 
-    @invariant()
-    def no_pass_reads_an_image(self):
-        passes = [req for req in self.scheduler.waiting_queue if hasattr(req, "origin_input_ids")]
-        assert all(max(req.origin_input_ids) < FIRST_IMAGE_TOKEN for req in [*passes, *self.scheduler.passes])
-
 
 class ImagesUnsplittableMachine(UnsplittableMachine):
-    """A policy without passes, whose segments cannot be cut: a divergence inside an image takes their place."""
+    """A policy whose segments cannot be cut: a divergence inside an image takes their place."""
 
     make_harness: ClassVar[type[Harness]] = ImagesHarness
 

@@ -8,7 +8,7 @@ from helpers.machines import GenerationMachine, HostMachine, PressureMachine, Un
 
 
 class LatentsMachine(PressureMachine):
-    """Once scores are learned: prefixes are cut, shrink and are dropped."""
+    """Prefixes are cut, shrink and are dropped."""
 
     options: ClassVar[dict[str, Any]] = PressureMachine.options | {"is_latent": True}
 

@@ -11,14 +11,14 @@ from helpers.admission import LongPromptScheduler
 from helpers.machines import BASES, HintsMachine, PressureMachine
 from sgl_kvevict.config import KVEvictConfig
 
-CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12, score_after_matches=1)
+CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12)
 LONG_BASES = tuple([base[i % 48] for i in range(800)] for base in BASES)
 
 
 class LongMachine(PressureMachine):
     """Prompts of up to 4.5 times the pool beside everything else, one of which is prefilled at a time."""
 
-    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "config": CONFIG, "max_tokens": 1024}
+    options: ClassVar[dict[str, Any]] = {"waits": True, "config": CONFIG, "max_tokens": 1024}
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,6 @@ from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.harness_store import adoption, exported
 from helpers.late_stream import TwiceStream
 from helpers.own_policies import OWN_POLICIES
-from helpers.passes import MiniScheduler
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.guard import Place
@@ -154,41 +153,26 @@ class UnsplittableMachine(CacheMachine):
     policy = PseudoRandomPolicy(splittable=False)
 
 
-class PassesMachine(CacheMachine):
-    """Prefixes are scored by passes of our own, which compete with everything else for slots."""
-
-    policy: PseudoRandomPolicy | Policy | None = PseudoRandomPolicy(needs_passes=True)
-    num_slots = 260
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = MiniScheduler(self.harness)
-
-    @precondition(lambda self: self.harness.tree.prefixes.passes.jobs)
-    @rule(chunk=st.sampled_from([None, 7]))
-    def run_pass(self, chunk):
-        self.scheduler.run_pass(chunk)
-
-    @rule()
-    def start_pass(self):
-        self.scheduler.turn()
-
-    @rule()
-    def abort_pass(self):
-        self.scheduler.waiting_queue.clear()
-
-
-class PressureMachine(PassesMachine):
-    """The same once scores are learned: prefixes shrink under their readers when slots are short."""
+class PressureMachine(CacheMachine):
+    """Most prompts stay uncompressed until slots are short: prefixes shrink under their readers."""
 
     num_slots = 160
-    options: ClassVar[dict[str, Any]] = {"scores_any_range": True}
+    options: ClassVar[dict[str, Any]] = {"waits": True}
+
+    def _admit(self, req, first_chunk):
+        if sum(req.origin_input_ids) % 3 == 1:
+            req.sampling_params.custom_params = None  # compressed when its prompt is complete
+        super()._admit(req, first_chunk)
+
+    @rule()
+    def turn(self):
+        self.harness.turn()
 
 
 class UnsplittablePressureMachine(PressureMachine):
     """Prefixes shrink that cannot be cut, or found in part."""
 
-    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
+    policy = PseudoRandomPolicy(splittable=False)
 
 
 class WindowsMachine(CacheMachine):
@@ -203,23 +187,6 @@ class WindowsUnderPressureMachine(PressureMachine):
     options: ClassVar[dict[str, Any]] = PressureMachine.options | {"windows": (0, 9)}
 
 
-class MeasuredPressureMachine(PressureMachine):
-    """What passes have read to the end is squeezed, cut, moved and dropped."""
-
-    @rule(base=st.sampled_from(BASES), shared=st.integers(20, 48), turns=st.integers(0, 3))
-    def passes_read(self, base, shared, turns):
-        """A text is found again, and read by passes to its end."""
-        for suffix in ([0], [1]):
-            req = self.harness.run(base[:shared] + suffix)
-            if req in self.harness.live:
-                self.harness.finish(req)
-        while self.scheduler.run_pass():
-            pass
-        for _ in range(turns):
-            self.scheduler.turn()
-        self._settle()
-
-
 class ExactMachine(PressureMachine):
     """Some requests read nothing compressed, and hold what they read."""
 
@@ -232,7 +199,7 @@ class ExactMachine(PressureMachine):
 class HostMachine(PressureMachine):
     """What is dropped or evicted moves to the host's memory, which is short too, and comes back."""
 
-    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "host_blocks": 16}
+    options: ClassVar[dict[str, Any]] = {"waits": True, "host_blocks": 16}
 
     def _admit(self, req, first_chunk):
         """Some requests ask for entries that were evicted."""
@@ -299,7 +266,7 @@ class GrowthMachine(HostMachine):
     """The host has room for most of what is evicted, and the pool is ample from time to time."""
 
     num_slots = 260
-    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "host_blocks": 120}
+    options: ClassVar[dict[str, Any]] = {"waits": True, "host_blocks": 120}
 
     @rule(base=st.sampled_from(BASES), shared=st.integers(20, 48), steps=st.integers(1, 6))
     def shrink(self, base, shared, steps):
@@ -325,13 +292,7 @@ class WindowsHostMachine(HostMachine):
 class HostUnsplittableMachine(HostMachine):
     """The same with segments that come back whole or not at all."""
 
-    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
-
-
-class HostMeasuredMachine(MeasuredPressureMachine, HostMachine):
-    """What passes have read leaves for the host, and comes back as measured."""
-
-    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "host_blocks": 40}
+    policy = PseudoRandomPolicy(splittable=False)
 
 
 class HostExactMachine(ExactMachine, HostMachine):
@@ -387,13 +348,13 @@ class HintsAloneMachine(Hinting, PressureMachine):
 class CoarsePressureMachine(PressureMachine):
     """Checkpoints stop short of prompts, and prefixes shrink."""
 
-    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "cache_grid": 7}
+    options: ClassVar[dict[str, Any]] = {"waits": True, "cache_grid": 7}
 
 
 class FrequencyPressureMachine(PressureMachine):
     """Another order decides which leaf goes; prefixes shrink before."""
 
-    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "eviction_policy": "lfu"}
+    options: ClassVar[dict[str, Any]] = {"waits": True, "eviction_policy": "lfu"}
 
 
 class CoarseMachine(CacheMachine):
@@ -485,7 +446,7 @@ class GenerationHintsMachine(GenerationMachine, HintsMachine):
     """The same while prompts move to the host's memory, grow again, stay, or are superseded."""
 
     num_slots = 200
-    options: ClassVar[dict[str, Any]] = HintsMachine.options | GenerationMachine.options | {"scores_any_range": False}
+    options: ClassVar[dict[str, Any]] = HintsMachine.options | GenerationMachine.options | {"waits": False}
 
 
 class BesideMachine(CacheMachine):
@@ -547,11 +508,11 @@ class BesideHintsMachine(BesideMachine, HintsMachine):
     options: ClassVar[dict[str, Any]] = HintsMachine.options | BesideMachine.options
 
 
-class BesidePressureMachine(BesideMachine, MeasuredPressureMachine):
-    """What passes have read is being chosen, and parts of it have to shrink meanwhile."""
+class BesidePressureMachine(BesideMachine, PressureMachine):
+    """What waits until slots are short is being chosen, and parts of it have to shrink meanwhile."""
 
-    policy = MeasuredPressureMachine.policy
-    options: ClassVar[dict[str, Any]] = MeasuredPressureMachine.options | BesideMachine.options
+    policy = PressureMachine.policy
+    options: ClassVar[dict[str, Any]] = PressureMachine.options | BesideMachine.options
 
 
 class BesideGenerationMachine(BesideMachine, GenerationHintsMachine):
@@ -579,7 +540,6 @@ SETTINGS = settings(
 MACHINES = (
     CacheMachine,
     UnsplittableMachine,
-    PassesMachine,
     PressureMachine,
     UnsplittablePressureMachine,
     HostMachine,
@@ -587,13 +547,11 @@ MACHINES = (
     HostUnsplittableMachine,
     HostExactMachine,
     WindowsHostMachine,
-    HostMeasuredMachine,
     SupersedingMachine,
     HintsMachine,
     HintsAloneMachine,
     WindowsMachine,
     WindowsUnderPressureMachine,
-    MeasuredPressureMachine,
     ExactMachine,
     CoarsePressureMachine,
     FrequencyPressureMachine,

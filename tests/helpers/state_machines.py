@@ -11,8 +11,6 @@ from helpers.machines import (
     CacheMachine,
     ExactMachine,
     FrequencyPressureMachine,
-    MeasuredPressureMachine,
-    PassesMachine,
     PressureMachine,
     SessionMachine,
     StockMachine,
@@ -46,16 +44,8 @@ class FewStatesMachine(States, CacheMachine):
     options: ClassVar[dict[str, Any]] = {"num_states": 14}
 
 
-class StatePassesMachine(States, PassesMachine):
-    """Passes begin where a state is, and compute the rest of a prefix again."""
-
-
 class StatePressureMachine(States, PressureMachine):
     """Prefixes shrink under their readers."""
-
-
-class StateMeasuredMachine(States, MeasuredPressureMachine):
-    """What passes have read shrinks while states come and go."""
 
 
 class StateExactMachine(States, ExactMachine):
@@ -69,7 +59,7 @@ class StateTailMachine(States, TailMachine):
 class StateFrequencyMachine(States, FrequencyPressureMachine):
     """So does an order that knows no states."""
 
-    options: ClassVar[dict[str, Any]] = {"scores_any_range": True, "eviction_policy": "lfu"}
+    options: ClassVar[dict[str, Any]] = {"waits": True, "eviction_policy": "lfu"}
 
 
 class StateSessionMachine(States, SessionMachine):
@@ -96,10 +86,6 @@ class FewSnapshotsMachine(Snapshots, CacheMachine):
     options: ClassVar[dict[str, Any]] = {"num_states": 28}
 
 
-class SnapshotPassesMachine(Snapshots, PassesMachine):
-    """Passes begin where a snapshot is."""
-
-
 class SnapshotPressureMachine(Snapshots, PressureMachine):
     """Prefixes shrink under their readers."""
 
@@ -119,9 +105,7 @@ class SnapshotStockMachine(Snapshots, StockMachine):
 STATE_MACHINES = (
     StatesMachine,
     FewStatesMachine,
-    StatePassesMachine,
     StatePressureMachine,
-    StateMeasuredMachine,
     StateExactMachine,
     StateTailMachine,
     StateFrequencyMachine,
@@ -129,7 +113,6 @@ STATE_MACHINES = (
     StateStockMachine,
     SnapshotsMachine,
     FewSnapshotsMachine,
-    SnapshotPassesMachine,
     SnapshotPressureMachine,
     SnapshotExactMachine,
     SnapshotSessionMachine,

@@ -221,7 +221,7 @@ class PairsStoreMachine(PairsPressureMachine):
 class PairsHostUnsplittableMachine(PairsHostMachine):
     """The same with segments that come back whole or not at all."""
 
-    policy = PseudoRandomPolicy(splittable=False, needs_passes=True)
+    policy = PseudoRandomPolicy(splittable=False)
 
 
 VERIFY_MACHINES = (

@@ -11,8 +11,6 @@ from helpers.machines import (
     CacheMachine,
     ExactMachine,
     GenerationMachine,
-    MeasuredPressureMachine,
-    PassesMachine,
     PressureMachine,
     SessionMachine,
     StockMachine,
@@ -46,16 +44,8 @@ class FewWindowsMachine(Windows, CacheMachine):
     options: ClassVar[dict[str, Any]] = {"num_window_slots": 95}
 
 
-class WindowPassesMachine(Windows, PassesMachine):
-    """Passes begin where a window is, and compute the rest of a prefix again."""
-
-
 class WindowPressureMachine(Windows, PressureMachine):
     """Prefixes shrink under their readers."""
-
-
-class WindowMeasuredMachine(Windows, MeasuredPressureMachine):
-    """What passes have read shrinks while windows come and go."""
 
 
 class WindowExactMachine(Windows, ExactMachine):
@@ -81,9 +71,7 @@ class WindowStockMachine(Windows, StockMachine):
 WINDOW_MACHINES = (
     WindowPoolMachine,
     FewWindowsMachine,
-    WindowPassesMachine,
     WindowPressureMachine,
-    WindowMeasuredMachine,
     WindowExactMachine,
     WindowTailMachine,
     WindowSessionMachine,
