@@ -16,7 +16,6 @@ import typer
 
 from sgl_kvevict.cli import operate
 from sgl_kvevict.cli.check import check
-from sgl_kvevict.cli.parameters import ModelName, SGLangFlags
 from sgl_kvevict.cli.store import store
 from sgl_kvevict.errors import ConfigError, KVEvictError, printable
 
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "\n" in message:  # a command without arguments: its help
             typer.echo(message, err=True)
         else:
-            takes_flags = error.ctx is not None and error.ctx.info_name in ("serve", "learn")
+            takes_flags = error.ctx is not None and error.ctx.info_name == "serve"
             hint = "; SGLang's own flags follow --" if takes_flags and message.startswith("No such option") else ""
             _say(f"error: {message.rstrip('.')} (-h shows what is allowed{hint})")
         code = 2
@@ -98,8 +97,10 @@ def common(
 
 @app.command()
 def serve(
-    model: ModelName,
-    sglang_flags: SGLangFlags = None,
+    model: Annotated[str, typer.Argument(help="Model folder, hub name, or a model of 'make model' (demo).")],
+    sglang_flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="Which entries to keep: 'sgl-kvevict policies'.")] = None,
     budget: Annotated[
         str | None, typer.Option(help="Share of the bytes to keep (0.2), or entries per KV head (256).")
@@ -175,7 +176,7 @@ def policies(
         print_table(("option", "default", "meaning", "allowed"), described)
 
 
-for command in (operate.top, operate.inspect, operate.warm, operate.learn, operate.size, check):
+for command in (operate.top, operate.inspect, operate.warm, operate.size, check):
     app.command()(command)
 app.add_typer(store)
 

@@ -1,4 +1,4 @@
-"""Commands for a running server (``top``, ``inspect``, ``warm``) and for planning one (``size``, ``learn``)."""
+"""Commands for a running server (``top``, ``inspect``, ``warm``) and for planning one (``size``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from sgl_kvevict.cli.parameters import Json, Long, ModelName, SGLangFlags
+from sgl_kvevict.cli.parameters import Json, Long
 from sgl_kvevict.errors import ConfigError
 
 Endpoint = Annotated[
@@ -134,28 +134,6 @@ def warm(
         typer.echo(json.dumps(asdict(warmed)))
     else:
         typer.echo(f"{warmed.tokens:,} tokens: {warmed.outcome} after {warmed.seconds:.1f} s")
-
-
-def learn(
-    model: ModelName,
-    out: Annotated[Path, typer.Option(help="File to write (safetensors), for score_weights.")],
-    sglang_flags: SGLangFlags = None,
-    texts: Annotated[
-        Path | None, typer.Option(help="Folder of UTF-8 texts; default: texts that Python brings along.")
-    ] = None,
-    complete: Annotated[
-        bool, typer.Option("--complete", help="Keep what the file has, and learn only what it lacks.")
-    ] = False,
-) -> None:
-    """Learn about a model what its server would at the first start, and write it to a file.
-
-    That is which entries it needs, and statistics of its keys and values, with which rows of 8 and 4 bits are written.
-    """
-    from sgl_kvevict.cli.learn import learn as learn_scores
-
-    if texts is not None and not texts.is_dir():
-        raise ConfigError(f"--texts: got {str(texts)!r}; allowed: a folder")
-    learn_scores(model, out, texts, sglang_flags or [], lambda line: typer.echo(line, err=True), completes=complete)
 
 
 def _read(path: Path) -> str:

@@ -115,20 +115,19 @@ def spelled_out(config: KVEvictConfig) -> KVEvictConfig:
     return configured_policy(config)[0]
 
 
-def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str], *, listens: bool = True) -> ServePlan:
+def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -> ServePlan:
     """Determine the command that starts SGLang.
 
     Args:
         model: model folder, hub name, or a name that :func:`resolve_model` knows.
         config: with checked fields.
         sglang_flags: the user's own SGLang flags, passed on unchanged.
-        listens: check that ``--port`` of the flags, or SGLang's default, is free; False: a port is chosen later.
 
     Raises:
         ConfigError: lists every reason: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the
             port, or a file, folder or socket of the configuration cannot be used.
     """
-    problems = _problems(model, config, sglang_flags, listens)
+    problems = _problems(model, config, sglang_flags)
     try:
         config = spelled_out(config)
     except ConfigError as error:
@@ -181,7 +180,7 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     return value
 
 
-def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: bool) -> list[str]:
+def _problems(model: str, config: KVEvictConfig, flags: Sequence[str]) -> list[str]:
     problems = []
     if importlib.util.find_spec("sglang") is None:
         problems.append("SGLang is not installed: pip install 'sgl-kvevict[gpu]', or `make setup` on a CPU")
@@ -200,7 +199,7 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
         if flag_value(flags, flag) is not None:
             problems.append(f"{flag}: give the model as the first argument instead")
     port = flag_value(flags, "--port")
-    address = (flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port) if listens else None
+    address = (flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port)
     facts = before_load(partial(_argument, flags), config, folder=folder, address=address)
     return problems + reasons(BEFORE_LOAD, facts)
 

@@ -123,14 +123,6 @@ def check_format(path: Path) -> None:
         raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {allowed}")
 
 
-def read_recall(path: Path) -> float | None:
-    """Recall of the weights in a file, a share; None: it was not measured. ConfigError as for :func:`check_format`."""
-    check_format(path)
-    with safe_open(path, framework="pt") as file:
-        recall = file.metadata().get("recall")
-    return float(recall) if recall else None
-
-
 def load_learned(path: Path, model: ModelIdentity) -> Learned:
     """Read what was learned of a model; ConfigError if unreadable, of another format, or of another model."""
     check_format(path)

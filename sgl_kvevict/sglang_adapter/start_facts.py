@@ -64,7 +64,7 @@ def _errors(config: KVEvictConfig, address: tuple[str, object] | None) -> dict[s
 
             errors["score_weights file"] = _refusal(partial(check_format, path))
         else:  # they are learned, and written there
-            errors["score_weights"] = output_error(path)
+            errors["score_weights"] = write_error(path.parent)
     if config.score_texts is not None and Path(config.score_texts).expanduser().is_dir():
         from sgl_kvevict.distill.texts import passages_of
 
@@ -85,11 +85,6 @@ def _refusal(use: Callable[[], object]) -> str | None:
     except KVEvictError as error:
         return str(error)
     return None
-
-
-def output_error(path: Path) -> str | None:
-    """Return why a file could not be written, whose folder may not exist yet; None if it could."""
-    return "it is a folder" if path.is_dir() else write_error(path.parent)
 
 
 def write_error(folder: Path) -> str | None:

@@ -17,7 +17,6 @@ from kvevict_tools.launcher import LaunchError
 from kvevict_tools.measure import flush, plugin_state
 from sgl_kvevict.client import warm
 from sgl_kvevict.distill import weights_folders
-from sgl_kvevict.distill.files import read_recall
 
 HANDBOOK = Path(__file__).resolve().parents[2] / "examples" / "data" / "station_handbook.txt"
 NEEDLE = "\n\nThe secret word of the station is marigold.\n\n"
@@ -106,14 +105,14 @@ def test_scores_are_learned_before_the_port_opens_and_once(start, novice, tmp_pa
     with start(novice, *TINY, config=config) as server:
         log = server.log()
         assert log.index("learning scores: text 16 of 16") < log.index("learned scores find") < log.index("Uvicorn")
-        assert learned(server)["texts"] == 16 and 0 < learned(server)["recall"] <= 1
+        recall = learned(server)["recall"]
+        assert learned(server)["texts"] == 16 and 0 < recall <= 1
         state = idle_state(server)
         assert state["segments"] == 0 and state["leaked_slots"] == 0 and state["errors"] == {}
         tokens = random.Random(0).choices(range(3, 500), k=600)
         for _ in range(2):
             generate(server, tokens, 4)
         assert idle_state(server)["span_tokens"] > 500 and server.leak_messages() == []
-    recall = read_recall(path)
     with start(novice, *TINY, config=config) as server:
         assert "learning scores" not in server.log() and learned(server)["recall"] == recall
 
@@ -167,8 +166,8 @@ def test_another_policy_learns_statistics_alone_and_once(start, tmp_path):
         generate(server, random.Random(0).choices(range(3, 500), k=600), 4)
         assert idle_state(server)["span_tokens"] > 500
         assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
-    assert read_recall(path) is None
     with safe_open(path, framework="pt") as file:
+        assert "recall" not in file.metadata()
         assert {*file.keys()} == {"rotary", "k_mean", "k_deviation", "v_mean", "v_deviation"}
     with start(model, *TINY, config=config) as server:
         assert "statistics of keys and values from" in server.log() and "learning" not in server.log()

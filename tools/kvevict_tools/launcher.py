@@ -1,6 +1,6 @@
 """Starts an SGLang server as a child process, and ends all its processes however the starting process ends.
 
-Used by ``sgl-kvevict learn``, the demo, the tests and the benchmarks. Standard library only, for a fast import.
+Used by the demo, the tests and the benchmarks. Standard library only, for a fast import.
 ``python -m kvevict_tools.launcher PARENT GROUP`` is the watcher of one server.
 """
 

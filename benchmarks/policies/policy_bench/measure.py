@@ -98,7 +98,7 @@ class PolicyRun:
         show: Show = show_left
         if Signal.LEARNED_SCORES in self.policy.needs:
             if prompt.score_weights is None:
-                raise FileNotFoundError("no learned scores of this model: make them with 'sgl-kvevict learn'")
+                raise FileNotFoundError("no learned scores of this model: a server ('sgl-kvevict serve') learns them")
             tokens = CachedRange(prompt.k_arena, prompt.v_arena, self.token_slots, 0, self.token_slots.numel())
             show = with_learned_scores(show_left, prompt.score_weights, tokens, prompt.rotary)
         total = self.num_slots * prompt.geometry.num_runs
