@@ -22,7 +22,6 @@ RANKED_BY_PASSES = "kvevict_ranked_by_passes"
 COMPUTED_AGAIN = "kvevict_computed_again"
 PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
 RETAINED = "kvevict_retained"
-DEMOTED = "kvevict_demoted"
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,6 @@ class CacheReport:
         prefilled_compressed: prompt tokens that the request has computed, and that were compressed before its prefill
             was complete (prompts longer than the pool, ``prefill_budget``).
         retained: of a request with ``retain``: tokens of its prompt that stay, 0 if it was not done; None: not asked.
-        demoted: the same of ``demote``: tokens that left the pool for the host's memory, or shrank; None: not asked, or
-            the request has not ended.
     """
 
     device: int = 0
@@ -82,7 +79,6 @@ class CacheReport:
     computed_again: int = 0
     prefilled_compressed: int = 0
     retained: int | None = None
-    demoted: int | None = None
 
     @staticmethod
     def of(meta_info: Mapping[str, object]) -> CacheReport:
@@ -118,8 +114,8 @@ class CacheReport:
         )
         places = number("device"), number("host"), number("storage")
         costs = number(COMPUTED_AGAIN), number(PREFILLED_COMPRESSED)
-        hints = (number(key) if key in details else None for key in (RETAINED, DEMOTED))
-        return CacheReport(*places, compressed, *costs, *hints)
+        retained = number(RETAINED) if RETAINED in details else None
+        return CacheReport(*places, compressed, *costs, retained)
 
     @cached_property
     def details(self) -> dict[str, int]:
@@ -130,6 +126,5 @@ class CacheReport:
             details |= {PERCENT[bits]: round(100 * share) for bits, share in zip(WIDTHS, read.shares, strict=True)}
             details[RANKED_BY_PASSES] = read.num_ranked_by_passes
         costs = {COMPUTED_AGAIN: self.computed_again, PREFILLED_COMPRESSED: self.prefilled_compressed}
-        hints = {RETAINED: self.retained, DEMOTED: self.demoted}
         details |= {key: num_tokens for key, num_tokens in costs.items() if num_tokens}
-        return details | {key: num_tokens for key, num_tokens in hints.items() if num_tokens is not None}
+        return details if self.retained is None else details | {RETAINED: self.retained}

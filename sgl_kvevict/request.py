@@ -18,7 +18,7 @@ _FIELD = f"custom_params.{REQUEST_KEY}"
 _EXCLUSIVE = (
     *(("exact", "warm"), ("complete", "warm"), ("complete", "exact")),
     *(("share", "warm"), ("share", "exact"), ("share", "complete")),
-    *(("retain", "exact"), ("demote", "exact"), ("demote", "retain"), ("demote", "warm")),
+    ("retain", "exact"),
 )
 """Options of which a request has the first or the second."""
 MAX_RETAIN_S = 86_400
@@ -71,10 +71,6 @@ class RequestOptions(BaseModel):
         default=None,
         description="for so long the prompt is not dropped, and does not shrink below a share",
         json_schema_extra={"allowed": "an object with 'seconds' and maybe 'share', or null"},
-    )
-    demote: bool = Field(
-        default=False,
-        description="when the request has ended, what only its session has read moves to the host's memory",
     )
     complete: bool = Field(
         default=False,

@@ -25,7 +25,6 @@ almost_options = st.fixed_dictionaries(
         "questions": st.lists(st.text(max_size=60), max_size=5) | json_values,
         "ticket": st.text(min_size=10, max_size=140) | json_values,
         "retain": st.fixed_dictionaries({}, optional={"seconds": json_values, "share": json_values}) | json_values,
-        "demote": json_values,
         "x\n": json_values,
     },
 )
@@ -97,7 +96,6 @@ def test_how_much_a_request_wants_to_read(values: dict[str, object], share: floa
         ({"warm": True, "questions": ["a"] * 4}, "kvevict.questions: got 4 questions; allowed: at most 3"),
         ({"warm": True, "questions": ["a", "b" * 51]}, 'kvevict.questions.1: got 51 characters ("bbb'),
         ({"x\ny": 1}, "custom_params.kvevict.x\\ny: got 1"),
-        ({"demote": 1}, "custom_params.kvevict.demote: got 1; allowed"),
         ({"retain": 600}, "custom_params.kvevict.retain: got 600; allowed: an object with 'seconds'"),
         ({"retain": {}}, "custom_params.kvevict.retain.seconds: got {}; allowed: a number above 0, at most 86400"),
         ({"retain": {"share": 0.2}}, "custom_params.kvevict.retain.seconds: got"),
@@ -114,10 +112,7 @@ def test_how_much_a_request_wants_to_read(values: dict[str, object], share: floa
             ({"retain": {"seconds": 1, "share": share}}, "custom_params.kvevict.retain.share: got")
             for share in (0, -0.1, True, "0.1", 0.21, 1.5, float("nan"), -(10**400))
         ),
-        ({"retain": {"seconds": 1}, "demote": True}, "custom_params.kvevict.demote: got true together with retain"),
         ({"retain": {"seconds": 1}, "exact": True}, 'kvevict.retain: got {"seconds": 1} together with exact; allowed'),
-        ({"demote": True, "exact": True}, "custom_params.kvevict.demote: got true together with exact; allowed"),
-        ({"demote": True, "warm": True}, "custom_params.kvevict.demote: got true together with warm; allowed"),
     ],
 )
 def test_a_refusal_names_field_value_and_what_is_allowed(values: object, message: str) -> None:

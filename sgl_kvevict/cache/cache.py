@@ -27,7 +27,6 @@ from sgl_kvevict.cache.recency import CostAwareRecency, StatefulRecency
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
 from sgl_kvevict.cache.saving import Saving, StoreAccess
-from sgl_kvevict.cache.sessions import Sessions
 from sgl_kvevict.events.types import Cleared, Dropped
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Compressor, PromptObservation
@@ -49,7 +48,7 @@ class PrefixCache:
 
     Attributes:
         generations: what requests generate (``decode_block``).
-        hints: prefixes that clients want to stay, or to go.
+        hints: prefixes that clients want to stay.
         saving: None without a store.
         loading: None if nothing is loaded from it.
         max_sharers: most requests that ever read one span in one forward.
@@ -90,10 +89,9 @@ class PrefixCache:
         adoption = Adoption(tree, table, readers, packer, resizer)
         self.host = HostMemory(tree, table, readers, compressor, guard, adoption, complements, host)
         self.recency.has_host_room = self.host.has_room_for
-        self.sessions = Sessions(table)
-        self.recency.superseded, self.recency.retained = table.superseded, table.retained
+        self.recency.retained = table.retained
         num_slots = packer.geometry.num_token_slots
-        self.hints = Hints(tree, table, readers, config, resizer, pressure, self.host, num_slots)
+        self.hints = Hints(tree, table, readers, config, resizer, pressure, num_slots)
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if access is not None:
@@ -209,11 +207,10 @@ class PrefixCache:
         """The whole tree was flushed."""
         self.keep_only_spans()
         self.table.clear()
-        self.sessions.clear()
         self.listener.emit(Cleared())
 
     def keep_only_spans(self) -> None:
-        """Forget everything but packed spans and sessions: the tree is empty, or the weights have changed."""
+        """Forget everything but packed spans: the tree is empty, or the weights have changed."""
         for _, record in self.readers.items():
             record.observation = None
         self.passes.clear()

@@ -1,4 +1,4 @@
-"""What clients ask for the prefix of a prompt: that it stays for a while (``retain``), or goes now (``demote``)."""
+"""What clients ask for the prefix of a prompt: that it stays for a while (``retain``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, namespace_of, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.pressure import Pressure
@@ -24,7 +23,7 @@ MS = 1000
 
 
 class Hints:
-    """Follows retained prefixes, and demotes others.
+    """Follows retained prefixes.
 
     A retained node is not dropped, and its segment does not shrink below its share, until the time has passed. If a
     segment also has other tokens, it keeps at least as many slots as the retained ones take at that share. All retained
@@ -53,7 +52,6 @@ class Hints:
         config: KVEvictConfig,
         resizer: Resizer,
         pressure: Pressure,
-        host: HostMemory,
         num_slots: int,
     ) -> None:
         self.is_on = False
@@ -66,7 +64,6 @@ class Hints:
         self._config = config
         self._resizer = resizer
         self._pressure = pressure
-        self._host = host
         self._most_slots = int(config.retain_share * num_slots)
         self._most_running = 1
         self._own_ms = 0
@@ -214,25 +211,3 @@ class Hints:
         is_whole = all(self._tree.num_locks(each) == 0 for each in self._table.nodes_of(span.segment))
         locked = [each for each in path if self._tree.num_locks(each) > 0]
         return is_whole and (not locked or locked[-1] in movable)
-
-    # ---- demote -----------------------------------------------------------------------------------------------
-
-    def demote(self, own: Sequence[Node]) -> int:
-        """Move a node and those below it, root side first, to the host's memory, leaves first.
-
-        Without memory of the host their segments shrink to the least share instead. Nodes that have readers or are
-        retained stay as they are.
-
-        Returns:
-            Tokens that left the pool; without memory of the host, tokens of the compressed nodes if any has shrunk.
-        """
-        own = [node for node in own if not self._tree.num_locks(node) and node not in self._retained]
-        shares, is_moved, num_tokens = self._config.shares, self._host.is_on, 0
-        has_shrunk = shares and self._pressure.shrink_to(own, float(self._config.budget) if is_moved else shares[-1])
-        if not is_moved:
-            return length_of([node for node in own if node in self._spans]) if has_shrunk else 0
-        for node in reversed(own):
-            if not node.children:
-                self._host.leaving(node)
-                num_tokens += len(node.key) * self._tree.drop(node)
-        return num_tokens

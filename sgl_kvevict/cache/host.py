@@ -76,10 +76,10 @@ class HostMemory:
 
         Of uncompressed tokens the entries that the budget keeps are copied as a segment, the others as evicted from it.
 
-        Not copied: what is superseded, too short, generated (``decode_block``), or of old weights; the rest of an
+        Not copied: what is too short, generated (``decode_block``), or of old weights; the rest of an
         unsplittable segment; uncompressed tokens below other uncompressed ones, or without learned scores.
         """
-        if not self.is_on or node in self._table.superseded:
+        if not self.is_on:
             return
         with self._guard.at(Place.HOST):
             path = path_to(node)

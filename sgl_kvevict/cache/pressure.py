@@ -226,29 +226,6 @@ class Pressure:
         if span is not None:
             self._heap.lower(self._spans.owner_of(node) if span.is_packed else self._table.in_place[span.segment])
 
-    def shrink_to(self, nodes: Sequence[Node], least: float) -> int:
-        """Shrink the segments of nodes, root side first, to a share, in steps; return the token slots released.
-
-        Segments of which other nodes have a part stay as they are, and so do those that can be packed only together
-        with such segments.
-        """
-        num_released, own = 0, set(nodes)
-        while True:
-            slots = sum(self._shrink(node, 0) for node in nodes if self._is_larger(node, least, own))
-            num_released += slots
-            if not slots:
-                return num_released
-
-    def _is_larger(self, node: Node, least: float, own: set[Node]) -> bool:
-        """Whether a node stands for a segment that may still shrink to a share, and so changes no nodes but ``own``."""
-        span = self._spans.of(node) if node in self._shrinking else None
-        if span is None:
-            return False
-        if span.segment.packed is None:
-            return own.issuperset(self._spans.uncompressed(path_to(node)))
-        share = self._next_share(span.segment)
-        return share is not None and share >= least and own.issuperset(self._table.nodes_of(span.segment))
-
     def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0, below: Priority | None = None) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
@@ -256,8 +233,8 @@ class Pressure:
 
         Args:
             leaf: the priority of the leaf that would be dropped next, and this leaf; None: there is none. Steps of
-                higher priority are not taken. But while a segment may shrink to the budget, no span is dropped unless
-                it is superseded, and nothing shrinks below the budget.
+                higher priority are not taken. But while a segment may shrink to the budget, no span is dropped, and
+                nothing shrinks below the budget.
             wanted: token slots that are needed. The segment of a prompt longer than the pool releases no more than
                 these, or one round: it needs the others.
             below: steps of this priority or a higher one are not taken; None: all may be.
@@ -266,8 +243,6 @@ class Pressure:
             Token slots released.
         """
         num_released = self._resizer.try_wanted(Occasion.SHORT)
-        if leaf is not None and leaf[1] in self._recency.superseded:
-            return num_released
         rest: list[Node] = []
         while num_released < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top

@@ -75,11 +75,9 @@ class ReaderRecord:
         """Note how many tokens that it computed were compressed before its prefill was complete."""
         self.report = replace(self.report or CacheReport(), prefilled_compressed=num_tokens)
 
-    def was_hinted(self, *, retained: int | None = None, demoted: int | None = None) -> None:
-        """Note how many tokens a hint of it concerned (None: it is another hint)."""
-        report = self.report or CacheReport()
-        retained = report.retained if retained is None else retained
-        self.report = replace(report, retained=retained, demoted=demoted)
+    def was_retained(self, num_tokens: int) -> None:
+        """Note how many tokens of its prompt stay, because it asked for it."""
+        self.report = replace(self.report or CacheReport(), retained=num_tokens)
 
     def sources(self, num_tokens: int) -> tuple[int, int, int]:
         """How many of the first ``num_tokens`` tokens, which it has found, came from pool, host and store."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Container, Mapping
 
 from sgl_kvevict.cache.nodes import Node, NodeSet
 from sgl_kvevict.segments import Segment, Span
@@ -37,13 +37,11 @@ class CostAwareRecency:
 
     Attributes:
         has_host_room: whether a segment would be in the host's memory once it was dropped.
-        superseded: nodes that are dropped before all others (:class:`~sgl_kvevict.cache.sessions.Sessions`).
         retained: nodes that are dropped after all others (:class:`~sgl_kvevict.cache.hints.Hints`).
     """
 
     def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
         self.has_host_room: Callable[[Segment], bool] = lambda segment: False
-        self.superseded: Set[Node] = frozenset()
         self.retained: Container[Node] = frozenset()
         self._spans = spans
         self._clock = clock
@@ -54,8 +52,6 @@ class CostAwareRecency:
         """Priority of dropping a leaf; grows when the leaf is used."""
         if node in self.retained:
             return math.inf, node.last_access_time
-        if node in self.superseded:
-            return -1.0, node.last_access_time
         return self.priority(node, self._loss_of_dropping(node))
 
     def _loss_of_dropping(self, node: Node) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -19,26 +19,6 @@ from sgl_kvevict.guard import accounting
 from sgl_kvevict.segments import Observation, Order, ReaderObservation, Segment, Span
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False, slots=True)
-class Session:
-    """A conversation that a client named; see :class:`~sgl_kvevict.cache.sessions.Sessions`.
-
-    Attributes:
-        last: last node of its newest prompt, and of the answer once there is one, or of what is left of them in the
-            tree; None: nothing is. Set by :class:`PrefixTable` alone.
-        left: logical position and first token of the branch that it left last.
-        has_returned: it has asked again for what it had left.
-    """
-
-    last: Node | None = None
-    left: tuple[int, int] | None = None
-    has_returned: bool = False
-
-
-OTHERS = Session()
-"""Stands for several sessions, and for requests without one."""
 
 
 class Retention(NamedTuple):
@@ -62,18 +42,14 @@ class PrefixRecord:
         matches: how many prompts have found the prefix.
         is_stale: it was compressed with other weights, and must not be matched.
         job: its scoring passes, waiting or under way.
-        session: the only session whose prompts have the node; OTHERS: several, or requests without one; None: none yet.
         retention: for how long it stays at least, and how much of it. No node has more than the one above it.
-        ending: sessions of which this is the last node.
     """
 
     span: Span | None = None
     matches: int = 0
     is_stale: bool = False
     job: ScoringJob | None = None
-    session: Session | None = None
     retention: Retention | None = None
-    ending: set[Session] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -203,7 +179,6 @@ class PrefixTable:
         shrinking: one node of each segment that may shrink when slots are short: the last one of a segment in place,
             the owner of a packed one.
         jobs: see :class:`PrefixRecord`, like ``stale`` and ``retained``.
-        superseded: nodes that only one session has read, and its newer prompts have left.
     """
 
     def __init__(self, geometry: KVGeometry, listener: CacheListener, *, shrinks: bool) -> None:
@@ -216,7 +191,6 @@ class PrefixTable:
         self.packed: dict[Segment, Node] = {}
         self.wanted: dict[Segment, None] = {}
         self.shrinking = NodeSet()
-        self.superseded: set[Node] = set()
         self.prompts = Prompts()
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
         self.stale: Queue[bool] = Queue(self._records, "is_stale")
@@ -232,30 +206,6 @@ class PrefixTable:
     def begun_jobs(self) -> list[ScoringJob]:
         """Jobs that have begun, and so hold memory; oldest first."""
         return [job for job in self.jobs.values() if job.observation is not None]
-
-    # ---- sessions ---------------------------------------------------------------------------------------------
-
-    def session_of(self, node: Node) -> Session | None:
-        """See :class:`PrefixRecord`."""
-        record = self._records.get(node)
-        return None if record is None else record.session
-
-    def visit(self, node: Node, session: Session) -> bool:
-        """A request of a session has a node on its path; return whether this session had left it."""
-        record = self._records.setdefault(node, PrefixRecord())
-        was_left = node in self.superseded and record.session is session
-        record.session = session if record.session in (None, session) else OTHERS
-        self.superseded.discard(node)
-        return was_left
-
-    def set_end(self, session: Session, node: Node | None) -> Node | None:
-        """Set the last node of a session (None: it has none any more); return the one that it had."""
-        before, session.last = session.last, node
-        if before is not None:
-            self._records[before].ending.discard(session)
-        if node is not None:
-            self._records.setdefault(node, PrefixRecord()).ending.add(session)
-        return before
 
     # ---- segments in place ------------------------------------------------------------------------------------
 
@@ -402,8 +352,8 @@ class PrefixTable:
     def split(self, upper: Node, lower: Node) -> None:
         """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node.
 
-        Prompts that matched the node also matched its upper half. The job, and the sessions that end at the node, stay
-        with the lower half, which ends where the node ended. A segment in place is cut, too.
+        Prompts that matched the node also matched its upper half. The job stays with the lower half, which ends where
+        the node ended. A segment in place is cut, too.
         """
         below = self._records.get(lower)
         if below is None:
@@ -414,9 +364,7 @@ class PrefixTable:
 
     @accounting()
     def _divide(self, below: PrefixRecord, upper: Node, lower: Node) -> None:
-        above = self._records[upper] = PrefixRecord(matches=below.matches, session=below.session)
-        if lower in self.superseded:
-            self.superseded.add(upper)
+        above = self._records[upper] = PrefixRecord(matches=below.matches)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
             if not below.span.is_packed:
@@ -444,13 +392,10 @@ class PrefixTable:
             return DropResult()
         span, above = record.span, node.parent
         assert above is not None
-        for session in tuple(record.ending):  # a session that kept the node would keep all nodes above it from then on
-            self.set_end(session, None if above.parent is None else above)
         for queue in (self.jobs, self.stale, self.retained):
             queue.take(node)
         may_shrink = node in self.shrinking
         self.shrinking.discard(node)
-        self.superseded.discard(node)
         del self._records[node]
         if span is None:
             return DropResult()
@@ -485,7 +430,6 @@ class PrefixTable:
             self.stale.take(node)
         self._records.clear()
         self.packed.clear()
-        self.superseded.clear()
 
     def forget(self) -> None:
         """Remove segments in place, jobs and counts of matches, and let nothing shrink: the weights have changed."""

@@ -108,7 +108,7 @@ class SpanComponent(FullComponent):
             self._below = None
 
     def lowered(self, node: UnifiedTreeNode) -> None:
-        """A leaf, or what will be one, is to be dropped earlier than it was: it is superseded, or no more retained."""
+        """A leaf, or what will be one, is to be dropped earlier than it was: it is no more retained."""
         if self._heap is not None:
             self._heap.lower(node)
 

@@ -31,7 +31,6 @@ from sgl_kvevict.cache.nodes import NamespaceKey, length_of, namespace_of, path_
 from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.recency import Priority
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.cache.sessions import SessionKey, session_key
 from sgl_kvevict.events.types import PrefilledCompressed, PromptComplete, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.request import RequestOptions, parse_request_options
@@ -256,7 +255,7 @@ class KVEvictTree(UnifiedRadixCache):
         self._weighs_recency = isinstance(self.tree_core.eviction_strategy, LRUStrategy)
         self._order_leaves()
         full, hints = self.components[FULL], self.prefixes.hints
-        self.prefixes.sessions.on_superseded = hints.on_lowered = full.lowered
+        hints.on_lowered = full.lowered
         hints.is_on = full.is_ordered and len(self.components) == 1 and compressor.splittable
 
     @property
@@ -435,8 +434,6 @@ class KVEvictTree(UnifiedRadixCache):
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         node = self.tree_core.node_by_id(req.last_node)
-        if up_to >= len(req.origin_input_ids) and not record.is_pass:
-            self.prefixes.sessions.reached(_session_of(req), node)
         if record.is_complete:
             self._report_compressed(req, node)
             options, num_tokens = self._options_of(req), min(len(req.origin_input_ids), length_of(path_to(node)))
@@ -444,7 +441,7 @@ class KVEvictTree(UnifiedRadixCache):
                 self.prefixes.prefills.complete(req, node, options)
                 if options.retain is not None:
                     num_tokens -= self.compressor.config.tail_tokens
-                    record.was_hinted(retained=self.prefixes.hints.retain(path_to(node), num_tokens, options.retain))
+                    record.was_retained(self.prefixes.hints.retain(path_to(node), num_tokens, options.retain))
             if attempt.failed:
                 record.observation = None
         elif not req.finished():
@@ -502,14 +499,7 @@ class KVEvictTree(UnifiedRadixCache):
         why = Released.RETRACTED
         if is_finished:
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
-        has_options = why is Released.FINISHED and req.sampling_params.custom_params is not None
-        is_demoted = has_options and self._options_of(req).demote
-        path = path_to(self.tree_core.node_by_id(req.last_node)) if is_demoted else []
         super().on_release(req, checkpointed=checkpointed)
-        if is_demoted:
-            with self.guard.at(Place.RELEASE):
-                own = self.prefixes.sessions.own(_session_of(req), path)
-                self.prefixes.readers[req].was_hinted(demoted=self.prefixes.hints.demote(own))
         self._blocking.drop_unread()
         self.prefixes.released(req, why)
 
@@ -518,7 +508,7 @@ class KVEvictTree(UnifiedRadixCache):
         options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
         wants_nothing = req.sampling_params.max_new_tokens == 0 and not req.return_logprob
         options = options or RequestOptions()
-        return options.model_copy(update={"warm": True}) if wants_nothing and not options.demote else options
+        return options.model_copy(update={"warm": True}) if wants_nothing else options
 
     # ---- what a forward reads ---------------------------------------------------------------------------------
 
@@ -542,14 +532,6 @@ class KVEvictTree(UnifiedRadixCache):
         """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`Prefills.observe`."""
         node = self.tree_core.node_by_id(req.last_node)
         return self.prefixes.prefills.observe(req, node, start, end, len(req.full_untruncated_fill_ids))
-
-
-def _session_of(req: Req) -> SessionKey | None:
-    """The session of a request: ``session_id`` of its body, or ``session_params``; None: it has none."""
-    session_id = req.session_id
-    if session_id is None and req.session is not None:
-        session_id = req.session.session_id
-    return None if session_id is None else session_key(namespace_of_request(req), session_id)
 
 
 def _keeps_own_chunks(req: Req, up_to: int) -> bool:

@@ -39,7 +39,6 @@ from helpers.statistics import random_statistics
 from kvevict_kernels.row_codec import decode_rows, encode_rows, load_rows
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import length_of, path_to
-from sgl_kvevict.cache.records import OTHERS
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.cache_report import WIDTHS
 from sgl_kvevict.config import Bits, KVEvictConfig
@@ -511,7 +510,6 @@ class Harness:
             owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
             assert owners == [True] + [False] * (len(spans) - 1)
         self._check_in_place()
-        self._check_sessions()
         self._check_retained()
         for req in self.live:
             if req.kv.holds_kv:
@@ -557,17 +555,6 @@ class Harness:
             assert segment.attention.numel() == segment.num_entries and not segment.attention.isnan().any()
         if segment.order is not None and segment.order.turn is None:
             assert segment.order.keys.numel() == segment.num_entries
-
-    def _check_sessions(self) -> None:
-        """What is superseded is in the tree, was read by one session only, and is not of its newest prompt."""
-        table, sessions = self.tree.prefixes.table, self.tree.prefixes.sessions._sessions.values()
-        assert table.superseded <= set(self.tree.nodes())
-        readers = [table.session_of(node) for node in table.superseded]
-        assert None not in readers and OTHERS not in readers
-        for session in sessions:
-            assert session.last is None or table.superseded.isdisjoint(path_to(session.last))
-        ending = {session: node for node, record in table._records.items() for session in record.ending}
-        assert ending == {session: session.last for session in sessions if session.last is not None}
 
     def _check_retained(self) -> None:
         """What is retained is in the tree, from its root on; nothing stays longer, or larger, than what is above."""

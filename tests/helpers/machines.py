@@ -301,20 +301,12 @@ class HostExactMachine(ExactMachine, HostMachine):
     options: ClassVar[dict[str, Any]] = HostMachine.options
 
 
-class SupersedingMachine(HostMachine):
-    """Requests name their session, whose newer prompts supersede what they have left."""
-
-    def _admit(self, req, first_chunk):
-        req.session_id = ["first", "first", "second", None][sum(req.origin_input_ids) % 4]
-        super()._admit(req, first_chunk)
-
-
 class Hinting(CacheMachine):
-    """Requests want their prefix to stay or, where their session alone has read it, to go."""
+    """Requests want their prefix to stay."""
 
     def _admit(self, req, first_chunk):
-        hints = [None, {"retain": {"seconds": 0.2}}, {"demote": True}, {"retain": {"seconds": 9, "share": 0.2}}]
-        hint = hints[sum(req.origin_input_ids) // 4 % 4]
+        hints = [None, {"retain": {"seconds": 0.2}}, {"retain": {"seconds": 9, "share": 0.2}}]
+        hint = hints[sum(req.origin_input_ids) // 4 % 3]
         req.sampling_params.custom_params = hint and {"kvevict": hint}
         if hint is None and sum(req.origin_input_ids) % 5 == 0:
             self.harness.tree.prefixes.readers[req].is_exact = True
@@ -334,11 +326,8 @@ class Hinting(CacheMachine):
         assert hints.retained_slots() <= hints._most_slots
 
 
-class HintsMachine(Hinting, SupersedingMachine, GrowthMachine):
-    """What stays is not dropped beside others, and does not shrink; what goes comes back from the host's memory.
-
-    What has shrunk grows again, whether it stays, is superseded or both.
-    """
+class HintsMachine(Hinting, GrowthMachine):
+    """What stays is not dropped beside others, and does not shrink; what has shrunk grows again, also if it stays."""
 
 
 class HintsAloneMachine(Hinting, PressureMachine):
@@ -392,7 +381,7 @@ class SessionMachine(CacheMachine):
 
     def _admit(self, req, first_chunk):
         session = ["", "first", "second", "third"][sum(req.origin_input_ids) % 4]
-        if session and req.session_id is None:
+        if session:
             req.session_id = session
             req.session_generation = self.harness.tree.ensure_session_generation(session)
         super()._admit(req, first_chunk)
@@ -443,7 +432,7 @@ class CoarseGenerationMachine(GenerationMachine):
 
 
 class GenerationHintsMachine(GenerationMachine, HintsMachine):
-    """The same while prompts move to the host's memory, grow again, stay, or are superseded."""
+    """The same while prompts move to the host's memory, grow again, or stay."""
 
     num_slots = 200
     options: ClassVar[dict[str, Any]] = HintsMachine.options | GenerationMachine.options | {"waits": False}
@@ -547,7 +536,6 @@ MACHINES = (
     HostUnsplittableMachine,
     HostExactMachine,
     WindowsHostMachine,
-    SupersedingMachine,
     HintsMachine,
     HintsAloneMachine,
     WindowsMachine,

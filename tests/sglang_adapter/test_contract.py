@@ -275,7 +275,6 @@ OURS = {
         "is_stale",
         "least_share",
         "on_lowered",
-        "on_superseded",
         "prefills",
         "readers",
         "segment",

@@ -1,4 +1,4 @@
-"""What clients want to stay stays, in bounds and as long as they said; what they want to go goes if it is theirs."""
+"""What clients want to stay stays, in bounds and as long as they said."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ def harness():
     return cache()
 
 
-def ask(harness, tokens, hint=None, *, session=None, namespace=None, num_new=1):
+def ask(harness, tokens, hint=None, *, namespace=None):
     """Run a request to its end; return what its client is told."""
     req = harness.request(tokens, namespace, hint)
-    req.session_id = session
-    req.sampling_params.max_new_tokens = num_new
+    req.sampling_params.max_new_tokens = 1
     assert harness.admit(req) and harness.prefill(req)
     if req in harness.live:
         harness.finish(req)
@@ -49,10 +48,6 @@ def retain(harness, number, seconds=1.0, **fields) -> int:
     """Ask for a document that is to stay; return how many of its tokens do."""
     hint = {"retain": {"seconds": seconds, **{key: fields.pop(key) for key in ("share",) if key in fields}}}
     return ask(harness, document(number), hint, **fields).retained
-
-
-def demote(harness, number, session="mine", **fields) -> int:
-    return ask(harness, document(number), {"demote": True}, session=session, **fields).demoted
 
 
 def slots(harness, number) -> int:
@@ -308,19 +303,6 @@ def test_a_flush_and_new_weights_forget_it(harness):
     assert slots(harness, 2) == 0
 
 
-def test_what_is_superseded_stays_while_it_is_retained(harness):
-    scheduler = MiniScheduler(harness)
-    tools = document(5, 10)
-    ask(harness, [*tools, *document(1)], {"retain": {"seconds": 0.05}}, session="mine")
-    ask(harness, [*tools, *document(2)], session="mine")
-    assert harness.tree.prefixes.table.superseded
-    squeeze(harness)
-    assert slots(harness, 1) > 0
-    scheduler.turn()
-    squeeze(harness)
-    assert slots(harness, 1) == 0
-
-
 def test_a_request_that_is_retracted_retains_once(harness):
     req = harness.request(document(1), options={"retain": {"seconds": 5.0}})
     for _ in range(2):
@@ -328,102 +310,3 @@ def test_a_request_that_is_retracted_retains_once(harness):
         assert harness.tree.prefixes.readers[req].report.retained == 20
         harness.retract(req)
     assert len(harness.tree.prefixes.table.retained) == 1
-
-
-# ---- demote ---------------------------------------------------------------------------------------------------
-
-
-def test_what_one_session_has_read_moves_to_the_host_and_comes_back():
-    harness = cache(options={"host_blocks": 60}, min_prefix_tokens=6)
-    long = document(1, 90)
-    ask(harness, long, session="mine")
-    assert ask(harness, long, {"demote": True}, session="mine").demoted == 90
-    assert slots(harness, 1) == 0 and len(harness.host) == 1
-    assert ask(harness, [*long, 7]).host == 0  # noted by SGLang's fields, not here
-    assert harness.tree.prefixes.listener.totals.moved_in_segments == 1
-
-
-def test_without_a_host_it_shrinks_to_the_least_share(harness):
-    ask(harness, document(1), session="mine")
-    assert demote(harness, 1) == 20
-    assert slots(harness, 1) == 2 + TAIL
-    assert demote(harness, 1) == 0  # it has
-    assert slots(harness, 1) == 2 + TAIL
-
-
-@pytest.mark.parametrize("host_blocks", [0, 60])
-@pytest.mark.parametrize("other", ["another", None])
-def test_what_others_have_read_is_not_demoted(other, host_blocks):
-    harness = cache(options={"host_blocks": host_blocks})
-    ask(harness, document(1), session="mine")
-    ask(harness, document(1), session=other)
-    assert demote(harness, 1) == 0 and slots(harness, 1) == 22
-
-
-@pytest.mark.parametrize("host_blocks", [0, 60])
-def test_a_shared_beginning_is_not_demoted_with_what_follows(host_blocks):
-    harness = cache(options={"host_blocks": host_blocks})
-    shared, mine, theirs = document(1, 12), document(2), document(3)
-    ask(harness, [*shared, *mine], session="mine")
-    ask(harness, [*shared, *theirs], session="another")
-    while slots(harness, 1) == 12:  # compression proceeds from the root, where nobody demotes anything
-        harness.evict(1)
-    before = [slots(harness, number) for number in (1, 2, 3)]
-    assert ask(harness, [*shared, *mine], {"demote": True}, session="mine").demoted >= 20
-    after = [slots(harness, number) for number in (1, 2, 3)]
-    assert (after[0], after[2]) == (before[0], before[2]) and after[1] < before[1]
-
-
-@pytest.mark.parametrize("session", [None, "guessed"])
-def test_nothing_is_demoted_for_a_request_of_no_session_or_of_another(harness, session):
-    ask(harness, document(1), session="mine")
-    assert demote(harness, 1, session) == 0 and slots(harness, 1) == 22
-
-
-def test_the_same_session_in_another_namespace_demotes_nothing_here(harness):
-    ask(harness, document(1), session="mine", namespace="tenant")
-    before = harness.tree.held_slots()
-    demote(harness, 1)
-    assert harness.tree.held_slots() >= before
-
-
-@pytest.mark.parametrize("host_blocks", [0, 60])
-def test_what_somebody_reads_or_retains_is_not_demoted(host_blocks):
-    harness = cache(options={"host_blocks": host_blocks})
-    ask(harness, document(1), session="mine")
-    reader = harness.request([*document(1), 7])
-    reader.session_id = "mine"
-    assert harness.admit(reader)
-    assert demote(harness, 1) == 0
-    harness.abort(reader)
-    retain(harness, 1, session="mine")
-    demote(harness, 1)
-    assert slots(harness, 1) >= 20
-    assert len(harness.tree.prefixes.table.retained) == 1
-
-
-def test_an_aborted_request_demotes_nothing(harness):
-    ask(harness, document(1), session="mine")
-    req = harness.request(document(1), options={"demote": True})
-    req.session_id = "mine"
-    assert harness.admit(req) and harness.prefill(req)
-    harness.abort(req)
-    assert slots(harness, 1) == 22 and harness.tree.prefixes.readers[req].report.demoted is None
-
-
-def test_what_the_session_has_behind_it_goes_with_it():
-    """Answers differ: that of the last request is not all that hangs on the prompt."""
-    harness = cache(options={"host_blocks": 60})
-    long = document(1, 90)
-    ask(harness, [*long, 200, 201, 202], session="mine")
-    ask(harness, [*long, 300, 301, 302], session="mine", num_new=2)
-    assert ask(harness, long, {"demote": True}, session="mine").demoted == 90 + 3 + 3
-    assert harness.tree.held_slots() == 0
-
-
-def test_it_is_demoted_twice():
-    harness = cache(options={"host_blocks": 60})
-    long = document(1, 90)
-    for _ in range(2):
-        assert ask(harness, long, {"demote": True}, session="mine").demoted == 90
-    assert len(harness.host) == 1 and slots(harness, 1) == 0

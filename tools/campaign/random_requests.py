@@ -77,8 +77,6 @@ def _request(running: RunningServer, documents: list[list[int]], seed: int, poli
         body[rng.choice(["extra_key", "cache_salt"])] = rng.choice(["a", "b"])
     if rng.random() < 0.3:
         body["lora_path"] = rng.choice(ADAPTERS)
-    if rng.random() < 0.5:
-        body["session_id"] = rng.choice(["one", "two", "three"])
     if rng.random() < 0.4:
         sampling["custom_params"] = {"kvevict": _wish(rng, seed, policy)}
     answer = KINDS.get(kind, _post)(running, body, rng)
@@ -89,7 +87,6 @@ def _wish(rng: random.Random, seed: int, policy: str) -> Body:
     wishes: list[Body] = [
         {"warm": True, "ticket": f"the ticket of {seed:012}"},
         {"exact": True},
-        {"demote": True},
         {"retain": {"seconds": rng.choice([0.5, 5.0])}},
         {"retain": {"seconds": 2.0, "share": 0.15}, "share": 0.5},
         {"complete": True},

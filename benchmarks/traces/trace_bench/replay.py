@@ -91,8 +91,7 @@ class Replay:
             now, _, what, client, running = heapq.heappop(self._events)
             if what == "arrive":
                 turn = client.conversation.turns[client.position]
-                session = f"{client.conversation.name}-{turn.agent}"
-                self._waiting.append((now, client, self._server.submit(turn, session)))
+                self._waiting.append((now, client, self._server.submit(turn)))
             else:
                 assert running is not None
                 if what == "prefilled":
@@ -179,7 +178,7 @@ class Everything(Server):
     def __init__(self) -> None:
         self._units: set[int] = set()
 
-    def submit(self, turn: Turn, session: str) -> Running:
+    def submit(self, turn: Turn) -> Running:
         return Running(turn, None)
 
     def start(self, running: Running) -> bool:

@@ -69,7 +69,7 @@ class Server(ABC):
     """What a replay asks of a system."""
 
     @abstractmethod
-    def submit(self, turn: Turn, session: str) -> Running:
+    def submit(self, turn: Turn) -> Running:
         """A request arrives; it waits until :meth:`start` admits it."""
 
     @abstractmethod
@@ -95,22 +95,19 @@ class TreeServer(Server):
         host: a modelled second tier, see :class:`HostTier`.
     """
 
-    def __init__(self, tree: Any, rows: Any, allocator: Any, host: HostTier | None = None, *, tells: bool) -> None:
+    def __init__(self, tree: Any, rows: Any, allocator: Any, host: HostTier | None = None) -> None:
         self.tree = tree
         self.rows = rows
         self.allocator = allocator
         self.host = host
-        self._tells = tells
         self._promised = 0
         self._number = 0
 
-    def submit(self, turn: Turn, session: str) -> Running:
-        """Make SGLang's request; it names its session if the system is told."""
+    def submit(self, turn: Turn) -> Running:
+        """Make SGLang's request."""
         self._number += 1
         sampling = SamplingParams(max_new_tokens=len(turn.answer) + 1, temperature=0)
-        session_id = session if self._tells else None
-        req = Req(f"r{self._number}", "", array("q", turn.prompt), sampling, session_id=session_id)
-        return Running(turn, req)
+        return Running(turn, Req(f"r{self._number}", "", array("q", turn.prompt), sampling))
 
     def start(self, running: Running) -> bool:
         """Match and lock the prompt; admitted if free and evictable slots suffice for it and all answers under way."""

@@ -74,10 +74,10 @@ def stock(num_slots: int, *, strategy: EvictionStrategy | None = None, host: flo
     if strategy is not None:
         tree.tree_core.eviction_strategy = strategy
     tier = HostTier(int(host * num_slots * codec), 1 / codec) if host else None
-    return TreeServer(tree, params.req_to_token_pool, params.token_to_kv_pool_allocator, tier, tells=False)
+    return TreeServer(tree, params.req_to_token_pool, params.token_to_kv_pool_allocator, tier)
 
 
-def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0, tells: bool = False) -> TreeServer:
+def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0) -> TreeServer:
     """Our tree; ``bits`` None: nothing is compressed. Which entries are kept is random: no model is asked.
 
     Lengths of the configuration are the defaults, in units: a tail of one, sinks of none, segments of four.
@@ -105,7 +105,7 @@ def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0, tells: bo
     blocks = host * num_slots // BLOCK_SLOTS
     tier = HostSegments(blocks, BLOCK_SLOTS * packer.slot_bytes, k.device, identity, ranks.largest)
     tree = KVEvictTree(params, compressor, tier)
-    return TreeServer(tree, params.req_to_token_pool, params.token_to_kv_pool_allocator, tells=tells)
+    return TreeServer(tree, params.req_to_token_pool, params.token_to_kv_pool_allocator)
 
 
 SYSTEMS = (
@@ -114,9 +114,7 @@ SYSTEMS = (
     System("nothing compressed", lambda slots: ours(slots, bits=None)),
     System("ours, 16 bits", lambda slots: ours(slots, bits=16)),
     System("ours", ours),
-    System("ours, sessions named", lambda slots: ours(slots, tells=True)),
     System("stock, HiCache 2x", lambda slots: stock(slots, host=HOST_PER_POOL)),
     System("stock, HiCache 2x, codec 20x", lambda slots: stock(slots, host=HOST_PER_POOL, codec=CODEC)),
     System("ours, host 2x", lambda slots: ours(slots, host=HOST_PER_POOL)),
-    System("ours, host 2x, sessions named", lambda slots: ours(slots, host=HOST_PER_POOL, tells=True)),
 )
