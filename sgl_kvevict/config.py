@@ -121,12 +121,6 @@ class KVEvictConfig(BaseModel):
     min_prefix_tokens: int = Field(
         default=256, ge=1, description="shorter ranges stay uncompressed until they have grown"
     )
-    decode_block: int | None = Field(
-        default=None,
-        ge=1,
-        description="an answer is compressed to `budget` each time it has grown by so many tokens; null: never. For "
-        "policies `h2o`, `d2o`, `streaming-llm`, `snapkv` (docs/design.md#what-requests-generate)",
-    )
     score_after_matches: int | None = Field(
         default=None,
         ge=1,

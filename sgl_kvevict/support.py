@@ -349,9 +349,6 @@ SETTINGS: Table[BeforeLoad] = {
     "elastic_ep_backend with adapters": (lambda f: f["elastic_ep_backend"] and (f["enable_lora"] or f["lora_paths"]),
         "--elastic-ep-backend: with LoRA adapters SGLang writes the size of the group behind the adapter's id in the "
         "key of a prefix, which tells prefixes of adapters by its end"),
-    "decode_block with drafts": (lambda f: f["speculative_algorithm"] and f.config.decode_block is not None,
-        "decode_block: a verification step writes draft tokens behind the answer, and its queries are not observed "
-        "(leave out --speculative-algorithm or decode_block)"),
 }
 """Settings that are refused whatever the model is."""
 
@@ -535,8 +532,6 @@ AFTER_LOAD: Table[AfterLoad] = {
         "--speculative-algorithm: the model has recurrent layers, and a verification step leaves a state for each "
         "draft; were the tree given one of a rejected draft, every prompt that continues there would be answered "
         "wrongly, and which one it gets is chosen by kernels that need a GPU"),
-    "decode_block with states": (lambda f: f.has_states and f.config.decode_block is not None,
-        "decode_block: a recurrent state is kept for the end of an answer, not for the end of a block"),
     "store of places": (lambda f: f.has_places and f.config.store is not None,
         "store: the model has {f.kind}, whose part of a prefix is not stored"),
     "store_complete": (lambda f: f.config.store_complete and f.policy is not None and not f.policy.splittable,
@@ -553,23 +548,9 @@ AFTER_LOAD: Table[AfterLoad] = {
     "kernel_size": (lambda f: f.pooling[0] > f.pooling[1],
         "kernel_size is {f.pooling[0]}; with a head_dim of {f.head_dim} this GPU's shared memory allows at "
         "most {f.pooling[1]} (or pooling 'avg', or order 'mean-pool')"),
-    "strip_thinking_cache with decode_block": (
-        lambda f: f.settings.strips_thinking and f.config.decode_block is not None,
-        "--strip-thinking-cache takes answers out of the cache, in which decode_block compresses them"),
-    "decode_block with captured steps": (
-        lambda f: (
-            f.device == "cuda"
-            and f.config.decode_block is not None
-            and f.needs("window_queries", "accumulated_attention")
-            and f.decode_graphs != "disabled"
-        ),
-        "decode_block with policy {f.policy.name!r} looks at the queries of every decode step, which a captured step "
-        "does not show: start with --cuda-graph-backend-decode disabled, or with policy streaming-llm"),
     "policy with windows": (lambda f: f.narrowest and f.policy is not None and f.policy.merger is not None,
         "policy {f.policy.name!r} merges evicted entries into others, which a layer with a sliding window may not "
         "show any more"),
-    "decode_block with windows": (lambda f: f.narrowest and f.config.decode_block is not None,
-        "decode_block would evict generated tokens that layers with a sliding window still show"),
     "prefill_budget with places": (lambda f: f.config.prefill_budget is not None and (f.narrowest or f.has_places),
         "prefill_budget ends segments between chunks, and models with sliding windows or recurrent layers keep a "
         "window, or a state, at the end of a prompt"),

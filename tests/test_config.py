@@ -84,7 +84,6 @@ def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind
         ("store_bytes", None, "an amount like 64MiB"),
         ("observation_bytes", "much", "an amount like 64MiB, 40GB or a number of bytes, >= 0"),
         ("tail_tokens", 0, "an integer >= 1"),
-        ("decode_block", 0, "an integer >= 1, or null"),
         ("tail_tokens", 32.0, "an integer >= 1"),
         ("tail_tokens", "32", "an integer >= 1"),
         ("budget_includes_tail", 1, "true or false"),

@@ -40,7 +40,6 @@ from sgl_kvevict.support import (
 EMPTY = re.compile(r"\b(untested|not (yet )?(tested|supported|implemented)|unsupported|yet)\b", re.IGNORECASE)
 OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
 NGRAM = {"speculative_algorithm": "NGRAM"}
-BLOCKS = KVEvictConfig(policy="h2o", decode_block=64)
 EARLY = KVEvictConfig(prefill_budget=0.5)
 WINDOWS = ("ArenaKVPool", True)
 DRAFTS = settings(speculative_algorithm="NGRAM", speculative_num_draft_tokens=12)
@@ -62,7 +61,6 @@ BEFORE: dict[str, BeforeLoad] = {
     "speculative_num_draft_tokens": before(**NGRAM, speculative_num_draft_tokens=65),
     "attn_dp_size with drafts": before(**NGRAM, attn_dp_size=2),
     "elastic_ep_backend with adapters": before(elastic_ep_backend="mooncake", lora_paths=["a=/b"]),
-    "decode_block with drafts": before(BLOCKS, **NGRAM),
     "max_total_tokens": before(max_total_tokens=3),
     "store": before(errors={"store": "denied"}),
     "store URL": before(errors={"store URL": "store: got 'ftpx://x'"}),
@@ -108,7 +106,6 @@ AFTER = {
     "windows only": loaded(windows_class=WINDOWS, has_full_layers=False),
     "mamba_radix_cache_strategy": loaded(own=settings(state_strategy="extra_buffer_lazy"), has_states=True),
     "speculative_algorithm with states": loaded(own=DRAFTS, has_states=True),
-    "decode_block with states": loaded(BLOCKS, has_states=True),
     "store of places": loaded(KVEvictConfig(store="memory://x"), windows_class=WINDOWS),
     "store_complete": loaded(
         KVEvictConfig(store="memory://x", store_complete=True), build_policy("d2o", {"direction": "any"})
@@ -119,10 +116,7 @@ AFTER = {
     "page_size of the pool": loaded(page_size=16),
     "layout of the pool": loaded(layout="hnd"),
     "kernel_size": loaded(pooling=(127, 95)),
-    "strip_thinking_cache with decode_block": loaded(BLOCKS, own=settings(strips_thinking=True)),
-    "decode_block with captured steps": loaded(BLOCKS, build_policy("h2o", {}), decode_graphs="full"),
     "policy with windows": loaded(policy=build_policy("d2o", {}), windows=(8, 0)),
-    "decode_block with windows": loaded(BLOCKS, build_policy("h2o", {}), windows=(8, 0)),
     "prefill_budget with places": loaded(EARLY, has_states=True),
     "prefill_budget without chunks": loaded(EARLY, own=settings(chunked_prefill_size=None)),
     "attn_dp_size with states": loaded(own=settings(attn_dp_size=2), has_states=True),

@@ -42,11 +42,11 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
 def kept_share(prompt: PrefilledPrompt, name: str, options: dict[str, Any], budget: float) -> Tensor:
     """Share kept over all heads of a layer: [num_layers, NUM_BINS]."""
     run = PolicyRun(prompt, name, options, budget)
-    selection = run.decide(run.observe()).selection
-    num_layers, num_heads = selection.keep_lens.shape
+    (kept,) = run.decide(run.observe())[0].kept
+    num_layers, num_heads = kept.lens.shape
     num_tokens = run.token_slots.numel()
-    layers = torch.arange(num_layers).repeat_interleave(selection.keep_lens.sum(1).long())
-    bins = selection.indices.long() * NUM_BINS // num_tokens
+    layers = torch.arange(num_layers).repeat_interleave(kept.lens.sum(1).long())
+    bins = kept.numbers % num_tokens * NUM_BINS // num_tokens
     counts = torch.bincount(layers * NUM_BINS + bins, minlength=num_layers * NUM_BINS).view(num_layers, NUM_BINS)
     sizes = torch.bincount(torch.arange(num_tokens) * NUM_BINS // num_tokens, minlength=NUM_BINS)
     return counts / (num_heads * sizes)

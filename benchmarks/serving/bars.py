@@ -106,9 +106,6 @@ BARS = (
     Bar("decode", "prefix 3000, batch 1", DEFAULT, "decode_tokens_per_s", 2.0),
     Bar("decode", "prefix 3000, batch 1", DEFAULT, "ttft_s", 0.3, is_cost=True),
     Bar("decode", "prefix 3000, batch 1", "budget 1", "decode_tokens_per_s", 1.0),
-    Bar("generation", "4096 generated", "h2o", "decode_tokens_per_s", 1.5),
-    Bar("generation", "4096 generated", "streaming-llm", "decode_tokens_per_s", 1.5),
-    Bar("generation", "4096 generated", "h2o", "slots", 512 + 1024 + 256 + 32, is_cost=True, is_absolute=True),
     Bar("prefill", "3 prompts of 1024", DEFAULT, "prompt_tokens_per_s", 0.95),
     Bar("prefill", "2 prompts of 3000", DEFAULT, "prompt_tokens_per_s", 0.95),
     Bar(

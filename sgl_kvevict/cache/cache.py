@@ -11,7 +11,6 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.complements import Complements
-from sgl_kvevict.cache.generation import Generations, NoGenerations
 from sgl_kvevict.cache.growth import Growth
 from sgl_kvevict.cache.hints import Hints
 from sgl_kvevict.cache.host import HostMemory
@@ -47,7 +46,6 @@ class PrefixCache:
         state_slots: see :class:`StatefulRecency`; None: the model has no recurrent layers.
 
     Attributes:
-        generations: what requests generate (``decode_block``).
         hints: prefixes that clients want to stay.
         saving: None without a store.
         loading: None if nothing is loaded from it.
@@ -80,11 +78,8 @@ class PrefixCache:
         pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
         self.growth = Growth(tree, table, guard, resizer, pressure, packer.geometry)
         self.passes = ScoringPasses(tree, table, readers, compressor, guard, resizer, pressure)
-        self.generations = NoGenerations()
-        if config.decode_block is not None:
-            self.generations = Generations(tree, table, readers, compressor, guard, resizer, config.decode_block)
         self.prefills: Prefills = RequestPrefills(
-            tree, table, readers, compressor, guard, resizer, pressure, self.passes, self.generations
+            tree, table, readers, compressor, guard, resizer, pressure, self.passes
         )
         adoption = Adoption(tree, table, readers, packer, resizer)
         self.host = HostMemory(tree, table, readers, compressor, guard, adoption, complements, host)
@@ -114,7 +109,7 @@ class PrefixCache:
     @property
     def observation_bytes(self) -> int:
         """Bytes outside the pool of observations and kept prompts."""
-        return self.table.prompts.num_bytes + self.passes.num_bytes + self.generations.num_bytes
+        return self.table.prompts.num_bytes + self.passes.num_bytes
 
     def sample_text(self, prompt: PromptObservation) -> SampleText:
         """Return what observes prefills while scores are learned from a text; it takes the place of ``prefills``."""
@@ -127,7 +122,6 @@ class PrefixCache:
         record = self.readers[reader]
         record.observation, record.is_live, record.room = None, False, -1
         with self._guard.at(Place.RELEASE):
-            self.generations.end(reader)
             self.passes.released(reader, why)
             self.resizer.try_wanted(Occasion.RELEASED)
 
@@ -159,7 +153,6 @@ class PrefixCache:
         """The scheduler is between two steps."""
         self.resizer.between_steps()
         self.growth.between_steps()
-        self.generations.between_steps()
         self.passes.between_steps(passes)
         self.hints.between_steps(passes.now)
         if self.saving is not None:
@@ -214,7 +207,6 @@ class PrefixCache:
         for _, record in self.readers.items():
             record.observation = None
         self.passes.clear()
-        self.generations.clear()
         self.host.clear()
         self.hints.clear()
         self.table.forget()

@@ -38,8 +38,8 @@ class Complements:
 
     A segment has each entry once: in the pool, in one of its pieces, or nowhere, once it is lost. A resize adds one
     piece, of rows with the fewest bits that the configuration allows; growth takes back whole pieces, the last one
-    first. Nothing is kept of segments that cannot be split (entries may be merged into others), of generated tokens and
-    of old weights; and nothing at all without memory of the host, or where prefixes do not shrink when slots are short.
+    first. Nothing is kept of segments that cannot be split (entries may be merged into others) and of old weights; and
+    nothing at all without memory of the host, or where prefixes do not shrink when slots are short.
 
     Attributes:
         found: segments with pieces that a prompt has found since they shrank, or since an attempt to let them grow.

@@ -65,7 +65,7 @@ class HostMemory:
 
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment would be here once it was dropped, and push out nothing that the pool does not have."""
-        is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
+        is_found = segment.num_tokens >= self._min_tokens
         beside = self._packer.slot_bytes  # for the lengths of its runs, and the policy's state
         return is_found and self.segments.has_room(self._packer.bytes_of(segment) + beside)
 
@@ -76,7 +76,7 @@ class HostMemory:
 
         Of uncompressed tokens the entries that the budget keeps are copied as a segment, the others as evicted from it.
 
-        Not copied: what is too short, generated (``decode_block``), or of old weights; the rest of an
+        Not copied: what is too short, or of old weights; the rest of an
         unsplittable segment; uncompressed tokens below other uncompressed ones, or without learned scores.
         """
         if not self.is_on:
@@ -127,7 +127,7 @@ class HostMemory:
             end = length_of(path)
             return (end - len(path[-1].key), end) if is_alone and self._compressor.scores_any_range else None
         is_usable = span.segment.splittable or span.end == span.segment.end
-        if span.segment.is_generated or not is_usable:
+        if not is_usable:
             return None
         return views_of(path, self._spans)[0].start, span.end
 

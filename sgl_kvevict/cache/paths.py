@@ -75,16 +75,15 @@ class Spans(Mapping[Node, Span]):
     def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
         """The spans that a request which locks a path reads, root side first.
 
-        A segment that grew while a request generated, or was joined, has many spans. A path with all reads it as one,
-        unless its last spans were dropped: their entries stay until a repack saves a slot.
+        A segment that was joined has many spans. A path with all reads it as one, unless its last spans were dropped:
+        their entries stay until a repack saves a slot.
         """
         spans = [self[node] for node in path if node in self]
         runs: list[SpanRuns] = []
         i = 0
         while i < len(spans):
             segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
-            is_one = segment.is_generated or segment.is_joined
-            is_whole = is_one and last < len(spans) and spans[last].segment is segment
+            is_whole = segment.is_joined and last < len(spans) and spans[last].segment is segment
             if is_whole and spans[i].is_owner and spans[last].end == segment.end:
                 runs += segment.runs()
                 i = last

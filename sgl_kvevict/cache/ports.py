@@ -102,16 +102,6 @@ class TreePort(Protocol):
         ordinary slots. None: new nodes hold a filler, and get spans.
         """
 
-    def num_known(self, reader: Reader) -> int:
-        """Tokens of a generating request, prompt included; 0 if its generated tokens are not cached."""
-
-    def keep(self, reader: Reader, end: int) -> Node | None:
-        """Put the tokens ``[0, end)`` of a generating request into the tree, and lock them for it.
-
-        Returns:
-            Last node of their path, which may end before ``end``; None: they may not be cached.
-        """
-
     def slots_of(self, reader: Reader, start: int, end: int) -> Tensor:
         """[end - start], int64, ordinary slots of a reader's tokens ``[start, end)``, including uncached ones."""
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sgl_kvevict.cache.generation import NoGenerations
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.cache.passes import ScoringPasses
 from sgl_kvevict.cache.ports import TreePort
@@ -128,7 +127,6 @@ class RequestPrefills(Prefills):
         resizer: Resizer,
         pressure: Pressure,
         passes: ScoringPasses,
-        generations: NoGenerations,
     ) -> None:
         super().__init__(tree, table, readers, guard)
         self._compressor = compressor
@@ -136,7 +134,6 @@ class RequestPrefills(Prefills):
         self._resizer = resizer
         self._pressure = pressure
         self._passes = passes
-        self._generations = generations
 
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """Let a prompt shrink up to a chunk that is in the tree."""
@@ -172,8 +169,6 @@ class RequestPrefills(Prefills):
         return self._compressor.new_observation() if is_of_use else None
 
     def _chunk_begins(self, reader: Reader, end: int, prompt_len: int) -> bool:
-        if end >= prompt_len:
-            self._generations.begin(reader, end)
         return self._passes.is_on or self._resizer.is_long_enough(prompt_len - self._tail)
 
     def _pass_observation(

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache_report import CacheReport, CompressedRead
-from sgl_kvevict.segments import Generated, PromptObservation
+from sgl_kvevict.segments import PromptObservation
 
 
 class Released(Enum):
@@ -38,7 +38,6 @@ class ReaderRecord:
         host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
         store_start: the same of the store, which has what neither pool nor host had.
         observation: of its prefill; None before, after :meth:`Prefills.complete`, and if nothing of it will be cached.
-        suffix: its generated tokens and their compression; None: they are not compressed.
         computed_again: of an exact reader: prompt tokens that it computes although the tree has them.
         report: what its client is told, beside how many tokens came from pool, host and store. What it reads of its
             prompt is noted several times, of which the one that has lost most counts. None: not noted yet.
@@ -54,7 +53,6 @@ class ReaderRecord:
     host_start: int | None = None
     store_start: int | None = None
     observation: PromptObservation | None = None
-    suffix: Generated | None = None
     computed_again: int = 0
     report: CacheReport | None = None
     is_counted: bool = False

@@ -339,8 +339,7 @@ class PrefixTable:
         if segment in self.in_place:
             self._leave_place(segment)
         self.packed[segment] = nodes[0]
-        if not segment.is_generated:
-            self.may_shrink(nodes[0])
+        self.may_shrink(nodes[0])
 
     def may_shrink(self, owner: Node) -> None:
         """The packed segment of a node may shrink further when slots are short."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from itertools import pairwise
-from operator import attrgetter
 
 from torch import Tensor
 
@@ -33,7 +32,6 @@ from sgl_kvevict.segments import (
     TokenRange,
     View,
 )
-from sgl_kvevict.segments.generated import GeneratedBlock
 
 TURNS_OF_RANKING = 2
 """Turns of the scheduler's loop from launching a ranking beside the scheduler's stream to the use of its order; at
@@ -314,11 +312,6 @@ class Resizer:
             self.try_wanted(Occasion.TURN)
             self.try_wanted(Occasion.RELEASED)  # ranges that waited because they begin with the same tokens
 
-    def is_ranking(self, path: Sequence[Node]) -> bool:
-        """Whether a ranking of a path's uncompressed tokens is under way, so that they will be resized soon."""
-        spans = (self._spans.of(node) for node in path)
-        return any(self._is_early(span.segment) for span in spans if span is not None and not span.is_packed)
-
     def _is_early(self, segment: Segment) -> bool:
         """Whether a segment's ranking was launched so recently that maybe no step was launched after it."""
         order = segment.order
@@ -349,7 +342,7 @@ class Resizer:
             return 0
         if any(self._is_early(piece) for piece in todo):
             return 0
-        return self._pack(pieces, None)
+        return self._pack(pieces)
 
     def _discard(self, segments: Sequence[Segment]) -> None:
         """Remove segments in place that cannot be ranked from those that shrink: admission must not count on them."""
@@ -363,7 +356,7 @@ class Resizer:
         """
         return self._pack(self._regroup(segments), share)
 
-    def _pack(self, pieces: Sequence[Segment], share: float | None) -> int:
+    def _pack(self, pieces: Sequence[Segment], share: float | None = None) -> int:
         num_released = 0
         for i, piece in enumerate(pieces):
             num_slots = self.slots_at(piece, share)
@@ -402,8 +395,8 @@ class Resizer:
 
     # ---- size -------------------------------------------------------------------------------------------------
 
-    def resize(self, segments: Sequence[Segment], num_slots: int, block: GeneratedBlock | None = None) -> int:
-        """Give consecutive segments of one path another size; several become one, the first of them.
+    def resize(self, segments: Sequence[Segment], num_slots: int) -> int:
+        """Give a segment another size, or make consecutive packed segments of one path one, the first of them.
 
         The best entries of their order are written into the first of their slots, in rows of 16, 8 or 4 bits: how many
         of each fit into ``num_slots`` is :func:`~sgl_kvevict.widths.rows_that_fit` (docs/design.md, "Packing"). The
@@ -411,10 +404,8 @@ class Resizer:
         (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed and 0 slots are released.
 
         Args:
-            segments: root side first, in place or packed; several in place were made one by :meth:`PrefixTable.join`
-                before. If ``num_slots`` is less than they hold, they need an order, or a ``block`` (of 16 bits).
+            segments: root side first. If ``num_slots`` is less than they hold, they need an order.
             num_slots: token slots afterwards, at most.
-            block: which generated tokens are kept; None: the best entries of the order are.
 
         Returns:
             Token slots released.
@@ -429,39 +420,33 @@ class Resizer:
         readers = self._readers.movable(nodes[0])
         if readers is None:
             return 0
-        packed = [segment for segment in segments if segment.packed is not None]
-        old_tokens, old_entries = (sum(map(attrgetter(name), packed)) for name in ("num_tokens", "num_entries"))
-        num_live = sum(segment.num_live_entries for segment in packed)
-        selection, begin = None if block is None else block.selection, time.perf_counter()
+        is_new = segments[0].packed is None
+        num_live, begin = segments[0].num_live_entries, time.perf_counter()
         with self._guard.at(Place.COMPRESSION) as attempt:
-            sources = Sources(self._packer.geometry, list(map(self._source, segments)), selection)
-            if block is None and num_slots < held:
+            sources = Sources(self._packer.geometry, list(map(self._source, segments)))
+            if num_slots < held:
                 sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
-            merge, state = self._merge(segments, sources, num_slots) if block is None else (block.merge, block.state)
-            all_packed = len(packed) == len(segments)
-            evicted = self.complements.evicted(nodes, sources) if block is None else None
-            written = self._packer.rewrite(sources, num_slots if all_packed else sources.fewest_slots, merge)
+            merge, state = self._merge(segments, sources, num_slots)
+            evicted = self.complements.evicted(nodes, sources)
+            written = self._packer.rewrite(sources, sources.fewest_slots if is_new else num_slots, merge)
         if attempt.failed:
             return 0
         segment, num_freed = segments[0], written.freed.numel()
         self.exchange(nodes, segment, readers, written, sources.end)
         self._tree.free(written.freed)
-        segment.policy_state, segment.is_generated = state, block is not None
-        segment.is_joined = segment.is_joined or (block is None and len(segments) > 1)
+        segment.policy_state = state
+        segment.is_joined = segment.is_joined or len(segments) > 1
         self.complements.shrunk(segment, segments[1:], self.complements.put(evicted, segment.start, segment.end))
-        if not all_packed and block is None:
+        if is_new:
             is_cut = self._packer.geometry.has_windows and num_slots < held
             segment.splittable = self._compressor.policy.splittable and not is_cut
-        if all_packed and len(segments) == 1:
+        if len(segments) == 1 and not is_new:
             self._table.listener.squeezed(nodes[0], segment, num_freed, num_live - segment.num_entries)
         else:
             merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
-            if all_packed:
-                old_tokens, old_entries = segment.num_tokens, segment.num_entries
-            new = segment.num_tokens - old_tokens, segment.num_entries - old_entries
+            new = (segment.num_tokens, segment.num_entries) if is_new else (0, 0)
             self._table.listener.compressed(nodes, segment, *new, merged, num_freed, time.perf_counter() - begin)
-        is_at_budget = not segment.is_generated and num_slots == self.slots_at(segment)
-        if is_at_budget and not any(map(self._readers.shrinking_prompt, readers)):
+        if num_slots == self.slots_at(segment) and not any(map(self._readers.shrinking_prompt, readers)):
             self.at_budget(nodes[-1])
         return num_freed
 
@@ -573,7 +558,7 @@ def _is_joinable(segment: Segment) -> bool:
     """Whether a packed segment may become one with its neighbour: its order is predicted, and no entry is dead."""
     return (
         segment.order is not None
-        and not (segment.is_measured or segment.is_generated)
+        and not segment.is_measured
         and segment.attention is None
         and segment.num_live_entries == segment.num_entries
     )

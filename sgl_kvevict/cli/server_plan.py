@@ -162,10 +162,9 @@ def describe(config: KVEvictConfig) -> str:
     """Summarize policy and sizes of a configuration."""
     options = "".join(f" {name}={value}" for name, value in config.policy_options.items())
     unit = "entries per head" if isinstance(config.budget, int) else "of the bytes"
-    blocks = "" if config.decode_block is None else f", answers in blocks of {config.decode_block}"
     return (
         f"policy {config.policy}{options}, keeps {config.budget} {unit}, tail {config.tail_tokens}, "
-        f"sinks {config.sink_tokens}, compresses from {config.min_prefix_tokens} tokens on{blocks}"
+        f"sinks {config.sink_tokens}, compresses from {config.min_prefix_tokens} tokens on"
     )
 
 

@@ -29,7 +29,7 @@ class Compressed(Event):
     nodes: list[int]  # ids of the nodes that hold it, root side first
     start: int  # logical position of the first token
     end: int  # logical position after the last token
-    new_tokens: int  # tokens that were uncompressed; less than end - start if a segment of generated tokens grew
+    new_tokens: int  # tokens that were uncompressed: all, or none if packed segments became one
     slots: int  # token slots that the segment takes
     released_slots: int  # token slots that were given back
     bytes: int  # of the slots that it takes

@@ -10,7 +10,6 @@ from typing import Any
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies.generated import generated_reasons
 from sgl_kvevict.policies.methods import METHODS
 from sgl_kvevict.policies.methods.streaming_llm import StreamingLLM
 from sgl_kvevict.policies.options import NamedPolicy, PaperSettings
@@ -78,8 +77,8 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
     """Build a configuration's policy; None for "none".
 
     The returned configuration has the options and fields of ``@paper`` filled in; given ones win, so a second call
-    changes nothing. ConfigError as for :func:`build_policy`, or if budget, tail, ``prefill_budget`` or
-    ``decode_block`` do not suit the policy.
+    changes nothing. ConfigError as for :func:`build_policy`, or if budget, tail or ``prefill_budget`` do
+    not suit the policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)
@@ -100,8 +99,6 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
             f"prefill_budget: got {config.prefill_budget} for policy {config.policy!r}, which keeps what later tokens "
             "attend to; allowed: null, or policy distilled"
         )
-    if config.decode_block is not None:
-        problems += [f"decode_block: got {config.decode_block}, but {reason}" for reason in generated_reasons(policy)]
     if problems:
         raise ConfigError("\n".join(problems))
     return config, policy

@@ -158,7 +158,7 @@ class Policy:
     def _score(self, views: list[LayerView], per_head: int, protected: int) -> RangeScores:
         first = views[0]
         num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
-        in_range, num_behind = self.kept_window(first)
+        in_range, num_behind = self._kept_window(first)
         num_last = min(in_range, per_head - num_first)
         stacks: list[Tensor | None] = []
         for row, view in enumerate(views):
@@ -174,7 +174,7 @@ class Policy:
             raise InvariantError(f"policy {self.name!r}: no layer was scored")
         return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
 
-    def kept_window(self, view: LayerView) -> tuple[int, int]:
+    def _kept_window(self, view: LayerView) -> tuple[int, int]:
         """Number of tokens of the kept window inside the range, and after it."""
         if not self.scorer.kept_window:
             return 0, 0

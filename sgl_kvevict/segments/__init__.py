@@ -4,7 +4,6 @@ Nothing here knows SGLang or the tree; :mod:`sgl_kvevict.cache` decides when whi
 """
 
 from sgl_kvevict.segments.collectors import needs_rotary
-from sgl_kvevict.segments.generated import Generated, GeneratedCompressor, GeneratedStep
 from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
 from sgl_kvevict.segments.prompt_observation import CacheObservation, Observation, ObservationSpec, PromptObservation
 from sgl_kvevict.segments.ranker import Compressor
@@ -21,9 +20,6 @@ __all__ = [
     "CopiedEntries",
     "DraftRows",
     "Entries",
-    "Generated",
-    "GeneratedCompressor",
-    "GeneratedStep",
     "KeptRows",
     "MeasuredRange",
     "Observation",

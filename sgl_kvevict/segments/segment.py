@@ -190,9 +190,8 @@ class Segment:
         splittable: False if an entry may hold information of later tokens (merging in any direction), or if layers with
             sliding windows keep only their last tokens.
         policy_state: of the path, for its next compression; opaque here.
-        is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
-            see :meth:`Spans.runs`.
-        is_joined: it was written from several packed segments of one prompt; read like a generated one.
+        is_joined: it was written from several packed segments of one prompt. A request that reads all of its views
+            reads them as one, see :meth:`Spans.runs`.
         is_rest: the end of an unsplittable segment was dropped; the rest is never found again.
         num_spans: nodes that hold a part of it.
         live_end: logical position after its last token that a node still holds.
@@ -209,7 +208,6 @@ class Segment:
     prompt: Any = None
     splittable: bool = True
     policy_state: object | None = None
-    is_generated: bool = False
     is_joined: bool = False
     is_rest: bool = False
     num_spans: int = 0

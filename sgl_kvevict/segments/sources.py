@@ -2,9 +2,7 @@
 
 A range is uncompressed (every token is an entry of every run, in its ordinary slot) or packed, with rows of one or
 several widths. All entries of all ranges are numbered: range after range, in a range part after part (:class:`Packed`),
-in a part run after run, ascending by position. A :class:`Selection` and a :class:`MergePlan`, which are of rows of 16
-bits, name entries by their number within their run, over all ranges; of one uncompressed range that is the token's
-index.
+in a part run after run, ascending by position.
 """
 
 from __future__ import annotations
@@ -108,32 +106,28 @@ class Sources:
 
     Args:
         geometry: of the arena.
-        ranges: in path order.
-        selection: kept entries, which all have rows of 16 bits, and keep them. None: every entry, in rows as they are;
-            then one host sync reads how many a view has, if the host does not know it (:attr:`View.counts`).
+        ranges: in path order; an uncompressed one is alone.
+        kept: the kept entries by the width of their new rows, widest first. None: every entry, in rows as they are.
+            One host sync reads how many entries a view has, if the host does not know it (:attr:`View.counts`).
     """
 
-    def __init__(self, geometry: KVGeometry, ranges: Sequence[Range], selection: Selection | None = None) -> None:
+    def __init__(self, geometry: KVGeometry, ranges: Sequence[Range], kept: tuple[KeptRows, ...] | None = None) -> None:
         self.geometry = geometry
         self.ranges = ranges
-        self._given = selection
+        self._given = kept
 
     @cached_property
     def kept(self) -> tuple[KeptRows, ...]:
         """The kept entries by the width of their new rows, widest first."""
-        if self._given is None:
-            widths = dict.fromkeys(piece.bits for piece in self._pieces)
-            return tuple(self._all_of(bits) for bits in sorted(widths, reverse=True))
-        lens, indices = self._given.keep_lens, self._given.indices
-        runs = _runs_of(lens, self._given.num_entries)
-        return (KeptRows(16, self._numbers(runs, indices), lens),)
+        if self._given is not None:
+            return self._given
+        widths = dict.fromkeys(piece.bits for piece in self._pieces)
+        return tuple(self._all_of(bits) for bits in sorted(widths, reverse=True))
 
     @property
     def selection(self) -> Selection | None:
         """The kept entries of one uncompressed range; None if they get narrower rows than they have."""
         (kept, *others), (first, *_) = self.kept, self.ranges
-        if self._given is not None:
-            return self._given
         if others or kept.bits != 16 or len(self.ranges) > 1 or not isinstance(first, TokenRange):
             return None
         indices = kept.numbers - kept.runs * first.token_slots.numel()
@@ -185,8 +179,8 @@ class Sources:
         return self._look_up(torch.cat([kept.numbers for kept in self.kept]), self.runs)
 
     def at(self, runs: Tensor, indices: Tensor) -> Entries:
-        """Entries with rows of 16 bits, kept or not, by run ([n], int64) and number within it ([n], int)."""
-        return self._look_up(self._numbers(runs, indices), runs)
+        """Entries of one uncompressed range, kept or not, by run ([n], int64) and index of their token ([n], int)."""
+        return self._look_up(runs * (self.end - self.start) + indices, runs)
 
     def best(self, num_slots: int, bits: Bits = 16, num_sink_tokens: int = 0) -> Sources:
         """The best of all entries, as many as ``num_slots`` token slots hold; no host sync.
@@ -203,8 +197,6 @@ class Sources:
             InvariantError: the ranges have fewer slots; or some entries have to go, or to get narrower rows than
                 others, and the order of a range is not known.
         """
-        if self._given is not None:
-            raise InvariantError("entries of a selection are not selected again")
         geometry, held, count = self.geometry, self.token_slots.numel(), self._count
         if not 0 < num_slots <= held:
             raise InvariantError(f"entries in {held} slots cannot shrink to {num_slots} slots")
@@ -222,9 +214,7 @@ class Sources:
                 raise InvariantError(f"entries without an order in {held} slots cannot shrink to {num_slots} slots")
             if geometry.has_windows:
                 keys = self._in_windows(keys.int(), shown)
-        smaller = Sources(geometry, self.ranges)
-        smaller._pieces, smaller.kept = self._pieces, self._chosen(plan, keys, 0 if bits == 16 else num_sink_tokens)
-        return smaller
+        return self._with(self._chosen(plan, keys, 0 if bits == 16 else num_sink_tokens))
 
     def evicted(self, bits: int) -> Sources:
         """The entries that are not kept, all of them with rows of ``bits`` bits; no host sync."""
@@ -234,8 +224,12 @@ class Sources:
         lens = self._lens.sum(0) - sum(kept.lens.flatten() for kept in self.kept)
         by_run = is_evicted if self._by_run is None else is_evicted[self._by_run]
         places = torch.nonzero_static(by_run, size=self._count - self.num_entries).squeeze(-1)
-        others = Sources(self.geometry, self.ranges)
-        others._pieces, others.kept = self._pieces, (self._kept(bits, places, lens),)
+        return self._with((self._kept(bits, places, lens),))
+
+    def _with(self, kept: tuple[KeptRows, ...]) -> Sources:
+        """The same ranges, of which other entries are kept."""
+        others = Sources(self.geometry, self.ranges, kept)
+        others._pieces = self._pieces
         return others
 
     def _chosen(self, plan: tuple[Part, ...], keys: Tensor | None, num_sink_tokens: int) -> tuple[KeptRows, ...]:
@@ -378,19 +372,6 @@ class Sources:
         runs = _runs_of(lens, numbers.numel())
         return numbers[((runs << 32) | self._table.positions[numbers]).argsort()]
 
-    def _numbers(self, runs: Tensor, indices: Tensor) -> Tensor:
-        """[n], int64: numbers of entries, see :meth:`at`."""
-        if any(piece.bits != 16 for piece in self._pieces):
-            raise InvariantError("entries with rows of several widths have no number within their run")
-        before = torch.zeros_like(self._lens[0])
-        numbers = torch.full_like(runs, -1)
-        for first, lens in zip(self._firsts, self._lens, strict=True):
-            inside = indices - before[runs]
-            is_here = (inside >= 0) & (inside < lens[runs])
-            numbers = torch.where(is_here, first[runs] + inside, numbers)
-            before = before + lens
-        return numbers
-
     def _look_up(self, numbers: Tensor, runs: Tensor) -> Entries:
         """Entries by number, [n], int64, and run."""
         first = self.ranges[0]
@@ -400,14 +381,10 @@ class Sources:
 
     @cached_property
     def _table(self) -> Entries:
-        """All entries."""
+        """All entries of packed ranges."""
         tables, pieces = [], iter(self._pieces)
         for each in self.ranges:
-            if isinstance(each, TokenRange):
-                piece = next(pieces)
-                numbers = torch.arange(piece.count, device=piece.lens.device)
-                tables.append(self._of_tokens(each, numbers, _runs_of(piece.lens, piece.count)))
-                continue
+            assert isinstance(each, View)
             parts, base, numbers_of = each.segment.storage.parts, 0, []
             for part in parts:
                 piece = next(pieces)

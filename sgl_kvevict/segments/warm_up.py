@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.distill import LearnedScores, ScoreWeights
-from sgl_kvevict.segments.generated import GeneratedCompressor
 from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.segments.prompt_observation import Observation
 from sgl_kvevict.segments.ranker import Compressor
@@ -23,8 +22,8 @@ WARM_UP_TOKENS = 192
 def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     """Do once everything that runs a kernel of compression, with a synthetic prompt in a small arena of its own.
 
-    The prompt is observed, ranked, packed, split, read and resized, and a part of it is generated. SGLang's warm-up
-    prompts are too short to be compressed. The compressor's arena stays unchanged.
+    The prompt is observed, ranked, packed, split, read and resized. SGLang's warm-up prompts are too short to be
+    compressed. The compressor's arena stays unchanged.
     """
     real = compressor.packer
     num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
@@ -56,8 +55,6 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         _resize(twin, segment, upper)
     if twin.policy.needs_passes:
         _read(twin, segment, queries.to(q_dtype))
-    if twin.config.decode_block is not None:
-        _generate(twin, queries.to(q_dtype), slots)
     _resize(twin, segment, segment.live_view, max(segment.num_slots // 2, 1))
 
 
@@ -113,30 +110,3 @@ def _read(compressor: Compressor, segment: Segment, queries: Tensor) -> None:
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     chunk.record(0, queries, lse, packer.k_arena[0], float(queries.shape[2] ** -0.5))
     segment.attention = segment.readers = None
-
-
-def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
-    """Generate the second half of the synthetic prompt, in blocks of odd and even lengths."""
-    generation = GeneratedCompressor(compressor)
-    num_tokens = slots.numel()
-    generated = generation.new(num_tokens // 2)
-    lse = torch.full((1, queries.shape[1]), 6.0, device=queries.device)
-    scale = float(queries.shape[2] ** -0.5)
-    ends = [num_tokens * 3 // 4 - 1, num_tokens - 2, num_tokens - 1]
-    for position in range(generated.start, num_tokens):
-        step = generation.step([(0, position, generated)], 1)
-        if step is not None:
-            for layer in range(compressor.packer.geometry.num_layers):
-                step.record(layer, queries[position : position + 1], lse, scale)
-        if generation.is_full(generated):
-            generation.count(generated, slots[generated.compressed_end : position + 1])
-        if position in ends:
-            new = slots[generated.compressed_end : position + 1]
-            block = generation.choose(generated, new, new.numel(), None)
-            old = [] if generated.segment is None else [generated.segment.live_view]
-            ranges: list[Range] = [*old, TokenRange(new, generated.compressed_end)]
-            sources = Sources(compressor.packer.geometry, ranges, block.selection)
-            written = compressor.packer.rewrite(sources, sources.fewest_slots, block.merge)
-            segment = Segment(compressor.packer.geometry, sources.start, sources.end, written.packed)
-            segment.policy_state = block.state
-            generation.written(generated, block, segment)

@@ -25,7 +25,6 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.by_name import configured_policy
-from sgl_kvevict.segments import GeneratedStep
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
@@ -111,7 +110,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.tree: KVEvictTree | None = None
         self._num_new: int | None = None
         self._observed: list[tuple[slice, Observing]] = []
-        self._step: GeneratedStep | None = None
 
     def attach(self, tree: KVEvictTree) -> None:
         """Connect the tree, which has the spans that each request reads."""
@@ -143,7 +141,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         if self._window_layers is not None:
             new_slots = forward_batch.out_cache_loc[: self._num_new]
             self._window_layers.plan(self.tree, readers, batch, new_slots)
-        self._step = self._observed_step(readers, seq_lens, extend_lens)
         self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
 
     def _note_positions(self, forward_batch: ForwardBatch) -> None:
@@ -160,7 +157,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         ends = forward_batch.seq_lens + num_drafts
         batch = self._batch(readers, seq_lens, extend_lens, forward_batch.req_pool_indices, ends)
         self.attention.plan(replace(batch, visible=visible))
-        self._step, self._observed, self._num_new = None, [], None
+        self._observed, self._num_new = [], None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Prepare for captured decode steps; raises :class:`UnsupportedSetupError` if attention cannot be captured."""
@@ -233,14 +230,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Entries of the compressed prefix that each request of a batch reads."""
         return tree.read_paths(readers)
 
-    def _observed_step(
-        self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int] | None
-    ) -> GeneratedStep | None:
-        """Observation of generating requests; each has one row, also in a prefill batch."""
-        if self.tree is None or readers is None:
-            return None
-        return self.tree.prefixes.generations.step(readers, seq_lens, extend_lens)
-
     def _observed_rows(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int]
     ) -> list[tuple[slice, Observing]]:
@@ -306,8 +295,6 @@ class KVEvictAttentionBackend(AttentionBackend):
                 location = KVWriteLoc(forward_batch.out_cache_loc[: len(q)], None)
                 self.token_to_kv_pool.set_kv_buffer(layer, location, *new_kv, *scales)
             out, lse = self.attention.run(place, queries, layer.scaling, sinks)
-            if self._step is not None:
-                self._record_step(self._step, place, queries, lse, layer.scaling)
             for observed in tuple(self._observed):
                 self._record(observed, place, queries, lse, layer.scaling)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
@@ -332,15 +319,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         if attempt.failed:
             observation.fail()
             self._observed.remove(observed)
-
-    def _record_step(self, step: GeneratedStep, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
-        """Record one layer's queries of generating requests; a failure ends all of these observations."""
-        assert self.tree is not None
-        with self.tree.guard.at(Place.OBSERVATION) as attempt:
-            step.record(index, queries, lse, scale)
-        if attempt.failed:
-            self._step = None
-            self.tree.prefixes.generations.clear()
 
     @property
     def verify_mask(self) -> VerifyMask:

@@ -80,9 +80,6 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
     def _paths(self, tree: KVEvictTree, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
         return tree.draft_paths(readers)
 
-    def _observed_step(self, *_args: Any) -> None:
-        return None
-
     def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Observing]:
         compressed_len = compressed_len_of(*tree.draft_paths([req]))
         slots = tree.port.slots_of(req, compressed_len, end)

@@ -88,7 +88,6 @@ class ServerSettings:
         chunked_prefill_size: tokens of a chunk; None: a prompt is prefilled in one piece.
         speculative_algorithm: None: no drafts.
         speculative_num_draft_tokens: of one verification step; None without drafts.
-        strips_thinking: ``--strip-thinking-cache``.
         state_strategy: ``--mamba-radix-cache-strategy``, of models with recurrent layers.
         load_format: of the target model; a draft model may have its own, see :func:`has_weights`.
         has_tokenizer: not ``--skip-tokenizer-init``.
@@ -100,7 +99,6 @@ class ServerSettings:
     chunked_prefill_size: int | None
     speculative_algorithm: str | None
     speculative_num_draft_tokens: int | None
-    strips_thinking: bool
     state_strategy: str
     load_format: str
     has_tokenizer: bool
@@ -129,7 +127,6 @@ class ServerSettings:
             chunked_prefill_size=chunk if chunk is not None and chunk > 0 else None,
             speculative_algorithm=published("speculative_algorithm"),
             speculative_num_draft_tokens=published("speculative_num_draft_tokens"),
-            strips_thinking=bool(published("strip_thinking_cache")),
             state_strategy=str(published("mamba_radix_cache_strategy")),
             load_format=str(published("load_format")),
             has_tokenizer=not published("skip_tokenizer_init"),

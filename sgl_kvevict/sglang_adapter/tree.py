@@ -32,7 +32,7 @@ from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.recency import Priority
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.events.types import PrefilledCompressed, PromptComplete, Refused
-from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
@@ -182,21 +182,6 @@ class UnifiedTreePort:
             fillers[len(key) - slots.numel() :] = slots
         result = self._cache.insert(InsertParams(key=key, value=fillers, prev_prefix_len=len(key)))
         return None if result.rotation_tail_declined else self._cache.tree_core.node_by_id(result.last_device_node)
-
-    def num_known(self, reader: Req) -> int:
-        """Tokens of a running request; 0 if it is finished or skips insertion."""
-        if reader.finished() or reader.skip_radix_cache_insert:
-            return 0
-        return len(reader.origin_input_ids) + len(reader.output_ids)
-
-    @accounting()
-    def keep(self, reader: Req, end: int) -> UnifiedTreeNode | None:
-        """Checkpoint generated tokens, as SGLang does with chunks of a prompt."""
-        reader.refresh_fill_ids()
-        self._cache.checkpoint(reader, up_to=end)
-        if reader.kv.cache_protected_len == 0:
-            return None
-        return self._cache.tree_core.node_by_id(reader.last_node)
 
     def slots_of(self, reader: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, slots of the tokens ``[start, end)`` in a request's row."""
@@ -481,12 +466,6 @@ class KVEvictTree(UnifiedRadixCache):
         if req.finished():
             for component in self.components.values():
                 component.cleanup_after_caching_req(req, is_finished=True)
-
-    def release_swa_prefix_lock(self, req: Req) -> None:
-        """Release the prefix's window lock once the window has moved past all of it, generated tokens included."""
-        window = self.swa_retain_window
-        if window is not None and req.seqlen - 1 - window >= req.kv.cache_protected_len:
-            super().release_swa_prefix_lock(req)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then report it."""

@@ -300,26 +300,15 @@ class Harness:
         req.kv.kv_committed_len = req.kv.kv_allocated_len = position + 1
         self._write_tokens(req, position, position + 1, slots)
         self._forward(req, position + 1)
-        self._record_step(req, position + 1)
         req.output_ids.append(self._next_token(req))
         self.check()
         return True
 
-    def _record_step(self, req: Req, seq_len: int) -> None:
-        """Hand the query of a decode step to the request's suffix."""
-        step = self.tree.prefixes.generations.step([req], [seq_len], None)
-        if step is not None:
-            queries = self._queries(1)
-            lse = torch.full((1, self.geometry.num_qo_heads), math.log(seq_len))
-            for layer in range(self.geometry.num_layers):
-                step.record(layer, queries, lse, 1.0)
-
     def turn(self) -> None:
-        """Between two steps: compress what requests have generated."""
+        """Between two steps."""
         prefixes = self.tree.prefixes
         prefixes.resizer.between_steps()
         prefixes.growth.between_steps()
-        prefixes.generations.between_steps()
         self.check()
 
     def finish(self, req: Req) -> None:

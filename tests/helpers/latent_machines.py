@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from helpers.machines import GenerationMachine, HostMachine, PressureMachine, UnsplittablePressureMachine
+from helpers.machines import HostMachine, PressureMachine, UnsplittablePressureMachine
 
 
 class LatentsMachine(PressureMachine):
@@ -25,10 +25,4 @@ class LatentsHostMachine(HostMachine):
     options: ClassVar[dict[str, Any]] = HostMachine.options | {"is_latent": True}
 
 
-class LatentsGenerationMachine(GenerationMachine):
-    """What requests generate is compressed, too."""
-
-    options: ClassVar[dict[str, Any]] = GenerationMachine.options | {"is_latent": True}
-
-
-LATENT_MACHINES = (LatentsMachine, LatentsUnsplittableMachine, LatentsHostMachine, LatentsGenerationMachine)
+LATENT_MACHINES = (LatentsMachine, LatentsUnsplittableMachine, LatentsHostMachine)

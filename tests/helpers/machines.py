@@ -19,7 +19,6 @@ from helpers.harness_store import adoption, exported
 from helpers.late_stream import TwiceStream
 from helpers.own_policies import OWN_POLICIES
 from sgl_kvevict.cache.nodes import path_to
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies import Policy, build_policy
 
@@ -395,49 +394,6 @@ class SessionMachine(CacheMachine):
         self.harness.tree.open_radix_session(session)
 
 
-class GenerationMachine(CacheMachine):
-    """Requests generate for long, and what they generate is compressed meanwhile."""
-
-    policy: PseudoRandomPolicy | Policy | None = build_policy("h2o", {})
-    num_slots = 150
-    options: ClassVar[dict[str, Any]] = {
-        "config": KVEvictConfig(
-            policy="h2o", budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, decode_block=3
-        )
-    }
-
-    def _admit(self, req, first_chunk):
-        if sum(req.origin_input_ids) % 7 == 0:
-            self.harness.tree.prefixes.readers[req].is_exact = True
-        super()._admit(req, first_chunk)
-
-    @rule()
-    def turn(self):
-        self.harness.turn()
-
-    @precondition(lambda self: self.decoding)
-    @rule(data=st.data(), steps=st.integers(5, 40))
-    def generate(self, data, steps):
-        req = data.draw(st.sampled_from(self.decoding))
-        for _ in range(steps):
-            if req in self.harness.live and self.harness.decode(req):
-                self.harness.turn()
-        self._settle()
-
-
-class CoarseGenerationMachine(GenerationMachine):
-    """The same where only some lengths are cached."""
-
-    options: ClassVar[dict[str, Any]] = {**GenerationMachine.options, "cache_grid": 7}
-
-
-class GenerationHintsMachine(GenerationMachine, HintsMachine):
-    """The same while prompts move to the host's memory, grow again, or stay."""
-
-    num_slots = 200
-    options: ClassVar[dict[str, Any]] = HintsMachine.options | GenerationMachine.options | {"waits": False}
-
-
 class BesideMachine(CacheMachine):
     """Entries are chosen beside steps, by keys that must not change meanwhile, and exchanged two turns later."""
 
@@ -504,13 +460,6 @@ class BesidePressureMachine(BesideMachine, PressureMachine):
     options: ClassVar[dict[str, Any]] = PressureMachine.options | BesideMachine.options
 
 
-class BesideGenerationMachine(BesideMachine, GenerationHintsMachine):
-    """Answers are compressed while their prompts' entries are still being chosen."""
-
-    policy = GenerationHintsMachine.policy
-    options: ClassVar[dict[str, Any]] = GenerationHintsMachine.options | BesideMachine.options
-
-
 class StockMachine(CacheMachine):
     """Policy ``none``: the same accounting without any compression."""
 
@@ -548,14 +497,10 @@ MACHINES = (
     TailMachine,
     FrequencyMachine,
     SessionMachine,
-    GenerationMachine,
-    CoarseGenerationMachine,
-    GenerationHintsMachine,
     BesideMachine,
     BesideUnsplittableMachine,
     BesideHostMachine,
     BesideHintsMachine,
     BesidePressureMachine,
-    BesideGenerationMachine,
     StockMachine,
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sgl_kvevict.ragged import MergePlan, Selection
 from sgl_kvevict.segments import (
     Compressor,
-    Generated,
-    GeneratedCompressor,
+    KeptRows,
     Observation,
     Order,
     Segment,
@@ -24,6 +24,13 @@ def ordered(segment: Segment, keys: Tensor) -> None:
     segment.order = Order(lambda: keys, is_measured=False, start=segment.start, end=segment.end)
 
 
+def kept_rows(selection: Selection, num_tokens: int) -> tuple[KeptRows]:
+    """The selected entries of uncompressed tokens, in rows of 16 bits."""
+    lens = selection.keep_lens.flatten().long()
+    runs = torch.arange(lens.numel()).repeat_interleave(lens)
+    return (KeptRows(16, runs * num_tokens + selection.indices, selection.keep_lens),)
+
+
 def pack(
     packer: SegmentPacker,
     token_slots: Tensor,
@@ -34,7 +41,7 @@ def pack(
     order: Tensor | None = None,
 ) -> tuple[Segment, Tensor]:
     """Write the selected entries of uncompressed tokens into as few of their slots as they take."""
-    sources = Sources(packer.geometry, [TokenRange(token_slots, start)], selection)
+    sources = Sources(packer.geometry, [TokenRange(token_slots, start)], kept_rows(selection, token_slots.numel()))
     written = packer.rewrite(sources, sources.fewest_slots, merge=merge)
     segment = Segment(packer.geometry, sources.start, sources.end, written.packed)
     if order is not None:
@@ -62,23 +69,6 @@ def compress(
     is_cut = packer.geometry.has_windows and num_slots < num_tokens
     segment.splittable = compressor.policy.splittable and not is_cut
     return segment, written.freed
-
-
-def write_block(
-    compressor: Compressor, generation: GeneratedCompressor, generated: Generated, token_slots: Tensor, num_new: int
-) -> Tensor:
-    """Write a block of generated tokens and those before it anew; return the slots that are free."""
-    block = generation.choose(generated, token_slots, num_new, None)
-    packer, old = compressor.packer, generated.segment
-    parts = [] if old is None else [old.live_view]
-    tokens = TokenRange(token_slots[:num_new], generated.compressed_end)
-    sources = Sources(packer.geometry, [*parts, tokens], block.selection)
-    written = packer.rewrite(sources, sources.fewest_slots, block.merge)
-    segment = Segment(packer.geometry, sources.start, sources.end) if old is None else old
-    segment.pack(written.packed, sources.end, written.kept)
-    segment.policy_state, segment.is_generated = block.state, True
-    generation.written(generated, block, segment)
-    return written.freed
 
 
 def squeeze(packer: SegmentPacker, segment: Segment, num_slots: int) -> Tensor:

@@ -16,7 +16,6 @@ DEFAULT = ServerSettings(
     chunked_prefill_size=4096,
     speculative_algorithm=None,
     speculative_num_draft_tokens=None,
-    strips_thinking=False,
     state_strategy="no_buffer",
     load_format="auto",
     has_tokenizer=True,

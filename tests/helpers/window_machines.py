@@ -10,7 +10,6 @@ from hypothesis.stateful import rule
 from helpers.machines import (
     CacheMachine,
     ExactMachine,
-    GenerationMachine,
     PressureMachine,
     SessionMachine,
     StockMachine,
@@ -60,10 +59,6 @@ class WindowSessionMachine(Windows, SessionMachine):
     """Sessions hold windows too."""
 
 
-class WindowGenerationMachine(Windows, GenerationMachine):
-    """What requests generate is compressed, and their windows move on."""
-
-
 class WindowStockMachine(Windows, StockMachine):
     """Nothing is compressed."""
 
@@ -75,6 +70,5 @@ WINDOW_MACHINES = (
     WindowExactMachine,
     WindowTailMachine,
     WindowSessionMachine,
-    WindowGenerationMachine,
     WindowStockMachine,
 )

@@ -8,8 +8,7 @@ from helpers.references import accumulated_attention_reference
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.ragged import Selection
-from sgl_kvevict.segments import MeasuredRange, ReaderObservation, Segment, SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments import KeptRows, MeasuredRange, ReaderObservation, Segment, SegmentPacker, Sources, TokenRange
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=16, num_token_slots=60)
 START, END = 4, 24
@@ -118,7 +117,7 @@ def pack_some(segment: Segment, num_tokens: int) -> tuple[SegmentPacker, Tensor]
     keys.view(6, -1)[kept] = torch.arange(len(where), dtype=torch.int16)
     ordered(segment, keys)
     tokens = TokenRange(SLOTS[:num_tokens], START, keys, segment.attention)
-    sources = Sources(GEOMETRY, [tokens], Selection(lens, where[:, 1].int(), len(where)))
+    sources = Sources(GEOMETRY, [tokens], (KeptRows(16, kept.flatten().nonzero().squeeze(1), lens),))
     written = store.rewrite(sources, sources.fewest_slots)
     segment.pack(written.packed, sources.end, written.kept)
     return store, where

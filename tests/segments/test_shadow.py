@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.packing import pack, repack, squeeze
+from helpers.packing import kept_rows, pack, repack, squeeze
 from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -146,7 +146,7 @@ def test_of_tokens_in_place_the_rows_come_back_that_were_paid_most(world):
     """As many as the slots of the kept entries hold: the same as if they had been packed before."""
     lens = torch.tensor([len(tokens) for tokens in KEPT], dtype=torch.int32).view(2, 2)
     indices = torch.tensor([token for tokens in KEPT for token in tokens], dtype=torch.int32)
-    sources = Sources(TARGET, [TokenRange(SLOTS, START)], Selection(lens, indices, len(indices)))
+    sources = Sources(TARGET, [TokenRange(SLOTS, START)], kept_rows(Selection(lens, indices, len(indices)), TOKENS))
     copied = world.packer.copy_shadow(sources)
     world.pack(KEPT)
     packed = world.packer.copy_shadow(Sources(TARGET, [world.segment.live_view]))

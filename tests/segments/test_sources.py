@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.packing import ordered, pack
+from helpers.packing import kept_rows, ordered, pack
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import MergePlan, Selection
@@ -84,19 +84,8 @@ def test_of_equal_entries_the_lower_run_and_position_is_kept(packer: SegmentPack
     assert read(packer, small.packed) == named([0, 3], [1], [], [2])
 
 
-def test_a_segment_and_tokens_after_it_become_one(packer: SegmentPacker) -> None:
-    """The numbers of a selection go on from the segment's entries of a run to the tokens."""
-    old = packed(packer, 0, 4, *FIRST)
-    parts = [whole(old), TokenRange(torch.arange(5, 8), old.end)]
-    chosen = selection([1, 2], [0, 1, 3], [0], [])
-    grown = packer.rewrite(Sources(GEOMETRY, parts, chosen), 2)
-    assert read(packer, grown.packed) == named([3, 4], [1, 4, 6], [4], []) and grown.freed.tolist() == [5, 6, 7]
-    assert grown.kept.keys is None
-
-
 def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
-    old = packed(packer, 0, 4, *FIRST)
-    parts = [whole(old), TokenRange(torch.arange(5, 8), old.end)]
+    tokens = TokenRange(torch.arange(4, 9), START + 3)
     plan = MergePlan(
         indptr=torch.tensor([0, 1, 4], dtype=torch.int32),
         layers=torch.tensor([0, 1, 1, 1], dtype=torch.int32),
@@ -104,24 +93,24 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
         indices=torch.tensor([1, 4, 0, 2], dtype=torch.int32),
         weights=torch.tensor([1.0, 0.5, 0.25, 0.25]),
     )
-    sources = Sources(GEOMETRY, parts, selection([1], [], [], [4]))
+    sources = Sources(GEOMETRY, [tokens], kept_rows(selection([1], [], [], [4]), 5))
     merged = packer.rewrite(sources, 1, merge=plan).packed
     keys = packer.keys(merged.parts[0].rows)[:, 0].tolist()
-    assert keys == pytest.approx([103.0, 0.5 * 106.3 + 0.25 * 102.3 + 0.25 * 104.3])
-    assert merged.positions.tolist() == [103, 106]
+    assert keys == pytest.approx([104.0, 0.5 * 107.3 + 0.25 * 103.3 + 0.25 * 105.3])
+    assert merged.positions.tolist() == [104, 107]
 
 
 def test_sums_of_readers_and_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
     segment.attention, segment.readers = torch.arange(5.0), packer
-    segment.policy_state, segment.splittable, segment.is_generated = object(), False, True
+    segment.policy_state, segment.splittable = object(), False
     state, order = segment.policy_state, segment.order
     written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1)
     segment.pack(written.packed, segment.end, written.kept)
     assert segment.attention is not None and segment.attention.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert segment.order is not None and order is not None and segment.order.ranking is order.ranking
     assert segment.order.keys.tolist() == [1, 2, 3, 4] and segment.num_live_entries == 4
-    assert segment.policy_state is state and segment.is_generated and not segment.splittable
+    assert segment.policy_state is state and not segment.splittable
 
 
 def test_tokens_in_place_have_an_order_and_sums_by_run_and_token(packer: SegmentPacker) -> None:
@@ -164,7 +153,9 @@ def test_what_is_dead_is_not_kept(packer: SegmentPacker) -> None:
 @pytest.mark.parametrize("num_slots", [3, 1, 0, -1])
 def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker, num_slots: int) -> None:
     before = packer.k_arena.clone()
-    sources = Sources(GEOMETRY, [TokenRange(torch.tensor([1, 2]), START)], selection([0], [1], [0, 1], [1]))
+    sources = Sources(
+        GEOMETRY, [TokenRange(torch.tensor([1, 2]), START)], kept_rows(selection([0], [1], [0, 1], [1]), 2)
+    )
     with pytest.raises(
         ValueError, match=f"num_slots: got {num_slots} for 5 entries of ranges of 2 slots; allowed: 2 to 2"
     ):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.packing import compress, repack, squeeze, write_block
+from helpers.packing import compress, repack, squeeze
 from helpers.specialisations import recorded
 from helpers.statistics import random_statistics
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
@@ -20,7 +20,6 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.segments import (
     Compressor,
-    GeneratedCompressor,
     Segment,
     SegmentPacker,
     TokenRange,
@@ -70,9 +69,6 @@ def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
             _resize(compressor, segment, View(segment, start, start + num_tokens // 3))
             _read(compressor, segment, queries)
     assert_nothing_new(warm, served)
-
-
-BLOCKS = pytest.mark.parametrize("policy_name", ["h2o", "d2o", "snapkv", "streaming-llm"])
 
 
 def arena(stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,31 +155,4 @@ def test_batches_of_other_sizes(stored: torch.dtype, has_extras: bool) -> None:
             attention.plan(batch)
             for layer in (0, 1):
                 attention.run(layer, torch.randn(sum(new_lens), 8, 16).half(), 0.25, sink_logits)
-    assert_nothing_new(warm, served)
-
-
-@STORED
-@BLOCKS
-def test_generated_tokens_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
-    """Blocks of other lengths, at other slots, of a request that began elsewhere."""
-    config = KVEvictConfig(policy=policy_name, budget=0.3, decode_block=20)
-    policy = build_policy(policy_name, {})
-    assert policy is not None
-    compressor = Compressor(config, policy, SegmentPacker(GEOMETRY, *arena(stored)))
-    with recorded() as warm:
-        warm_up(compressor, torch.float16)
-    generation, row = GeneratedCompressor(compressor), torch.arange(3, 300)
-    generated, done = generation.new(33), []
-    with recorded() as served:
-        for position in range(33, 200):
-            step = generation.step([(0, position, generated)], 1)
-            for layer in range(GEOMETRY.num_layers if step is not None else 0):
-                queries = torch.randn(1, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
-                step.record(layer, queries, torch.full((1, GEOMETRY.num_qo_heads), 6.0), 0.25)
-            if generation.is_full(generated):
-                generation.count(generated, row[generated.compressed_end : position + 1])
-            if position - generated.compressed_end >= 37:
-                slots = row[generated.compressed_end : position + 1]
-                done.append(write_block(compressor, generation, generated, slots, 32))
-    assert len(done) == 5
     assert_nothing_new(warm, served)

@@ -198,7 +198,6 @@ OVERRIDES = {
         "match_prefix",
         "on_release",
         "protected_size",
-        "release_swa_prefix_lock",
         "reset",
         "total_size",
         "touch_prefix",

@@ -61,8 +61,6 @@ def test_what_recurrent_layers_rule_out_is_named():
     assert refused(**STATES) == []
     (reason,) = refused(own=settings(state_strategy="extra_buffer_lazy"), **STATES)
     assert reason.startswith("--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and")
-    (reason,) = refused(KVEvictConfig(policy="h2o", decode_block=64), **STATES)
-    assert reason.startswith("decode_block: a recurrent state")
     (reason,) = refused(own=settings(speculative_algorithm="NGRAM"), **STATES)
     assert reason.startswith("--speculative-algorithm: the model has recurrent layers")
 

@@ -22,7 +22,6 @@ from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Learned, RowSums, ScoreWeights
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import build_policy
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -65,10 +64,6 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
             harness.run(prompt, chunk=rng.choice([None, None, 13]))
         elif action == "drop":
             harness.evict(rng.choice([5, 20, 60]))
-        elif decoding and action == "decode" and harness.config.decode_block is not None:
-            req = rng.choice(decoding)
-            while harness.decode(req) and rng.random() < 0.9:
-                harness.turn()
         elif decoding and action in ("decode", "finish", "retract"):
             getattr(harness, action)(rng.choice(decoding))
         if scheduler is not None:
@@ -111,24 +106,6 @@ def test_trees_and_slots_stay_equal(policy, seed, bits):
     elif policy.get("splittable", True):
         assert totals.splits > 4 and totals.repacks > 2
         assert offered != others_offered  # without agreement, the ranks would have gone apart
-
-
-def test_answers_take_the_same_slots_though_other_entries_are_kept():
-    def run(rank, group):
-        config = CONFIG.model_copy(update={"decode_block": 5})
-        policy = build_policy("random", {"seed": rank})  # each rank scores its own heads
-        harness = Harness(num_slots=200, num_rows=6, config=config, policy=policy, group=group)
-        harness.tree.port.ranks = Recorded(group)
-        looks = traffic(harness, None, seed=3, steps=300)
-        segments = {span.segment for span in harness.tree.spans.values() if span.segment.is_generated}
-        kept = sorted((segment.start, segment.storage.positions.tolist()) for segment in segments)
-        return looks, harness.tree.prefixes.listener.totals.released_slots, kept
-
-    (looks, released, kept), (others_looks, others_released, others_kept) = on_two_ranks(run)
-    for look, others in zip(looks, others_looks, strict=True):
-        assert look == others
-    assert released == others_released > 100
-    assert kept != others_kept and [start for start, _ in kept] == [start for start, _ in others_kept]
 
 
 def test_a_repack_takes_what_the_rank_with_most_entries_needs():

@@ -130,9 +130,6 @@ def test_settings_that_speculation_cannot_have():
     (reason,) = speculation(speculative_algorithm="NGRAM", speculative_num_draft_tokens=65)
     assert reason == "--speculative-num-draft-tokens is 65; allowed: 1 to 64"
     assert MAX_DRAFTS == MAX_TREE_TOKENS
-    (reason,) = speculation(KVEvictConfig(policy="h2o", decode_block=32), speculative_algorithm="NGRAM")
-    assert reason.startswith("decode_block: ")
     assert speculation(speculative_algorithm="STANDALONE", speculative_draft_attention_backend="kvevict") == []
     (reason,) = speculation(speculative_algorithm="STANDALONE", speculative_draft_attention_backend="triton")
     assert reason.startswith("--speculative-draft-attention-backend is 'triton', only 'kvevict' is supported")
-    assert speculation(KVEvictConfig(policy="h2o", decode_block=32)) == []

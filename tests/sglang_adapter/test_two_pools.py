@@ -114,19 +114,6 @@ def test_running_requests_go_on_while_the_window_of_their_prefix_is_taken():
     harness.finish(req)
 
 
-def test_a_request_keeps_the_window_over_what_it_generated_and_gave_to_the_tree():
-    """SGLang lets go of a prefix's window after as many steps as a window has tokens; this prefix has grown since."""
-    config = KVEvictConfig(policy="h2o", budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, decode_block=3)
-    harness = TwoPoolHarness(policy=build_policy("h2o", {}), config=config)
-    req = harness.run([0, 7, 3, 10, 0])
-    for _ in range(3 * WINDOW):
-        harness.decode(req)
-        harness.turn()
-        harness.evict_windows(100)
-    assert req.kv.cache_protected_len > len(req.origin_input_ids) + WINDOW
-    harness.finish(req)
-
-
 def test_short_window_slots_take_windows_and_leave_compressed_prefixes():
     harness = TwoPoolHarness()
     harness.finish(harness.run([*DOCUMENT, 1, 1]))

@@ -15,8 +15,7 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.ragged import Selection
-from sgl_kvevict.segments import Segment, SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments import KeptRows, Segment, SegmentPacker, Sources, TokenRange
 
 POLICIES = ("ada-snapkv", "reconstruction")
 WINDOW = 32
@@ -42,8 +41,8 @@ class Prefix:
         self.reader_attention = torch.rand(heads, tokens, device=setting.device)
         self.num_kept = setting.kept_tokens * self.geometry.num_runs
 
-    def selection(self) -> Selection:
-        """A random one whose runs are uneven."""
+    def random_rows(self) -> KeptRows:
+        """Kept entries whose runs are uneven."""
         runs, tokens = self.geometry.num_runs, self.setting.prefix_tokens
         score = torch.rand(runs, tokens, device=self.setting.device)
         score *= torch.rand(runs, 1, device=self.setting.device) + 0.5
@@ -51,7 +50,7 @@ class Prefix:
         kept[score.flatten().topk(self.num_kept).indices] = True
         kept = kept.view(runs, tokens)
         lens = kept.sum(1).int().view(self.geometry.num_layers, self.geometry.num_kv_heads)
-        return Selection(lens, kept.nonzero()[:, 1].int(), self.num_kept)
+        return KeptRows(16, kept.flatten().nonzero().squeeze(1), lens)
 
     def show(self, layer: int) -> LayerView:
         """What a policy is shown of a layer."""
@@ -70,23 +69,23 @@ class Prefix:
 
     def compress(self, policy: Policy) -> None:
         """Scores, selection and packing, as the server does them."""
-        decision = policy.select(self.show, self.geometry, self.num_kept, 0)
-        self.pack(decision.selection)
+        order = policy.order(self.show, self.geometry, self.num_kept, 0)
+        self.pack(Sources(self.geometry, [TokenRange(self.token_slots, 0, order)]).best(self.setting.kept_tokens))
 
-    def pack(self, selection: Selection) -> Segment:
-        """Move the selected entries into a segment."""
-        sources = Sources(self.geometry, [TokenRange(self.token_slots, 0)], selection)
+    def pack(self, sources: Sources) -> Segment:
+        """Move the kept entries into a segment."""
         written = self.store.rewrite(sources, sources.fewest_slots)
         return Segment(self.geometry, sources.start, sources.end, written.packed)
 
 
 def compaction(setting: Setting) -> list[dict[str, Any]]:
-    """Moving the rows of a known selection; bytes with and without the temporary that some of them go through."""
+    """Moving the rows of known entries; bytes with and without the temporary that some of them go through."""
     prefix = Prefix(setting)
-    selection = prefix.selection()
+    rows, tokens = prefix.random_rows(), TokenRange(prefix.token_slots, 0)
     # Packing fills the first slots; what lies there already cannot move directly.
-    through_temporary = float((selection.indices < prefix.geometry.slots_for(prefix.num_kept)).float().mean())
-    seconds = device_seconds(setting, lambda i: prefix.pack(selection))
+    is_there = rows.numbers % setting.prefix_tokens < prefix.geometry.slots_for(prefix.num_kept)
+    through_temporary = float(is_there.float().mean())
+    seconds = device_seconds(setting, lambda i: prefix.pack(Sources(prefix.geometry, [tokens], (rows,))))
     moved = 2 * prefix.num_kept * setting.entry_bytes
     copied = copy_bandwidth(setting)
     return [

@@ -12,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from policy_bench.prompt import CLOCK, PrefilledPrompt
 from sgl_kvevict.distill import CachedRange, with_learned_scores
-from sgl_kvevict.policies import Decision, LayerView, Signal, build_policy
+from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments import PromptObservation, SegmentPacker, Sources, TokenRange
 from sgl_kvevict.segments.prompt_observation import ObservationSpec
 
@@ -88,8 +89,8 @@ class PolicyRun:
         """What the forward pass adds."""
         return self.prompt.observe(self.spec)
 
-    def decide(self, observation: PromptObservation) -> Decision:
-        """Scores, budgets, selection, merge plan."""
+    def decide(self, observation: PromptObservation) -> tuple[Sources, MergePlan | None]:
+        """The entries that are kept, as the server chooses them, and how others are merged into them."""
         prompt = self.prompt
 
         def show_left(layer: int) -> LayerView:
@@ -102,12 +103,15 @@ class PolicyRun:
             tokens = CachedRange(prompt.k_arena, prompt.v_arena, self.token_slots, 0, self.token_slots.numel())
             show = with_learned_scores(show_left, prompt.score_weights, tokens, prompt.rotary)
         total = self.num_slots * prompt.geometry.num_runs
-        return self.policy.select(show, prompt.geometry, total, SINK_TOKENS)
+        order = self.policy.order(show, prompt.geometry, total, SINK_TOKENS)
+        sources = Sources(prompt.geometry, [TokenRange(self.token_slots, 0, order)]).best(self.num_slots)
+        assert sources.selection is not None
+        merge, _ = self.policy.merge(show, prompt.geometry, sources.selection, None)
+        return sources, merge
 
-    def compact(self, decision: Decision, store: SegmentPacker) -> None:
+    def compact(self, sources: Sources, merge: MergePlan | None, store: SegmentPacker) -> None:
         """Move rows."""
-        sources = Sources(store.geometry, [TokenRange(self.token_slots, 0)], decision.selection)
-        store.rewrite(sources, sources.fewest_slots, merge=decision.merge)
+        store.rewrite(sources, sources.fewest_slots, merge=merge)
 
     def copied_store(self) -> SegmentPacker:
         """A pool to write to; the prompt's own stays as it is."""
@@ -125,7 +129,7 @@ def measure(run: PolicyRun, prefill_s: float, repeats: int) -> Cost:
         clock.append(CLOCK())
         decision = run.decide(observation)
         clock.append(CLOCK())
-        run.compact(decision, store)
+        run.compact(*decision, store)
         clock.append(CLOCK())
         times.append([after - before for before, after in itertools.pairwise(clock)])
     signals, decide, compact = (min(column) for column in zip(*times, strict=True))
@@ -137,7 +141,7 @@ def measure_memory(run: PolicyRun, store: SegmentPacker) -> tuple[int, int]:
     """Bytes that stay between forward pass and compression, and the peak of both."""
     held: list[Any] = []
     kept, peak_forward = allocations(lambda: held.append(run.observe()))
-    _, peak_after = allocations(lambda: run.compact(run.decide(held[0]), store))
+    _, peak_after = allocations(lambda: run.compact(*run.decide(held[0]), store))
     return kept, max(peak_forward, kept + peak_after)
 
 

@@ -6,16 +6,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
-from kvevict_tools.launcher import RunningServer
-from kvevict_tools.measure import parse_gauges
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.types import AnyEvent, EventBatch
 
-LOOKS_S = 0.5
-"""Between two looks at a server's gauges, which it refreshes every few dozen steps."""
 ANSWERS_S = 60.0
 """A server answers between two steps; events are followed from its first answer on."""
 
@@ -74,13 +69,3 @@ def watching(endpoint: str) -> Iterator[Watch]:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
         loop.close()
-
-
-def most_slots(server: RunningServer, running: Future[object]) -> int:
-    """Most token slots that were not free, as SGLang's gauges show it, until something is done."""
-    most = 0
-    while not running.done():
-        gauges = parse_gauges(server.get_text("/metrics"))
-        most = max(most, gauges.total - gauges.available)
-        time.sleep(LOOKS_S)
-    return most
