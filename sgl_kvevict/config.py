@@ -13,11 +13,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from sgl_kvevict.config_file import CONFIG_SUFFIXES, SUFFIXES_IN_WORDS, decode_config, read_config_file
 from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed
+from sgl_kvevict.paths import expanded
 
 ENV_VAR = "KVEVICT_CONFIG"
 HOST_PER_POOL = 2
@@ -43,7 +54,14 @@ _Endpoint = Annotated[
         json_schema_extra={"allowed": "an address to bind: tcp://HOST:PORT (a port from 1 to 65535) or ipc://PATH"},
     ),
 ]
-_Path = Annotated[str, Field(pattern=r"^[^\x00]+$")]
+
+
+def _expand(path: str, info: ValidationInfo) -> str:
+    return path if "://" in path else str(expanded(path, str(info.field_name)))
+
+
+_Path = Annotated[str, Field(pattern=r"^[^\x00]+$"), AfterValidator(_expand)]
+"""A path with ``~`` replaced, or a URL."""
 
 
 class EventsConfig(BaseModel):

@@ -12,10 +12,13 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Literal
+
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.paths import expanded, write_error
 
 SGLANG = "0.5.23"
 FLASHINFER = "0.7.2"
@@ -28,6 +31,9 @@ FP8_CAPABILITY = (8, 9)
 MIN_GLIBC = (2, 34)
 """Of SGLang's wheels for GPUs (manylinux_2_34)."""
 MIN_HOST_GIB = 4.0
+INSTALL = 'pip install ".[gpu]" in a checkout, or `make setup` for a CPU'
+PLUGIN, CPU_PLATFORM = "kvevict", "kvevict_cpu"
+"""Names of our entry points."""
 BUILD_TOOLS = ("C compiler", "CUDA toolkit", "ninja", "C++ compiler")
 """Checks of tools that compile kernels at the first start; not needed once kernels are cached."""
 GIB = 2**30
@@ -51,6 +57,10 @@ class Machine:
     Attributes:
         packages: version by name, of the packages that matter.
         plugins: names of our entry points that SGLang would find.
+        excluded_by: the variable, with its value, that keeps SGLang from loading them.
+        home: folder of this user.
+        cache: folder in which PyTorch keeps what it compiles for SGLang, which makes it when it is imported.
+        cache_error: why that cannot be written.
         host_gib: available host memory.
         numba_reason: why attention 'numba' cannot run here; None: it can.
         torch_cuda: CUDA version that torch is built for.
@@ -61,6 +71,10 @@ class Machine:
 
     packages: dict[str, str] = field(default_factory=dict)
     plugins: frozenset[str] = frozenset()
+    excluded_by: str | None = None
+    home: str | None = None
+    cache: str = ""
+    cache_error: str | None = None
     cpu_flags: frozenset[str] = frozenset()
     host_gib: float = 0.0
     glibc: str = ""
@@ -85,6 +99,28 @@ class Check:
     mend: str = ""
 
 
+def read_environment() -> Machine:
+    """Collect the facts that :func:`check_environment` judges, without torch."""
+    groups = ("sglang.srt.plugins", "sglang.srt.platforms")
+    loaded = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    excluded_by = None
+    if loaded and PLUGIN not in loaded:
+        excluded_by = "SGLANG_PLUGINS"
+    elif os.environ.get("SGLANG_PLATFORM", "") not in ("", CPU_PLATFORM):
+        excluded_by = "SGLANG_PLATFORM"  # SGLang loads nothing else of a package that has another platform
+    machine = Machine(
+        plugins=frozenset(entry.name for group in groups for entry in entry_points(group=group)),
+        excluded_by=excluded_by and f"{excluded_by}={os.environ[excluded_by]}",
+    )
+    try:
+        home = expanded("~", "HOME")
+    except ConfigError:
+        return machine
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("SGLANG_CACHE_DIR")
+    cache = Path(chosen) if chosen else home / ".cache" / "sglang"
+    return replace(machine, home=str(home), cache=str(cache), cache_error=write_error(cache))
+
+
 def read_machine(devices: Sequence[int] | None = None) -> Machine:
     """Collect facts about this machine; takes seconds, because torch is imported.
 
@@ -104,10 +140,9 @@ def read_machine(devices: Sequence[int] | None = None) -> Machine:
     names = ("sglang", "torch", "triton", "numba", "flashinfer-python", "flashinfer-jit-cache")
     tools = {"ninja": ("ninja",), "c++": ("c++", "g++"), "cc": (os.environ.get("CC", "cc"), "gcc", "clang")}
     paths = {tool: next(filter(None, map(shutil.which, commands)), None) for tool, commands in tools.items()}
-    groups = ("sglang.srt.plugins", "sglang.srt.platforms")
-    return Machine(
+    return replace(
+        read_environment(),
         packages={name: found for name in names if (found := _version(name))},
-        plugins=frozenset(entry.name for group in groups for entry in entry_points(group=group)),
         cpu_flags=_cpu_flags(),
         host_gib=free_host_gib(),
         glibc=platform.libc_ver()[1],
@@ -129,13 +164,24 @@ def check_machine(machine: Machine, device: str, dtype: str = "bfloat16") -> lis
 
 
 def check_packages(machine: Machine) -> list[Check]:
-    """Check that the supported SGLang is installed and finds this package."""
-    install = 'pip install ".[gpu]" in a checkout, or `make setup` for a CPU'
+    """Check that the supported SGLang is installed."""
     sglang = machine.packages.get("sglang")
-    checks = [_needs("SGLang", sglang == SGLANG, sglang or "not installed", f"install sglang=={SGLANG}: {install}")]
-    ours = {"kvevict", "kvevict_cpu"} <= machine.plugins
+    return [_needs("SGLang", sglang == SGLANG, sglang or "not installed", f"install sglang=={SGLANG}: {INSTALL}")]
+
+
+def check_environment(machine: Machine) -> list[Check]:
+    """Check that SGLang loads this package, and has a folder to write to; without either it ends with a traceback."""
+    ours = {PLUGIN, CPU_PLATFORM} <= machine.plugins
     found = "SGLang finds it" if ours else "SGLang does not find it"
-    return [*checks, _needs("plugin", ours, found, f"install this package into SGLang's environment: {install}")]
+    plugin = _needs("plugin", ours, found, f"install this package into SGLang's environment: {INSTALL}")
+    if machine.excluded_by is not None:
+        plugin = Check("plugin", "missing", f"{machine.excluded_by} leaves it out", "unset that variable")
+    if machine.home is None:
+        return [plugin, Check("home", "missing", "this user has no home folder", "set HOME to a folder")]
+    reason = machine.cache_error
+    found = machine.cache if reason is None else f"{machine.cache} cannot be written ({reason})"
+    mend = "set SGLANG_CACHE_DIR to a folder that can be: SGLang does not start without"
+    return [plugin, Check("home", "ok", machine.home), _needs("cache", reason is None, found, mend)]
 
 
 def _cpu_checks(machine: Machine, dtype: str) -> list[Check]:

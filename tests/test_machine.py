@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvevict import machine as checks
-from sgl_kvevict.machine import Gpu, Machine, check_machine, check_packages, read_machine
+from sgl_kvevict.machine import Gpu, Machine, check_environment, check_machine, check_packages, read_machine
 from sgl_kvevict.sglang_adapter.compat import SUPPORTED_SGLANG
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 227, 79.0, 79.6)
@@ -31,12 +31,14 @@ COMPLETE = Machine(
     gpus=(H100, H100),
     nvcc="/usr/local/cuda/bin/nvcc",
     tools={"ninja": "/usr/bin/ninja", "c++": "/usr/bin/c++", "cc": "/usr/bin/cc"},
+    home="/home/somebody",
+    cache="/home/somebody/.cache/sglang",
 )
 
 
 def test_a_complete_machine_needs_nothing() -> None:
     for device in ("cuda", "cpu"):
-        lines = check_packages(COMPLETE) + check_machine(COMPLETE, device)
+        lines = check_packages(COMPLETE) + check_environment(COMPLETE) + check_machine(COMPLETE, device)
         assert {(line.state, line.mend) for line in lines} == {("ok", "")}
     found = {line.name: line.found for line in check_machine(COMPLETE, "cuda")}
     assert found["GPU"] == "2 x NVIDIA H100 80GB HBM3, compute capability 9.0"
@@ -73,7 +75,8 @@ def test_what_is_missing_is_named_with_its_mend(
 
 
 def test_another_sglang_and_a_plugin_that_is_not_found() -> None:
-    lines = check_packages(replace(COMPLETE, packages={"sglang": "0.5.24"}, plugins=frozenset()))
+    other = replace(COMPLETE, packages={"sglang": "0.5.24"}, plugins=frozenset())
+    lines = [line for line in check_packages(other) + check_environment(other) if line.state != "ok"]
     assert [(line.name, line.state) for line in lines] == [("SGLang", "missing"), ("plugin", "missing")]
     assert "sglang==0.5.23" in lines[0].mend
 

@@ -18,12 +18,13 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Say what this machine has and lacks; exit code 1: a server could not start."""
-    from sgl_kvevict.machine import check_machine, check_packages, read_machine
+    from sgl_kvevict.machine import check_environment, check_machine, check_packages, read_machine
     from sgl_kvevict.support import FIRST_START, reasons
 
     machine = read_machine()
     chosen = device if device != "auto" else "cuda" if machine.driver or machine.gpus else "cpu"
-    checks = {name: check_packages(machine) + check_machine(machine, name) for name in ("cuda", "cpu")}
+    common = check_packages(machine) + check_environment(machine)
+    checks = {name: common + check_machine(machine, name) for name in ("cuda", "cpu")}
     can_start = {name: not any(reasons(FIRST_START, line) for line in lines) for name, lines in checks.items()}
     if as_json:
         found = {name: [asdict(line) for line in lines] for name, lines in checks.items()}

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from sgl_kvevict.paths import cache_folder, expanded
 
 
 def models_dir() -> Path:
-    """Folder of named models: ``sgl-kvevict/models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    cache_home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache_home) if cache_home else Path.home() / ".cache") / "sgl-kvevict" / "models"
+    """Folder of named models."""
+    return cache_folder("models")
 
 
 def resolve_model(model: str) -> str:
-    """Return SGLang's ``--model-path``: the folder of a named model ("demo"), else ``model`` itself."""
-    if not model or "/" in model or model.startswith((".", "~")):
+    """Return SGLang's ``--model-path``: the folder of a named model ("demo"), else ``model`` itself, ``~`` replaced."""
+    if model.startswith("~"):
+        return str(expanded(model, "model"))
+    if not model or "/" in model or model.startswith("."):
         return model
     folder = models_dir() / model
     return str(folder.resolve()) if folder.is_dir() else model

@@ -17,11 +17,10 @@ from sgl_kvevict.cli.model_names import resolve_model, unknown_model
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
 from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.machine import has_fast_bfloat16
+from sgl_kvevict.machine import CPU_PLATFORM, check_environment, has_fast_bfloat16, read_environment
 from sgl_kvevict.sglang_adapter.start_facts import before_load
-from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, reasons
+from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, MACHINE, reasons
 
-CPU_PLATFORM = "kvevict_cpu"
 CPU_POOL_TOKENS = 32768
 """Pool size on a CPU; by default SGLang would claim most of the machine's memory, and fill it with zeros."""
 
@@ -144,7 +143,7 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
         if path != model and not has_fast_bfloat16():  # a named model: bfloat16
             wanted["--dtype"] = "float32"
-        environ["SGLANG_PLATFORM"] = os.environ.get("SGLANG_PLATFORM") or CPU_PLATFORM
+        environ["SGLANG_PLATFORM"] = CPU_PLATFORM
     if Path(path).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
     for flag, value in wanted.items():
@@ -183,6 +182,8 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str]) -> list[s
     problems = []
     if importlib.util.find_spec("sglang") is None:
         problems.append("SGLang is not installed: pip install 'sgl-kvevict[gpu]', or `make setup` on a CPU")
+    for check in check_environment(read_environment()):
+        problems += reasons(MACHINE, check)
     folder = Path(resolve_model(model))
     if reason := unknown_model(model):
         problems.append(reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +88,11 @@ def read_model_sizes(model: str) -> ModelSizes:
     Raises:
         ConfigError: no such model, or it has no plain attention.
     """
-    if reason := unknown_model(os.path.expanduser(model)):
+    if reason := unknown_model(model):
         raise ConfigError(reason)
     model = resolve_model(model)
     allowed = "a folder with a config.json, or a hub name that can be reached from here"
-    folder = Path(os.path.expanduser(model))
+    folder = Path(model)
     try:
         file = folder / "config.json" if folder.is_dir() else _downloaded(model)
         values = json.loads(file.read_text(encoding="utf-8"))

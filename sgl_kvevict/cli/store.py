@@ -13,6 +13,7 @@ import typer
 
 from sgl_kvevict.cli.parameters import Json, Long
 from sgl_kvevict.errors import ConfigError, StoreError
+from sgl_kvevict.paths import expanded
 
 if TYPE_CHECKING:
     from sgl_kvevict.store import Backend
@@ -118,10 +119,9 @@ def pull(target: Url, source: Annotated[str, typer.Argument(metavar="SOURCE", he
 
 
 def _place(url: str, name: str) -> str:
-    place = url if "://" in url else os.path.expanduser(url)
-    if not place or place.startswith("~"):
+    if not url:
         raise ConfigError(f"{name}: got {url!r}; allowed: a folder or a URL")
-    return place
+    return url if "://" in url else str(expanded(url, name))
 
 
 def _open(url: str, name: str = "STORE") -> Backend:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.distill.row_sums import STATISTICS
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.paths import cache_folder
 
 FORMAT = "sgl-kvevict score weights 2"
 FORMATS = ("sgl-kvevict score weights 1", FORMAT)
@@ -174,19 +174,12 @@ def file_name(model: ModelIdentity) -> str:
 
 def weights_folders() -> list[Path]:
     """Folders to search: the user's cache, then the weights shipped with this package."""
-    return [cache_folder(), Path(__file__).with_name("known")]
-
-
-def cache_folder() -> Path:
-    """Where servers keep what they learned: ``sgl-kvevict/score-weights`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    cache_home = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(cache_home) if cache_home else Path.home() / ".cache"
-    return cache / "sgl-kvevict" / "score-weights"
+    return [cache_folder("score-weights"), Path(__file__).with_name("known")]
 
 
 def cached_file(model: ModelIdentity) -> Path:
     """The file in which servers keep the weights of a model."""
-    return cache_folder() / file_name(model)
+    return cache_folder("score-weights") / file_name(model)
 
 
 def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: ModelIdentity) -> list[str]:

@@ -40,7 +40,7 @@ def passages_of(folder: str | None) -> list[str]:
     if folder is None:
         return training_texts(lengths)
     try:
-        texts = texts_of_folder(Path(folder).expanduser(), lengths)
+        texts = texts_of_folder(Path(folder), lengths)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"score_texts: {folder!r} cannot be read: {error}") from error
     found = [text for text in texts if len(text) >= min(LENGTHS)]

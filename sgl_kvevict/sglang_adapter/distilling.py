@@ -110,7 +110,7 @@ class Distilling:
         source = self._config.score_weights
         if source is None or self._identity is None:
             return None
-        return cached_file(self._identity) if source == AUTO else Path(source).expanduser()
+        return cached_file(self._identity) if source == AUTO else Path(source)
 
     @property
     def share(self) -> float:
@@ -214,7 +214,7 @@ class Distilling:
         """What files have of the model; of two, the first one that has a part of it."""
         if source is None or self._identity is None:
             return Learned()
-        paths = all_weights(self._identity, weights_folders()) if source == AUTO else [Path(source).expanduser()]
+        paths = all_weights(self._identity, weights_folders()) if source == AUTO else [Path(source)]
         known = Learned()
         for path in paths:
             if not path.exists():

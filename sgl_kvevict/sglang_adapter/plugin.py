@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from typing import TYPE_CHECKING
 
-from sgl_kvevict.sglang_adapter.compat import require_supported_sglang
-from sgl_kvevict.sglang_adapter.hooks import HOOKS
+from sgl_kvevict.errors import KVEvictError
+from sgl_kvevict.machine import CPU_PLATFORM
 from sgl_kvevict.support import BACKEND_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Capacities of oneDNN's and PyTorch's caches of compiled matrix products; the default of both is 1024."""
@@ -25,9 +29,26 @@ CPU_PLATFORM_CLASS = "sgl_kvevict.sglang_adapter.platform.KVEvictCpuPlatform"
 def register() -> None:
     """Register tree, attention backend and hooks as ``kvevict`` (entry point ``sglang.srt.plugins``).
 
-    SGLang only logs an exception raised here (:class:`UnsupportedSetupError` for an unsupported SGLang version);
-    selecting the backend then fails with "not registered".
+    SGLang only logs an exception raised here (:class:`UnsupportedSetupError` for an unsupported SGLang version). Its
+    command line would then refuse the flags that select this plugin, below all its options and without the reason: so a
+    process that was started with these flags ends here, and the reason is its last line.
     """
+    try:
+        _register()
+    except Exception as error:
+        if not any(word.rpartition("=")[2] == BACKEND_NAME for word in sys.argv[1:]):
+            raise
+        if not isinstance(error, KVEvictError):
+            logger.exception("kvevict: the plugin cannot be loaded")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise SystemExit(f"sgl-kvevict: error: SGLang cannot load this plugin: {reason}") from error
+
+
+def _register() -> None:
+    # Imported here, so that what is wrong with SGLang's modules is raised in `register`, which tells it.
+    from sgl_kvevict.sglang_adapter.compat import require_supported_sglang
+    from sgl_kvevict.sglang_adapter.hooks import HOOKS
+
     require_supported_sglang()
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -49,7 +70,7 @@ def cpu_platform() -> str | None:
     """
     from sglang.srt.environ import envs
 
-    if envs.SGLANG_PLATFORM.get() != "kvevict_cpu":
+    if envs.SGLANG_PLATFORM.get() != CPU_PLATFORM:
         return None
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import KVEvictError
+from sgl_kvevict.paths import cache_folder, write_error
 from sgl_kvevict.support import MODELS, BeforeLoad
 
 
@@ -56,16 +56,18 @@ def _errors(config: KVEvictConfig, address: tuple[str, object] | None) -> dict[s
 
         errors["store URL"] = _refusal(partial(open_backend, config.store))
     elif config.store is not None:
-        errors["store"] = write_error(Path(config.store).expanduser())
-    if config.score_weights not in (None, "auto"):
-        path = Path(config.score_weights).expanduser()
+        errors["store"] = write_error(Path(config.store))
+    if config.score_weights == "auto":
+        errors["score_weights file"] = _refusal(partial(cache_folder, "score-weights"))
+    elif config.score_weights is not None:
+        path = Path(config.score_weights)
         if path.exists():
             from sgl_kvevict.distill.files import check_format  # imports torch
 
             errors["score_weights file"] = _refusal(partial(check_format, path))
         else:  # they are learned, and written there
             errors["score_weights"] = write_error(path.parent)
-    if config.score_texts is not None and Path(config.score_texts).expanduser().is_dir():
+    if config.score_texts is not None and Path(config.score_texts).is_dir():
         from sgl_kvevict.distill.texts import passages_of
 
         errors["score_texts"] = _refusal(partial(passages_of, config.score_texts))
@@ -85,19 +87,6 @@ def _refusal(use: Callable[[], object]) -> str | None:
     except KVEvictError as error:
         return str(error)
     return None
-
-
-def write_error(folder: Path) -> str | None:
-    """Return why a folder, which may not exist yet, is not writable; None if it is."""
-    try:
-        while not folder.exists():
-            folder = folder.parent
-        if not folder.is_dir():
-            return f"{folder} is not a folder"
-        with tempfile.TemporaryDirectory(dir=folder):
-            return None
-    except (OSError, ValueError) as error:  # ValueError: a NUL
-        return str(getattr(error, "strerror", None) or error)
 
 
 def _socket_error(address: str) -> str | None:

@@ -36,7 +36,7 @@ def open_backend(url: str, max_bytes: int | None = None) -> Backend:
     """
     if url.startswith("mooncake://"):
         return MooncakeBackend(url)
-    return RemoteBackend(url) if "://" in url else DirectoryBackend(Path(url).expanduser(), max_bytes)
+    return RemoteBackend(url) if "://" in url else DirectoryBackend(Path(url), max_bytes)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ GPU_MACHINE = Machine(
     gpus=(Gpu("NVIDIA H100", (9, 0), 227, 79.0, 79.6),),
     nvcc="/usr/local/cuda/bin/nvcc",
     tools={"ninja": "/usr/bin/ninja", "c++": "/usr/bin/c++", "cc": "/usr/bin/cc"},
+    home="/home/somebody",
+    cache="/home/somebody/.cache/sglang",
 )
 
 
@@ -55,6 +57,25 @@ def test_a_machine_without_a_gpu_is_judged_as_a_cpu(
     code, out = run(capsys, monkeypatch, plain, "--device", "cuda")
     assert code == 1
     assert "CPU:" not in out
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"home": None}, "home           this user has no home folder"),
+        (
+            {"cache_error": "denied"},
+            "cache          /home/somebody/.cache/sglang cannot be written (denied)",
+        ),
+        ({"excluded_by": "SGLANG_PLUGINS=x"}, "plugin         SGLANG_PLUGINS=x leaves it out"),
+        ({"plugins": frozenset()}, "plugin         SGLang does not find it"),
+    ],
+)
+def test_an_environment_in_which_sglang_ends_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changed: dict[str, object], line: str
+) -> None:
+    code, out = run(capsys, monkeypatch, replace(GPU_MACHINE, **changed), "--device", "cpu")
+    assert code == 1 and "CPU: a server could not start" in out and f"  missing  {line}" in out
 
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from sgl_kvevict.sglang_adapter import start_facts
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (ENV_VAR, "SGLANG_PLATFORM", "HF_HUB_OFFLINE"):
+    for name in (ENV_VAR, "SGLANG_PLATFORM", "HF_HUB_OFFLINE", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(start_facts, "bind_error", lambda _host, _port: None)  # of this machine
 
@@ -92,15 +92,45 @@ def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder: str, monk
 
 
 def test_the_users_flags_win_over_the_defaults(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", "another")
     monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: True)
     flags = ["--device=cpu", "--max-total-tokens", "4000", "--attention-backend", "kvevict"]
     plan = plan_serve(model_folder, KVEvictConfig(), flags)
     assert plan.command[-len(flags) :] == tuple(flags)
     assert plan.command.count("--max-total-tokens") == plan.command.count("--attention-backend") == 1
     assert "--device" not in plan.command
-    assert plan.environ["SGLANG_PLATFORM"] == "another"
+    assert plan.environ["SGLANG_PLATFORM"] == "kvevict_cpu"
     assert "pool of 4000 tokens" in plan.summary
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        ("SGLANG_PLUGINS", "another, more", "plugin: SGLANG_PLUGINS=another, more leaves it out (unset that variable)"),
+        ("SGLANG_PLATFORM", "another", "plugin: SGLANG_PLATFORM=another leaves it out (unset that variable)"),
+        ("SGLANG_CACHE_DIR", "/proc/1/x", "cache: /proc/1/x cannot be written (No such file or directory)"),
+        (
+            "TORCHINDUCTOR_CACHE_DIR",
+            "/proc/1/x",
+            "cache: /proc/1/x cannot be written (No such file or directory)",
+        ),
+    ],
+)
+def test_what_would_end_sglang_with_a_traceback_or_its_usage_is_refused(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, problem: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as caught:
+        plan_serve(model_folder, KVEvictConfig(), [])
+    assert str(caught.value).startswith(f"invalid arguments:\n  - {problem}")
+
+
+@pytest.mark.parametrize("plugins", ["kvevict", "another, kvevict", " ,"])
+def test_a_choice_of_plugins_with_ours_is_left_alone(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, plugins: str
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", plugins)
+    monkeypatch.setenv("SGLANG_PLATFORM", "kvevict_cpu")
+    plan_serve(model_folder, KVEvictConfig(), [])
 
 
 def test_a_hub_name_may_be_looked_up(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from sgl_kvevict.config import ENV_VAR
 from sgl_kvevict.errors import ConfigError, UnsupportedSetupError
 from sgl_kvevict.sglang_adapter import launching, start_facts
+from sgl_kvevict.sglang_adapter.plugin import register
 
 OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
 
@@ -62,3 +63,26 @@ def test_only_one_of_the_two_backends(monkeypatch):
 def test_a_server_without_our_backends_is_left_alone(monkeypatch):
     (arguments,) = start(monkeypatch, "/bin/sglang", {"nonsense": 1}, page_size=16, port=30000)
     assert arguments.page_size == 16
+
+
+@pytest.mark.parametrize("flags", [["--attention-backend", "kvevict"], ["--radix-cache-backend=kvevict"]])
+def test_a_plugin_that_cannot_be_loaded_ends_the_command_that_asks_for_it(monkeypatch, flags):
+    def fails() -> None:
+        raise RuntimeError("Could not determine\nhome directory.")
+
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.compat.require_supported_sglang", fails)
+    monkeypatch.setattr("sys.argv", ["/bin/sglang", "serve", *flags])
+    with pytest.raises(SystemExit) as ended:
+        register()
+    reason = "RuntimeError: Could not determine home directory."
+    assert str(ended.value) == f"sgl-kvevict: error: SGLang cannot load this plugin: {reason}"
+
+
+def test_a_plugin_that_cannot_be_loaded_leaves_other_servers_alone(monkeypatch):
+    def fails() -> None:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.compat.require_supported_sglang", fails)
+    monkeypatch.setattr("sys.argv", ["/bin/sglang", "serve", "--attention-backend", "triton"])
+    with pytest.raises(RuntimeError, match="no home"):  # SGLang logs it, and goes on
+        register()

@@ -149,8 +149,9 @@ def test_the_command_prints_the_folder_of_a_made_model(
 
 
 def test_only_names_are_resolved() -> None:
-    for path in ("organisation/model", "/a/folder", "", ".", "..", "~"):
+    for path in ("organisation/model", "/a/folder", "", ".", ".."):
         assert resolve_model(path) == path
+    assert resolve_model("~/a/folder") == str(Path.home() / "a/folder")
     with pytest.raises(ConfigError, match=r"model: got 'qwen'; allowed: demo, qwen-0\.5b, "):
         ensure_model("qwen")
 

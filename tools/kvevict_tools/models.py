@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("name", nargs="?", default=DEMO, help="which one; see --list")
     parser.add_argument("--list", action="store_true", help="list the models that have names, and stop")
     parser.add_argument("--accept-terms", action="store_true", help="accept the model's own terms, where it has some")
-    parser.add_argument("--dir", type=Path, help=f"folder of models (default: {models_dir()})")
+    parser.add_argument("--dir", type=Path, help="folder of models (default: sgl-kvevict/models in the user's cache)")
     given = parser.parse_args()
     try:
         if given.list:

@@ -1,0 +1,43 @@
+"""Paths that users name, and the place of our cache: ``~`` is replaced, or the error says why it cannot be."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from sgl_kvevict.errors import ConfigError, shown
+
+
+def expanded(path: str, name: str) -> Path:
+    """Replace ``~`` and ``~USER`` at the beginning of a path.
+
+    Raises:
+        ConfigError: there is no such user, or the user of this process has no home folder. It says ``name``.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = path.partition("/")[0].removeprefix("~")
+        whose = f"user {user!r}" if user else f"this user (uid {os.getuid()})"
+        allowed = "a path without ~" if user else "a path without ~, or set HOME to a folder"
+        raise ConfigError(f"{name}: got {shown(path)}, but {whose} has no home folder; allowed: {allowed}") from error
+
+
+def cache_folder(part: str) -> Path:
+    """Folder ``sgl-kvevict/PART`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; ConfigError without either."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return expanded(home, "XDG_CACHE_HOME, the user's cache") / "sgl-kvevict" / part
+
+
+def write_error(folder: Path) -> str | None:
+    """Return why a folder, which may not exist yet, is not writable; None if it is."""
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            return f"{folder} is not a folder"
+        with tempfile.TemporaryDirectory(dir=folder):
+            return None
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        return str(getattr(error, "strerror", None) or error)
