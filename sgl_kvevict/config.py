@@ -21,7 +21,6 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 
@@ -97,14 +96,12 @@ class KVEvictConfig(BaseModel):
         description="a policy of docs/policies.md, or `package.module:factory` for your own",
         json_schema_extra={"allowed": "the name of a policy (`sgl-kvevict policies` lists them)"},
     )
-    budget: float | int = Field(
+    budget: float = Field(
         default=0.2,
+        gt=0,
+        le=1,
         description="part of its uncompressed bytes that a compressed prefix keeps, without its tail "
-        "(docs/configuration.md#how-much-of-a-prefix-is-kept)",
-        json_schema_extra={
-            "allowed": "a float in (0, 1] (share of the bytes; 1.0 keeps all) "
-            "or an integer >= 2 (entries per KV head, with 16 bits)"
-        },
+        "(docs/configuration.md#how-much-of-a-prefix-is-kept). 1.0 keeps all",
     )
     bits: Bits = Field(
         default="auto",
@@ -119,7 +116,7 @@ class KVEvictConfig(BaseModel):
         lt=1,
         description="part of its uncompressed bytes below which no prefix shrinks. From `budget` down to it a prefix "
         "shrinks only when slots are short and that loses less than dropping a leaf; null: not below `budget`. Default "
-        "with `bits: 16`: 0.1. No effect with `budget_includes_tail`, or a `budget` that is an integer or 1.0",
+        "with `bits: 16`: 0.1. No effect with a `budget` of 1.0",
     )
     prefill_budget: float | None = Field(
         default=None,
@@ -128,11 +125,6 @@ class KVEvictConfig(BaseModel):
         description="policy `distilled`: each chunk of a prompt (`--chunked-prefill-size`) "
         "shrinks to this share before the next one is computed; not below `budget`. null: only prompts longer than the "
         "pool shrink while they are prefilled, and no sooner than room is needed",
-    )
-    budget_includes_tail: bool = Field(
-        default=False,
-        description="the uncompressed tail is part of `budget`, as in papers (set by `@paper`); `min_budget` "
-        "then has no effect",
     )
     tail_tokens: int = Field(default=32, ge=1, description="last tokens of a prompt that stay uncompressed")
     sink_tokens: int = Field(default=4, ge=0, description="first tokens of a prompt that every KV head keeps")
@@ -247,21 +239,6 @@ class KVEvictConfig(BaseModel):
         json_schema_extra={"allowed": f"null (off), or an object with any of: {', '.join(EventsConfig.model_fields)}"},
     )
 
-    @field_validator("budget", mode="plain")
-    @classmethod
-    def _check_budget(cls, value: object) -> float | int:
-        if isinstance(value, float) and 0 < value <= 1:
-            return value
-        if isinstance(value, int) and not isinstance(value, bool):
-            if value >= 2:
-                return value
-            if value == 1:
-                raise ConfigError(
-                    "budget: got 1, which is one entry per KV head; allowed: 1.0 to keep everything, a float in (0, 1) "
-                    "as a share, or an integer >= 2 as entries per KV head"
-                )
-        raise ValueError("not a budget")
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """Refuse fields that contradict each other, each in a line; a default that does not fit has no effect.
@@ -269,13 +246,13 @@ class KVEvictConfig(BaseModel):
         ``store_complete`` needs a store, and host memory that keeps what is evicted until it is stored.
         """
         problems = []
-        if self.prefill_budget is not None and (not self.shares or self.prefill_budget < self.budget):
+        if self.prefill_budget is not None and self.prefill_budget < self.budget:
             problems.append(
-                f"prefill_budget: got {self.prefill_budget}, budget is {self.budget}; allowed: a float in [budget, 1) "
-                "with a budget in (0, 1) that excludes the tail, or null"
+                f"prefill_budget: got {self.prefill_budget}, budget is {self.budget}; allowed: a float in [budget, 1), "
+                "or null"
             )
         least = self.min_budget if "min_budget" in self.model_fields_set else None
-        if least is not None and isinstance(self.budget, float) and least > self.budget:
+        if least is not None and least > self.budget:
             problems.append(
                 f"min_budget: got {least}, budget is {self.budget}; allowed: a float in (0, budget], or null"
             )
@@ -289,14 +266,11 @@ class KVEvictConfig(BaseModel):
             raise ConfigError("\n".join(problems))
         return self
 
-    def num_slots(self, num_tokens: int, start: int = 0) -> int:
-        """Token slots of a compressed range of ``num_tokens`` tokens that begins at logical position ``start``.
+    def num_slots(self, num_tokens: int, start: int = 0, share: float | None = None) -> int:
+        """Token slots that the tokens ``[start, start + num_tokens)`` of a path take at a share (None: ``budget``).
 
-        A share gives ``ceil(budget * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7
-        slots, not 8), or the sinks if they are more; entries per head give ``min(budget, num_tokens)``. A range with
-        tokens has at least one slot. Where the budget includes the tail, a share counts for the whole prompt: earlier
-        compressed ranges, this range and the tail together hold ``ceil(budget * prompt)`` slots; entries per head
-        exclude the tail's.
+        ``ceil(share * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7 slots, not 8), or
+        the sinks if they are more. A range with tokens has at least one slot.
 
         Raises:
             ValueError: a number is negative.
@@ -304,24 +278,21 @@ class KVEvictConfig(BaseModel):
         for name, value in (("num_tokens", num_tokens), ("start", start)):
             if value < 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
-        if isinstance(self.budget, int):
-            slots = self.budget - (self.tail_tokens if self.budget_includes_tail else 0)
-        elif self.budget_includes_tail:
-            slots = self._slots_up_to(start + num_tokens) - self._slots_up_to(start)
-        else:
-            slots = self.slots_at(self.budget, num_tokens, start)
-        return min(max(slots, 1), num_tokens)
+        exact = _as_written(self.budget if share is None else share)
+        slots = -(-exact.numerator * num_tokens // exact.denominator)
+        num_sinks = max(self.sink_tokens - start, 0)
+        return min(max(slots, num_sinks, 1), num_tokens)
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Descending shares of their bytes to which prefixes shrink in turn when token slots are short.
 
-        () if they do not shrink. With rows of fewer bits than 16 there is a step between ``budget`` and a much smaller
-        ``min_budget``.
+        With rows of fewer bits than 16 there is a step between ``budget`` and a much smaller ``min_budget``. One share
+        if they do not shrink further; 1.0 if they do not shrink at all.
         """
         budget, least = self.budget, self.min_budget
-        if not isinstance(budget, float) or budget == 1 or self.budget_includes_tail:
-            return ()
+        if budget == 1:
+            return (1.0,)
         if self.bits == 16 and "min_budget" not in self.model_fields_set:
             least = LEAST_SHARE_OF_16_BITS
         whole = tuple(share for share in WHOLE_SHARES[self.bits] if share > budget)
@@ -330,19 +301,6 @@ class KVEvictConfig(BaseModel):
         is_far = self.bits != 16 and budget > 2 * least
         between = (round((budget + least) / 2, 6),) if is_far else ()
         return (*whole, budget, *between, least)
-
-    def slots_at(self, share: float, num_tokens: int, start: int) -> int:
-        """Token slots that the compressed tokens ``[start, start + num_tokens)`` take at a share; sinks stay."""
-        num_sinks = min(max(self.sink_tokens - start, 0), num_tokens)
-        return max(self._share_of(num_tokens, share), num_sinks, 1)
-
-    def _share_of(self, num_tokens: int, share: float) -> int:
-        exact = _as_written(share)
-        return -(-exact.numerator * num_tokens // exact.denominator)
-
-    def _slots_up_to(self, end: int) -> int:
-        """Slots of all compressed tokens before ``end``, where a tail counted in the budget begins."""
-        return max(self._share_of(end + self.tail_tokens, self.budget) - self.tail_tokens, 0) if end else 0
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:

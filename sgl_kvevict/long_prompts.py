@@ -34,7 +34,7 @@ class LongPrompts:
 
         Entries of a chunk are kept by learned scores, so by policy ``distilled``.
         """
-        if config.policy != "distilled" or not config.shares or chunked_prefill_size is None:
+        if config.policy != "distilled" or chunked_prefill_size is None:
             return None
         chunk = min(chunked_prefill_size, max(num_slots // CHUNKS_PER_POOL, config.min_prefix_tokens))
         plan = cls(config, num_slots, chunk)
@@ -50,7 +50,7 @@ class LongPrompts:
         rest = num_tokens - self._whole
         if rest <= 0:
             return num_tokens
-        packed = self.config.slots_at(self.config.shares[-1] if share is None else share, rest, 0)
+        packed = self.config.num_slots(rest, share=self.config.shares[-1] if share is None else share)
         return self._whole + packed + rest // self.config.min_prefix_tokens
 
     def longest(self, num_new: int = 1) -> int:

@@ -117,8 +117,8 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
         if getattr(options, name) and getattr(options, other):
             raise ConfigError(f"{_FIELD}.{name}: got {shown(values[name])} together with {other}; allowed: one of them")
     share = None if options.retain is None else options.retain.share
-    if share is not None and (not config.shares or share > config.budget):
-        allowed = f"above 0 and at most {config.budget} (the server's budget)" if config.shares else "null"
+    if share is not None and (config.budget == 1 or share > config.budget):
+        allowed = "null" if config.budget == 1 else f"above 0 and at most {config.budget} (the server's budget)"
         raise ConfigError(f"{_FIELD}.retain.share: got {shown(share)}; allowed: {allowed}")
     return options
 

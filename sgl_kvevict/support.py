@@ -488,12 +488,8 @@ GROUP = 32
 MAX_ROWS = 2**31 - 1024
 """Row numbers are int32; see ``kvevict_kernels.alloc_head_slots``."""
 BITS: Table[AfterLoad] = {
-    "whole": (lambda f: f.config.budget == 1 and isinstance(f.config.budget, float),
+    "whole": (lambda f: f.config.budget == 1,
         "budget is 1.0, so nothing is compressed"),
-    "budget": (lambda f: isinstance(f.config.budget, int),
-        "budget is {f.config.budget}, a number of entries, which have 16 bits (a share is one of bytes)"),
-    "budget_includes_tail": (lambda f: f.config.budget_includes_tail,
-        "budget_includes_tail counts entries of 16 bits, as papers do"),
     "merging": (lambda f: f.policy is not None and f.policy.merger is not None,
         "policy {f.policy.name!r} merges rows, and sums of rows with few bits would lose more each time"),
     "latents": (lambda f: f.is_latent, "the model keeps latents (MLA), for which fewer bits were never measured"),

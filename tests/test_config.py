@@ -37,9 +37,9 @@ def test_inline_json_and_files_give_the_same(tmp_path: Path, suffix: str) -> Non
 
 def test_yaml_with_comments(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("# how much to keep\nbudget: 512\npolicy_options:\n  pooling: avg\n")
+    path.write_text("# how much to keep\nbudget: 0.5\npolicy_options:\n  pooling: avg\n")
     config = load(str(path))
-    assert config.budget == 512 and isinstance(config.budget, int)
+    assert config.budget == 0.5
     assert config.policy_options == {"pooling": "avg"}
 
 
@@ -54,9 +54,10 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config().budget == 0.5
 
 
-@pytest.mark.parametrize(("text", "kind"), [("2", int), ("1.0", float), ("256", int), ("0.05", float), ("1e-3", float)])
-def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind: type) -> None:
-    assert type(load(f'{{"budget": {text}}}').budget) is kind
+@pytest.mark.parametrize("text", ["1", "1.0", "0.05", "1e-3"])
+def test_a_budget_is_a_share(text: str) -> None:
+    config = load(f'{{"budget": {text}}}')
+    assert config.budget == float(text) and (config.shares == (1.0,)) is (config.budget == 1)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,6 @@ def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind
         ("budget", True, "(0, 1]"),
         ("budget", "0.2", "(0, 1]"),
         ("budget", None, "(0, 1]"),
-        ("budget", 1, "1.0 to keep everything"),
         ("store", "a\0b", "the path of a folder"),
         ("store", "", "the path of a folder"),
         ("score_weights", "", "the path of a file"),
@@ -86,7 +86,6 @@ def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind
         ("tail_tokens", 0, "an integer >= 1"),
         ("tail_tokens", 32.0, "an integer >= 1"),
         ("tail_tokens", "32", "an integer >= 1"),
-        ("budget_includes_tail", 1, "true or false"),
         ("sink_tokens", -1, "an integer >= 0"),
         ("sink_tokens", False, "an integer >= 0"),
         ("min_prefix_tokens", 0, "an integer >= 1"),
@@ -109,7 +108,7 @@ def test_an_error_names_field_value_and_what_is_allowed(field: str, value: Any, 
     [
         ({"budget": 0.2, "min_budget": 0.3}, "min_budget: got 0.3, budget is 0.2; allowed: a float in (0, budget]"),
         ({"prefill_budget": 0.1}, "prefill_budget: got 0.1, budget is 0.2; allowed: a float in [budget, 1)"),
-        ({"prefill_budget": 0.5, "budget": 64}, "prefill_budget: got 0.5, budget is 64; allowed: a float in"),
+        ({"prefill_budget": 0.5, "budget": 1.0}, "prefill_budget: got 0.5, budget is 1.0; allowed: a float in"),
     ],
 )
 def test_shares_that_cannot_follow_each_other_are_refused(values: dict[str, float], message: str) -> None:
@@ -131,7 +130,7 @@ def test_all_contradictions_are_listed_at_once() -> None:
     [
         ({"store": None}, "store is None"),
         ({"host_bytes": 0}, "host_bytes is 0"),
-        ({"budget": 64}, "shares of prefixes are ()"),
+        ({"budget": 1.0}, "shares of prefixes are (1.0,)"),
         ({"budget": 0.6, "min_budget": None}, "shares of prefixes are (0.6,)"),
     ],
 )
@@ -153,11 +152,11 @@ def test_every_field_of_bytes_takes_what_people_write() -> None:
             assert load(config.model_dump_json(exclude_unset=True)) == config
 
 
-@pytest.mark.parametrize("budget", [0.05, 0.6, 1.0, 2])
+@pytest.mark.parametrize("budget", [0.05, 0.6, 1.0])
 def test_default_shares_that_do_not_fit_the_budget_have_no_effect(budget: float) -> None:
     config = load(json.dumps({"budget": budget}))
-    assert config.shares == {0.05: (0.5, 0.375, 0.05), 0.6: (0.6, 0.325, 0.05)}.get(budget, ())
-    assert config.model_copy(update={"bits": 16}).shares == {0.05: (0.5, 0.05), 0.6: (0.6, 0.1)}.get(budget, ())
+    assert config.shares == {0.05: (0.5, 0.375, 0.05), 0.6: (0.6, 0.325, 0.05)}.get(budget, (1.0,))
+    assert config.model_copy(update={"bits": 16}).shares == {0.05: (0.5, 0.05), 0.6: (0.6, 0.1)}.get(budget, (1.0,))
     assert load(config.model_dump_json(exclude_unset=True)) == config
 
 
@@ -291,20 +290,16 @@ def test_a_configuration_is_frozen() -> None:
         (1e-5, 1, 1),
         (1.0, 77, 77),
         (0.2, 0, 0),
-        (256, 1000, 256),
-        (256, 100, 100),
-        (2, 100, 2),
-        (2, 0, 0),
     ],
 )
-def test_num_slots(budget: float | int, num_tokens: int, num_slots: int) -> None:
+def test_num_slots(budget: float, num_tokens: int, num_slots: int) -> None:
     assert KVEvictConfig(budget=budget, sink_tokens=0).num_slots(num_tokens) == num_slots
 
 
 def test_sinks_are_never_given_up() -> None:
     config = KVEvictConfig(budget=0.2, sink_tokens=4)
     assert [config.num_slots(5, start) for start in (0, 1, 3, 4)] == [4, 3, 1, 1]
-    assert config.num_slots(3) == 3 and config.slots_at(0.1, 3, 2) == 2 and config.slots_at(0.5, 100, 0) == 50
+    assert config.num_slots(3) == 3 and config.num_slots(3, 2, 0.1) == 2 and config.num_slots(100, share=0.5) == 50
 
 
 def test_shares_that_clients_choose_take_no_memory() -> None:
@@ -312,7 +307,7 @@ def test_shares_that_clients_choose_take_no_memory() -> None:
     tracemalloc.start()
     for begin in (1, 5_000):
         for i in range(begin, begin + 5_000):
-            assert config.slots_at(i / 100_000, 100_000, 0) == max(i, config.sink_tokens)
+            assert config.num_slots(100_000, share=i / 100_000) == max(i, config.sink_tokens)
         memory.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert memory[1] - memory[0] < 50_000  # 500,000 if each were remembered
@@ -333,27 +328,6 @@ def test_a_negative_length_is_refused() -> None:
         KVEvictConfig().num_slots(-1)
     with pytest.raises(ValueError, match="start must be >= 0, got -1"):
         KVEvictConfig().num_slots(1, start=-1)
-
-
-@given(
-    percent=st.integers(min_value=1, max_value=100),
-    tail=st.integers(min_value=1, max_value=64),
-    lengths=st.lists(st.integers(min_value=1, max_value=3000), min_size=1, max_size=5),
-)
-def test_a_budget_that_includes_the_tail_is_that_of_the_whole_prompt(
-    percent: int, tail: int, lengths: list[int]
-) -> None:
-    """After any number of turns, path and tail together hold the share, unless the tail alone is more than that."""
-    config = KVEvictConfig(budget=percent / 100, tail_tokens=tail, budget_includes_tail=True)
-    start = held = 0
-    for length in lengths:
-        slots = config.num_slots(length, start=start)
-        assert 1 <= slots <= length
-        start, held = start + length, held + slots
-    share = (Decimal(percent) * (start + tail) / 100).to_integral_value(ROUND_CEILING)
-    assert max(share - tail, 1) <= held <= max(share - tail, 0) + len(lengths)
-    if percent == 100:
-        assert held == start
 
 
 def test_the_tables_of_the_docs_are_current() -> None:

@@ -127,8 +127,6 @@ AFTER = {
 }
 SIXTEEN = {
     "whole": loaded(KVEvictConfig(budget=1.0)),
-    "budget": loaded(KVEvictConfig(budget=64)),
-    "budget_includes_tail": loaded(KVEvictConfig(budget_includes_tail=True)),
     "merging": loaded(policy=build_policy("d2o", {})),
     "latents": loaded(is_latent=True, head_dim=576),
     "float8": loaded(dtype="float8_e4m3fn", capability=(9, 0)),

@@ -138,7 +138,7 @@ class Story:
         a = self._run(A)
         self._note("1 A was computed")
         self._say(f"tokens 0 to {self._segments()[0].end}")
-        least = self.config.slots_at(self.config.shares[-1], self._segments()[0].num_tokens, 0)
+        least = self.config.num_slots(self._segments()[0].num_tokens, share=self.config.shares[-1])
         self._say(f"all but {least} of its {self._segments()[0].num_slots} slots")
         self.harness.finish(a)
         self._note("2 A was released")
@@ -291,7 +291,7 @@ class Story:
         """The same for 3,000 tokens, by the arithmetic alone."""
         config, num_tokens, tail = self.config, 3000, self.config.tail_tokens
         covered, losses = num_tokens - tail, WITH_FEW_BITS
-        light, whole, budget, between, least = (config.slots_at(share, covered, 0) for share in config.shares)
+        light, whole, budget, between, least = (config.num_slots(covered, share=share) for share in config.shares)
         shares = config.shares
         per_row = round(float(1 / (WIDE_SHARE / 2 + (1 - WIDE_SHARE) / 3)), 2)
         saved = round(covered / budget)
@@ -348,7 +348,7 @@ class Story:
 
     def _share_of(self, segment: Segment) -> float | str:
         def slots(share: float) -> int:
-            return self.config.slots_at(share, segment.num_tokens, segment.start)
+            return self.config.num_slots(segment.num_tokens, segment.start, share)
 
         shares = [share for share in self.config.shares if slots(share) == segment.num_slots]
         return shares[0] if shares else "complete"

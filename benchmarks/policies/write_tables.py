@@ -9,9 +9,7 @@ import argparse
 import csv
 import re
 from pathlib import Path
-from typing import Any
 
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import NamedPolicy, Policy, build_policy
 from sgl_kvevict.policies.methods import METHODS
@@ -78,28 +76,6 @@ def refusals_table() -> str:
     )
 
 
-def paper_table() -> str:
-    """What ``NAME@paper`` sets other than the default, and where the paper says so."""
-    lines = ["|policy|paper|sets|", "|---|---|---|"]
-    for info in METHODS:
-        if info.paper is None:
-            continue
-        defaults = {option.name: option.default for option in info.describe()}
-        tail, *_ = info.paper.fields(info.paper_options({}))
-        sets = [
-            f"`{value.name}={value.value}` ({value.source})"
-            for value in (*info.paper.options, tail)
-            if changes(value.name, value.value, defaults)
-        ]
-        lines.append(f"|`{info.name}`|{info.paper.paper}|{'; '.join(sets) or 'the defaults'}|")
-    return "\n".join(lines)
-
-
-def changes(name: str, value: Any, defaults: dict[str, Any]) -> bool:
-    """Whether a value differs from that of the policy, or of the server, without ``@paper``."""
-    return bool(value != (defaults[name] if name in defaults else getattr(KVEvictConfig(), name)))
-
-
 def reusable(rule: str) -> bool:
     """Whether layers may share positions under a budget rule."""
     try:
@@ -135,7 +111,6 @@ def with_tables(text: str) -> str:
         "policies": policies_table,
         "options": options_table,
         "refusals": refusals_table,
-        "papers": paper_table,
     }
     for name, make in tables.items():
         pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end of {name} -->)"

@@ -220,7 +220,7 @@ class Mix:
 def auto(share: float) -> Mix:
     """What the default configuration makes of a share."""
     num_tokens = CONTEXT - TAIL
-    num_slots = KVEvictConfig().slots_at(share, num_tokens, 0)
+    num_slots = KVEvictConfig().num_slots(num_tokens, share=share)
     parts = dict(rows_that_fit(KVGeometry(1, 1, 1, 64, 1), num_slots, num_tokens, "auto", num_sinks=NUM_SINKS))
     wide, narrow = parts.get(8, 0), parts.get(4, 0)
     return Mix(share, wide / (wide + narrow), is_auto=True)

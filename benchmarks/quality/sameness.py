@@ -94,7 +94,7 @@ def stages(config: KVEvictConfig, num_tokens: int, beside: int, pool_slots: int)
     """
     size = num_tokens - config.tail_tokens
     shares = [share for share in config.shares if config.host_bytes == 0 or share >= config.budget]
-    held = [size, *(config.slots_at(share, size, 0) for share in shares)]
+    held = [size, *(config.num_slots(size, share=share) for share in shares)]
     found = [Stage(AMPLE, 0)]
     for share, (before, after) in zip(shares, itertools.pairwise(held), strict=True):
         left = (before + after) // 2 + config.tail_tokens + beside

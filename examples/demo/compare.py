@@ -31,15 +31,10 @@ SERVER_GB = 3.5
 """Memory of one server with the demo model, all its processes."""
 
 
-def _budget(text: str) -> float | int:
-    """``0.2`` is a share, ``500`` a number of entries per head; checked by the server."""
-    return int(text) if text.isdigit() else float(text)
-
-
 def main(
     model: Annotated[str, typer.Option(help="Model folder, or a name of 'make model ARGS=--list'.")] = "demo",
     policy: Annotated[str | None, typer.Option(help="Policy; default: the configuration's own.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Share in (0, 1], or entries per head; default: likewise.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Share in (0, 1]; default: likewise.")] = None,
     pool_slots: Annotated[int, typer.Option(help="KV pool of every server, in token slots.")] = POOL_SLOTS,
     rounds: Annotated[int, typer.Option(help="Rounds of every measurement.", min=1)] = NUM_ROUNDS,
     out: Annotated[Path, typer.Option(help="Folder for logs and the picture.")] = Path("out/demo"),
@@ -50,7 +45,7 @@ def main(
     if policy is not None:
         config["policy"] = policy
     if budget is not None:
-        config["budget"] = _budget(budget)
+        config["budget"] = budget
     folder = made_model(model)
     compared = systems(config, pool_slots)
     groups = _groups(compared, console)

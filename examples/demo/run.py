@@ -180,7 +180,7 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
         state = plugin_state(server) or {}
         screen.doing("prefill of a log, which needs slots while another request reads the handbook")
         compressed = int(state["span_tokens"])
-        room = (config.slots_at(above_least, compressed, 0) + config.slots_at(least, compressed, 0)) // 2
+        room = (config.num_slots(compressed, share=above_least) + config.num_slots(compressed, share=least)) // 2
         log = log_of(server, pool_slots - (tokens - compressed) - room - OTHER_SLOTS) + question_text(LOG_QUESTION)
         with ExitStack() as log_is_read:
             # Retained, because with room in the host's memory it would move there once nobody reads it.

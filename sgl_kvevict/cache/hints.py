@@ -81,7 +81,7 @@ class Hints:
         if not self.is_on or not self._resizer.is_long_enough(num_tokens):
             return 0
         until = self._tree.largest(self._own_ms) + int(hint.seconds * MS)
-        share = hint.share if hint.share is not None else float(self._config.budget if self._config.shares else 1)
+        share = hint.share if hint.share is not None else self._config.budget
         path = path_to(self._resizer.node_ending_at(path, num_tokens))
         before = {node: self._retained.get(node) for node in path}
         for node, old in before.items():

@@ -146,7 +146,7 @@ class Pressure:
         return [segment for segment in segments if self._is_unmeasured(segment)]
 
     def _is_unmeasured(self, segment: Segment) -> bool:
-        if segment.is_measured or segment.order is None or segment.readers is not None or not self._config.shares:
+        if segment.is_measured or segment.order is None or segment.readers is not None:
             return False
         return segment.num_slots > self._resizer.slots_at(segment, self._config.shares[-1])
 
@@ -192,9 +192,7 @@ class Pressure:
     def _least_slots(self, nodes: Sequence[Node], start: int, num_tokens: int) -> int:
         """Token slots of a segment that begins at ``start``, once it has shrunk as far as its ``nodes`` allow."""
         config = self._config
-        if not config.shares:
-            return config.num_slots(num_tokens, start)
-        return max(config.slots_at(config.shares[-1], num_tokens, start), self._kept(nodes, start))
+        return max(config.num_slots(num_tokens, start, config.shares[-1]), self._kept(nodes, start))
 
     def _kept(self, nodes: Sequence[Node], start: int) -> int:
         """Token slots that a segment of these nodes keeps: as many as the shares of the retained ones take.
@@ -204,7 +202,7 @@ class Pressure:
         num_slots, retained = 0, [node for node in nodes if node in self._table.retained]
         for share, group in groupby(retained, lambda node: self._table.retained[node].share):
             num_tokens = length_of(list(group))
-            num_slots += self._config.slots_at(share, num_tokens, start)
+            num_slots += self._config.num_slots(num_tokens, start, share)
             start += num_tokens
         return num_slots
 
@@ -317,7 +315,7 @@ class Pressure:
         assert span is not None
         segment = span.segment
         if segment.packed is None:
-            return self._compress(segment, self._config.shares[0] if self._config.shares else None)
+            return self._compress(segment, self._config.shares[0])
         share = self._next_share(segment)
         if share is None:
             self._shrinking.discard(node)
@@ -327,7 +325,7 @@ class Pressure:
             slots = max(slots, segment.num_slots - max(wanted, self._round))
         return self._resizer.resize([segment], slots)
 
-    def _compress(self, segment: Segment, share: float | None) -> int:
+    def _compress(self, segment: Segment, share: float) -> int:
         """Pack a segment in place, with those above it that are too short alone; return as :meth:`_shrink`."""
         path = path_to(self._table.in_place[segment])
         chain = self._table.chain(path)

@@ -109,9 +109,7 @@ class Resizer:
 
     def slots_at(self, segment: Segment, share: float | None = None) -> int:
         """Token slots of a segment at a share of its bytes; None: at the budget."""
-        if share is None:
-            return self._config.num_slots(segment.num_tokens, segment.start)
-        return self._config.slots_at(share, segment.num_tokens, segment.start)
+        return self._config.num_slots(segment.num_tokens, segment.start, share)
 
     def node_ending_at(self, path: Sequence[Node], end: int) -> Node:
         """Node of a path that ends at position ``end``; a node that contains ``end`` is split."""
@@ -349,8 +347,8 @@ class Resizer:
         for segment in segments:
             self._table.shrinking.discard(self._table.in_place[segment])
 
-    def shrink_now(self, segments: Sequence[Segment], share: float | None = None) -> int:
-        """Pack consecutive segments in place, each at a share of its bytes (None: the budget).
+    def shrink_now(self, segments: Sequence[Segment], share: float) -> int:
+        """Pack consecutive segments in place, each at a share of its bytes.
 
         Returns the token slots released. After an error of the policy the rest stays in place, and shrinks no more.
         """

@@ -102,9 +102,7 @@ def serve(
         list[str] | None, typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Which entries to keep: 'sgl-kvevict policies'.")] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Share of the bytes to keep (0.2), or entries per KV head (256).")
-    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Share of the bytes to keep.")] = None,
     tail_tokens: Annotated[int | None, typer.Option(help="Last tokens of a prompt, left as is.")] = None,
     sink_tokens: Annotated[int | None, typer.Option(help="First tokens that every KV head keeps.")] = None,
     min_prefix_tokens: Annotated[int | None, typer.Option(help="Shorter ranges stay uncompressed.")] = None,
@@ -120,12 +118,12 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Start stock SGLang with compressed prefixes."""
-    from sgl_kvevict.cli.server_plan import parse_budget, parse_policy_options, plan_serve, resolve_config
+    from sgl_kvevict.cli.server_plan import parse_policy_options, plan_serve, resolve_config
     from sgl_kvevict.config import EventsConfig
 
     given: dict[str, Any] = {
         "policy": policy,
-        "budget": None if budget is None else parse_budget(budget),
+        "budget": budget,
         "tail_tokens": tail_tokens,
         "sink_tokens": sink_tokens,
         "min_prefix_tokens": min_prefix_tokens,
@@ -148,7 +146,7 @@ def policies(
 ) -> None:
     """List the policies, or the options of one."""
     from sgl_kvevict.cli.output import print_table
-    from sgl_kvevict.policies.by_name import find_policy, list_policies, papers
+    from sgl_kvevict.policies.by_name import find_policy, list_policies
     from sgl_kvevict.policies.options import BudgetOptions
 
     if name is None:
@@ -159,21 +157,14 @@ def policies(
             rows.append((policy.name, policy.summary, " ".join(own)))
         caption = (
             f"All but none also take {', '.join(common)}.\n"
-            f"NAME@paper sets options, tail and budget as the paper prints them: {', '.join(papers())}.\n"
             "'sgl-kvevict policies NAME' explains the options of one; 'package.module:factory' loads your own."
         )
         print_table(("policy", "keeps", "own options"), rows, caption)
         return
-    policy, as_printed = find_policy(name)
-    if as_printed:
-        printed = papers()[policy.name]
-        values = (*printed.options, *printed.fields(policy.paper_options({})))
-        rows = [(value.name, str(value.value), value.source) for value in values]
-        print_table(("field", "value", f"where: {printed.paper}"), rows)
-    else:
-        options = policy.describe()
-        described = [(option.name, str(option.default), option.meaning, option.allowed) for option in options]
-        print_table(("option", "default", "meaning", "allowed"), described)
+    described = [
+        (option.name, str(option.default), option.meaning, option.allowed) for option in find_policy(name).describe()
+    ]
+    print_table(("option", "default", "meaning", "allowed"), described)
 
 
 for command in (operate.top, operate.inspect, operate.warm, operate.size, check):

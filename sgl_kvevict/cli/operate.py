@@ -156,9 +156,7 @@ def _read_messages(path: Path) -> list[dict[str, str]]:
 def size(
     model: Annotated[str, typer.Option(help="Model folder, hub name, or a model of 'make model' (demo).")],
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one prefix.")],
-    budget: Annotated[
-        str, typer.Option(help="Share of the bytes to keep (0.2), or entries per KV head (256).")
-    ] = "0.2",
+    budget: Annotated[float, typer.Option(help="Share of the bytes to keep.")] = 0.2,
     bits: Annotated[
         Literal["auto", "16", "8", "4"], typer.Option(help="Bits of a number in compressed rows, as of 'serve'.")
     ] = "auto",
@@ -174,13 +172,12 @@ def size(
 ) -> None:
     """Work out how many prefixes fit into a KV pool."""
     from sgl_kvevict.cli import size as sizing
-    from sgl_kvevict.cli.server_plan import parse_budget
     from sgl_kvevict.config import HOST_PER_POOL, parse_config
 
     if (pool_tokens is None) == (kv_memory is None):
         raise ConfigError("--pool-tokens and --kv-memory: give one of them")
     given: dict[str, object] = {
-        "budget": parse_budget(budget),
+        "budget": budget,
         "bits": bits if bits == "auto" else int(bits),
         "tail_tokens": tail_tokens,
         "min_prefix_tokens": min_prefix_tokens,

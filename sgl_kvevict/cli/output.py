@@ -47,9 +47,8 @@ def short_model(path: str) -> str:
 
 
 def show_dial(about: Description) -> str:
-    """Describe what a server keeps of a compressed prefix: a share of its bytes, or entries, and in how many bits."""
-    unit = " entries per head" if isinstance(about.budget, int) else ""
-    return f"keeps {about.budget}{unit}, bits {about.bits}"
+    """Describe what a server keeps of a compressed prefix: a share of its bytes, and in how many bits."""
+    return f"keeps {about.budget}, bits {about.bits}"
 
 
 def show_entries(entries: Mapping[int, int]) -> str:

@@ -47,23 +47,6 @@ class ServePlan:
         os.execve(self.command[0], self.command, {**os.environ, **self.environ})
 
 
-def parse_budget(text: str) -> float | int:
-    """Read a budget: digits only are entries per head, anything else a share ("0.2", "1.0").
-
-    Raises:
-        ConfigError: not a number. Its range is checked with the other fields.
-    """
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError as error:
-        allowed = "a share like 0.2, or entries per head like 256"
-        raise ConfigError(f"budget: got {text!r}; allowed: {allowed}") from error
-
-
 def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Read ``key=value`` pairs; a value is JSON (numbers, true, false, null, lists), else plain text.
 
@@ -92,7 +75,7 @@ def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvic
     """Combine ``config_file`` (None: ``KVEVICT_CONFIG``, or the defaults) with ``given``, fields that take precedence.
 
     Raises:
-        ConfigError: a field is wrong; the policy is checked by :func:`spelled_out`.
+        ConfigError: a field is wrong; the policy is checked by :func:`check_policy`.
     """
     if config_file is None:
         base, source = load_config().model_dump(exclude_unset=True), "the command line"
@@ -101,8 +84,8 @@ def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvic
     return parse_config({**base, **given}, source)
 
 
-def spelled_out(config: KVEvictConfig) -> KVEvictConfig:
-    """Check the policy's name and options; return the configuration with all that the name implies (``d2o@paper``).
+def check_policy(config: KVEvictConfig) -> None:
+    """Check the policy's name and options.
 
     Raises:
         ConfigError: the policy's name or an option of it is wrong, or a field does not fit the policy.
@@ -111,7 +94,7 @@ def spelled_out(config: KVEvictConfig) -> KVEvictConfig:
 
     if ":" in config.policy and "" not in sys.path:
         sys.path.insert(0, "")  # a module of the current folder: the server, started with -m, finds it too
-    return configured_policy(config)[0]
+    configured_policy(config)
 
 
 def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -> ServePlan:
@@ -128,7 +111,7 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -
     """
     problems = _problems(model, config, sglang_flags)
     try:
-        config = spelled_out(config)
+        check_policy(config)
     except ConfigError as error:
         problems += str(error).splitlines()
     if problems:
@@ -160,9 +143,8 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -
 def describe(config: KVEvictConfig) -> str:
     """Summarize policy and sizes of a configuration."""
     options = "".join(f" {name}={value}" for name, value in config.policy_options.items())
-    unit = "entries per head" if isinstance(config.budget, int) else "of the bytes"
     return (
-        f"policy {config.policy}{options}, keeps {config.budget} {unit}, tail {config.tail_tokens}, "
+        f"policy {config.policy}{options}, keeps {config.budget} of the bytes, tail {config.tail_tokens}, "
         f"sinks {config.sink_tokens}, compresses from {config.min_prefix_tokens} tokens on"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -25,7 +24,7 @@ INDEX_BYTES = 6
 """Of an entry in the host's memory, beside its row: its position (4) and its order (2)."""
 NOT_FOR_PROMPTS = 7
 """Token slots of the pool that SGLang's limit on a prompt's length leaves free."""
-KNOWN_HERE = ("budget", "latents", "head_dim")
+KNOWN_HERE = ("latents", "head_dim")
 """Rows of :data:`sgl_kvevict.support.BITS` that follow from the configuration and the sizes of a model."""
 
 
@@ -58,7 +57,7 @@ class Fit:
     """Number of prefixes that fit at one share of their bytes.
 
     Attributes:
-        share: of the bytes of the compressed range, uncompressed; or entries per head.
+        share: of the bytes of the compressed range, uncompressed.
         name: what the share is in the configuration, if it is anything there.
         prefix_slots: token slots of one cached prefix, its compressed part and its tail.
         kept: share of the compressed range's entries that is stored.
@@ -70,7 +69,7 @@ class Fit:
         tokens_per_slot: tokens of a prefix divided by its slots.
     """
 
-    share: float | int
+    share: float
     name: str
     prefix_slots: int
     prefix_bytes: int
@@ -172,8 +171,7 @@ def prefix_slots(config: KVEvictConfig, num_tokens: int, share: float | None = N
     compressed = num_tokens - config.tail_tokens
     if config.policy == "none" or compressed < config.min_prefix_tokens or share == 1:
         return num_tokens
-    slots = config.num_slots(compressed) if share is None else config.slots_at(share, compressed, 0)
-    return slots + config.tail_tokens
+    return config.num_slots(compressed, share=share) + config.tail_tokens
 
 
 def fits(
@@ -192,15 +190,14 @@ def fits(
     A prompt longer than the pool counts while it is prefilled with what it holds if it shrinks no further than to the
     share (:meth:`LongPrompts.slots_at_peak`).
     """
-    budget = config.budget
-    shares: Sequence[float | int] = (1.0, *(config.shares or (() if budget == 1.0 else (budget,))))
-    names = {1.0: "uncompressed", shares[-1]: "min_budget", budget: "budget"}
+    shares = tuple(dict.fromkeys((1.0, *config.shares)))
+    names = {shares[-1]: "min_budget", config.budget: "budget", 1.0: "uncompressed"}
     available = pool_slots - reserved_slots
     plan = LongPrompts.of(config, available, available)
     longest, is_long = longest_prompt(config, available), is_longer_than(available, num_tokens)
     rows = []
     for share in shares:
-        slots = prefix_slots(config, num_tokens, None if share == budget else share)
+        slots = prefix_slots(config, num_tokens, share)
         tail = 0 if slots == num_tokens else config.tail_tokens
         moved, tokens = slots - tail, num_tokens - tail
         num_entries = tokens * sizes.geometry.num_runs

@@ -77,7 +77,7 @@ class Description(Reply):
     started: float  # start of the scheduler (seconds since the epoch); identifies a run of the server
     version: str  # of this package
     policy: str  # name of the policy
-    budget: int | float  # share of the bytes, or entries per head
+    budget: float  # share of the bytes
     bits: Literal["auto", 16, 8, 4]  # of the rows of compressed prefixes
     slot_bytes: int  # bytes of a token slot on this rank
     num_layers: int  # of this rank

@@ -21,8 +21,7 @@ from sgl_kvevict.policies.rounding import (
 )
 
 Safeguard = Literal["authors_code", "paper", "kvpress"]
-VarianceNorm = Literal["minmax", "none", "code"]
-DensityRule = Literal["softmax", "reciprocal"]
+VarianceNorm = Literal["minmax", "none"]
 
 LayerTotals = tuple[int, ...] | Tensor
 """Entries per scored layer: host integers if the rule reads no scores, else [num_scored_layers] int64."""
@@ -128,16 +127,14 @@ class DensityLayers(LayerRule):
 
     Attributes:
         variance_norm: "minmax" scales the variances of all layers to [0, 1]; "none" is the printed formula, which gives
-            nearly everything to one layer on real prompts; "code" scales over each layer's heads, as the released code.
-        rule: "softmax" of the negative variance, or its "reciprocal" (Table 4).
+            nearly everything to one layer on real prompts.
         floor_share: smallest share of the range that a layer keeps (at least 4 entries per head).
 
-    Source: D2O (arXiv 2406.13035), Eq. 4, 5; Table 4.
+    Source: D2O (arXiv 2406.13035), Eq. 4, 5.
     Differs: the default normalises; no layer is exempt (the released code leaves three uncompressed).
     """
 
     variance_norm: VarianceNorm = "minmax"
-    rule: DensityRule = "softmax"
     floor_share: float = 0.01
     requires = frozenset({Trait.ATTENTION_SUMS})
 
@@ -147,7 +144,7 @@ class DensityLayers(LayerRule):
         per_head, rest = divmod(total, num_heads)
         floor = max(4, math.ceil(self.floor_share * num_tokens) - scores.num_pinned)
         floor = min(floor, per_head // num_layers)
-        weights = density_weights(attention_variance(scores.values, self.variance_norm), self.rule)
+        weights = density_weights(attention_variance(scores.values, self.variance_norm))
         shares = water_fill(weights, floor, scores.num_candidates, per_head)
         target = torch.full((1,), per_head, dtype=torch.int64, device=shares.device)
         totals = largest_remainder_float(shares[None], target)[0] * num_heads
@@ -156,19 +153,16 @@ class DensityLayers(LayerRule):
 
 def attention_variance(sums: Tensor, norm: VarianceNorm) -> Tensor:
     """[num_layers], float64: variance of ``sums``, [num_layers, num_kv_heads, num_tokens]; D2O, Eq. 4."""
-    per_head = sums.double().var(-1, correction=1 if norm == "code" else 0)
-    if norm == "code":
-        return _minmax(per_head).mean(-1)
-    variance = per_head.mean(-1)
-    return _minmax(variance) if norm == "minmax" else variance
+    variance = sums.double().var(-1, correction=0).mean(-1)
+    if norm == "none":
+        return variance
+    low, high = variance.amin(), variance.amax()
+    return (variance - low) / (high - low).clamp(min=1e-300)
 
 
-def density_weights(variance: Tensor, rule: DensityRule) -> Tensor:
-    """Shares of the layers, summing to 1; D2O, Eq. 5 ("softmax") and Table 4 ("reciprocal")."""
-    if rule == "softmax":
-        return (-variance).softmax(-1)
-    inverse = 1 / variance.clamp(min=1e-12)
-    return inverse / inverse.sum()
+def density_weights(variance: Tensor) -> Tensor:
+    """Shares of the layers, summing to 1; D2O, Eq. 5."""
+    return (-variance).softmax(-1)
 
 
 def water_fill(weights: Tensor, low: float, high: float, total: float) -> Tensor:
@@ -184,11 +178,6 @@ def water_fill(weights: Tensor, low: float, high: float, total: float) -> Tensor
     rise = (sums[after] - sums[after - 1]).clamp(min=1e-300)
     factor = left + (right - left) * ((total - sums[after - 1]) / rise).clamp(0, 1)
     return (factor * weights).clamp(low, high)
-
-
-def _minmax(x: Tensor) -> Tensor:
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    return (x - low) / (high - low).clamp(min=1e-300)
 
 
 @dataclass(frozen=True)

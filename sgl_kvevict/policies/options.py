@@ -16,7 +16,6 @@ from sgl_kvevict.policies.budgets import (
     AdaptiveHeads,
     AllLayersBudget,
     DensityLayers,
-    DensityRule,
     HeadRule,
     LayeredBudget,
     LayerRule,
@@ -29,9 +28,6 @@ from sgl_kvevict.policies.budgets import (
 from sgl_kvevict.policies.parts import BudgetAllocator, Merger, Scorer, Selector
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.selectors import TopKSelector
-
-WHOLE_PROMPT = "the method decides over all tokens of the prompt"
-"""Default of :attr:`PaperSettings.why_tail`, for papers without a window."""
 
 
 def _is_odd(value: int) -> int:
@@ -46,40 +42,6 @@ OddInt = Annotated[int, AfterValidator(_is_odd), Field(json_schema_extra={"odd":
 def only_with(*rules: str) -> dict[str, Any]:
     """``json_schema_extra`` of an option that has an effect only with one of these budget rules."""
     return {"rules": list(rules)}
-
-
-@dataclass(frozen=True)
-class PaperValue:
-    """A value printed in a paper, for an option or a field of ``KVEvictConfig``; ``source``: where it is printed."""
-
-    name: str
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True)
-class PaperSettings:
-    """Settings of ``NAME@paper``; options that the user gives win.
-
-    Attributes:
-        kept_window: name of the option with the number of last tokens that the paper keeps uncompressed; it sets
-            ``tail_tokens``. None: the paper selects over the whole prompt, so ``tail_tokens`` is 1.
-        why_tail: the place in the paper.
-    """
-
-    paper: str
-    options: tuple[PaperValue, ...]
-    kept_window: str | None = None
-    why_tail: str = WHOLE_PROMPT
-
-    def fields(self, options: Mapping[str, Any]) -> tuple[PaperValue, ...]:
-        """Values of ``KVEvictConfig`` fields; ``options`` are the options in force."""
-        tail = 1 if self.kept_window is None else options[self.kept_window]
-        return (
-            PaperValue("tail_tokens", tail, self.why_tail),
-            PaperValue("budget_includes_tail", True, "the budget counts every stored entry, window included"),
-            PaperValue("sink_tokens", 0, "no token is kept but by the method itself"),
-        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +60,6 @@ class NamedPolicy(BaseModel):
     Attributes:
         name: its file has this name, with "_" for "-".
         use_when: one line for the table of docs/policies.md.
-        paper: settings of ``NAME@paper``; None: not available.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -107,7 +68,6 @@ class NamedPolicy(BaseModel):
     summary: ClassVar[str]
     source: ClassVar[str]
     use_when: ClassVar[str]
-    paper: ClassVar[PaperSettings | None] = None
 
     @abstractmethod
     def build(self) -> Policy | None:
@@ -131,18 +91,6 @@ class NamedPolicy(BaseModel):
             Option(name, field.default, field.description or "", allowed(field))
             for name, field in cls.model_fields.items()
         )
-
-    @classmethod
-    def paper_options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The given options and the paper's; given ones win.
-
-        Paper options without effect beside the given ones are left out (``variance_norm`` with
-        ``budget_rule="uniform"``).
-        """
-        fields = cls.model_fields
-        printed = {} if cls.paper is None else {one.name: one.value for one in cls.paper.options}
-        rule = given.get("budget_rule", fields["budget_rule"].default if "budget_rule" in fields else None)
-        return {name: value for name, value in printed.items() if not _is_idle(fields[name], rule)} | dict(given)
 
     @classmethod
     def _problem(cls, error: Any) -> str:
@@ -205,13 +153,7 @@ class BudgetOptions(NamedPolicy):
     )
     variance_norm: VarianceNorm = Field(
         "minmax",
-        description="density: scale the variances over the layers (minmax), not at all (the printed formula), or over "
-        "each layer's heads (code)",
-        json_schema_extra=only_with(*_DENSITY),
-    )
-    density_rule: DensityRule = Field(
-        "softmax",
-        description="density: shares from the softmax of the negative variance, or from its reciprocal",
+        description="density: scale the variances over the layers (minmax), or not at all (the printed formula)",
         json_schema_extra=only_with(*_DENSITY),
     )
     floor_share: float = Field(
@@ -247,7 +189,7 @@ class BudgetOptions(NamedPolicy):
         if self.budget_rule in _PYRAMID:
             layers = PyramidLayers(self.pyramid_beta)
         elif self.budget_rule in _DENSITY:
-            layers = DensityLayers(self.variance_norm, self.density_rule)
+            layers = DensityLayers(self.variance_norm)
         heads: HeadRule = UniformHeads()
         if self.budget_rule in _ADAPTIVE:
             heads = AdaptiveHeads(self.safeguard, self.alpha)

@@ -37,8 +37,6 @@ class Policy:
     Attributes:
         num_sink_tokens: first tokens of a *path* that every head keeps.
         reuse_layers: layers that share the positions chosen in the first of them.
-        max_tail_tokens: longest uncompressed tail for which the options have an effect; None = any.
-        why_max_tail: the reason, for the error.
         compresses: False of policy ``none``: nothing is observed, and none of its parts is ever asked.
     """
 
@@ -49,8 +47,6 @@ class Policy:
     merger: Merger | None = None
     num_sink_tokens: int = 0
     reuse_layers: int = 1
-    max_tail_tokens: int | None = None
-    why_max_tail: str = ""
     compresses: bool = True
 
     def __post_init__(self) -> None:

@@ -43,8 +43,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     observation = _observe(twin, segment, queries.to(q_dtype), slots)
     segment.order = twin.rank(slots, 0, observation, turn=0)
     source = TokenRange(slots, 0, segment.order.keys)
-    sizes = [twin.config.slots_at(share, num_tokens, 0) for share in twin.config.shares]
-    first, *others = sizes if sizes else [twin.config.num_slots(num_tokens, 0)]
+    first, *others = (twin.config.num_slots(num_tokens, share=share) for share in twin.config.shares)
     _resize(twin, segment, source, first, observation)
     for num_slots in others:  # so that rows get fewer bits
         _resize(twin, segment, segment.live_view, min(num_slots, segment.num_slots))

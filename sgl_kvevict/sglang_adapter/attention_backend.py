@@ -77,7 +77,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         super().__init__()
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
-        config, policy = configured_policy(load_config())
+        config = load_config()
+        policy = configured_policy(config)
         facts = after_load(model_runner, config, policy)
         require(ATTENTION if model_runner.is_draft_worker else AFTER_LOAD, facts)
         self.bits: Bits = 16 if model_runner.is_draft_worker else facts.bits

@@ -115,7 +115,7 @@ class Distilling:
     @property
     def share(self) -> float:
         """Share of the entries at which recall is measured."""
-        return self._config.budget if isinstance(self._config.budget, float) else 0.2
+        return self._config.budget
 
     @property
     def lacks_scores(self) -> bool:

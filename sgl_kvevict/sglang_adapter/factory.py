@@ -46,7 +46,8 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
         ConfigError: the configuration is invalid.
     """
     require_supported_sglang()
-    config, policy = configured_policy(load_config())
+    config = load_config()
+    policy = configured_policy(config)
     require(SETTINGS, BeforeLoad(published, config))
     settings = ServerSettings.read()
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)

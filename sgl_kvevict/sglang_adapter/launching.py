@@ -59,7 +59,8 @@ def check_start(value_of: ValueOf, *, is_command: bool) -> None:
         ConfigError: the configuration is invalid.
         UnsupportedSetupError: lists every reason.
     """
-    config, _ = configured_policy(load_config())
+    config = load_config()
+    configured_policy(config)
     address = (str(value_of("host")), value_of("port")) if is_command else None
     require(BEFORE_LOAD, before_load(value_of, config, address=address))
 

@@ -110,7 +110,7 @@ def identity_of(
     fingerprint = model_fingerprint(model.model_path, model.revision) if has_files else None
     if fingerprint is None:
         return None
-    kept = ("policy", "policy_options", "budget", "bits", "budget_includes_tail", "tail_tokens", "sink_tokens")
+    kept = ("policy", "policy_options", "budget", "bits", "tail_tokens", "sink_tokens")
     policy = {name: getattr(config, name) for name in kept} | {"shares": config.shares}
     turned = rotary.cos_sin[:ROTARY_POSITIONS].to("cpu", torch.float16).contiguous()
     turns = hashlib.sha256(f"{tuple(turned.shape)} {rotary.is_neox} {rotary.start}".encode() + turned.numpy().tobytes())

@@ -106,7 +106,7 @@ def mute_server() -> Iterator[str]:
 
 SIZE = "size --prefix-tokens 9 --pool-tokens 9 --model"
 COMMAND_LINES = [
-    *("policies nope", "policies snapkv nope", "policies none@paper", "policies --nope"),
+    *("policies nope", "policies snapkv nope", "policies --nope"),
     *("model --dir {file}", "model --dir {below}", "model --dir /proc/nope", "model nope"),
     *(f"{SIZE} {{file}}", f"{SIZE} {{missing}}", f"{SIZE} {{empty}}", f"{SIZE} {{broken}}", f"{SIZE} /nowhere"),
     *(

@@ -37,7 +37,6 @@ def test_bytes_of_a_slot():
 
 def test_slots_of_a_prefix_are_its_compressed_part_and_its_tail():
     assert prefix_slots(KVEvictConfig(budget=0.2), 2032) == 400 + 32
-    assert prefix_slots(KVEvictConfig(budget=256), 2032) == 256 + 32
     assert prefix_slots(KVEvictConfig(budget=0.2), 200) == 200  # too short to be compressed
     assert prefix_slots(KVEvictConfig(budget=0.2, policy="none"), 2032) == 2032
 
@@ -71,9 +70,9 @@ def test_a_prefix_longer_than_the_pool_fits_once_its_chunks_are_compressed(num_t
 
 @pytest.mark.parametrize("num_tokens", [1994, 2000, 2032])
 def test_a_prefix_longer_than_the_pool_is_refused_where_prompts_do_not_shrink_while_they_are_prefilled(num_tokens):
-    for config in (KVEvictConfig(policy="none"), KVEvictConfig(budget=256), KVEvictConfig(min_prefix_tokens=1990)):
+    for config in (KVEvictConfig(policy="none"), KVEvictConfig(budget=1.0), KVEvictConfig(min_prefix_tokens=1990)):
         assert all(row.prefixes == 0 for row in fits(config, LLAMA_8B, num_tokens, 2_000))
-    assert fits(KVEvictConfig(budget=256), LLAMA_8B, 1993, 2_000)[0].prefixes == 1
+    assert fits(KVEvictConfig(budget=1.0), LLAMA_8B, 1993, 2_000)[0].prefixes == 1
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,6 @@ def test_every_share_of_the_default_keeps_the_entries_that_its_bits_leave_room_f
     [
         (KVEvictConfig(), ModelSizes(2, 2, 80, 2), "head_dim is 80"),
         (KVEvictConfig(bits=4), ModelSizes(2, 1, 576, 2, is_latent=True), "latents (MLA)"),
-        (KVEvictConfig(budget=256), LLAMA_8B, "budget is 256"),
         (KVEvictConfig(bits=16), ModelSizes(2, 2, 80, 2), ""),
         (KVEvictConfig(bits=8), LLAMA_8B, ""),
     ],
@@ -126,7 +124,7 @@ def test_rows_of_16_bits_are_planned_where_others_cannot_be(config, sizes, reaso
 def test_the_longest_prompt_is_longer_than_a_pool_whose_chunks_can_shrink():
     assert longest_prompt(KVEvictConfig(), 10_000) > 70_000
     assert longest_prompt(KVEvictConfig(min_budget=None), 10_000) < longest_prompt(KVEvictConfig(), 10_000)
-    assert longest_prompt(KVEvictConfig(policy="none"), 10_000) == longest_prompt(KVEvictConfig(budget=512), 10_000)
+    assert longest_prompt(KVEvictConfig(policy="none"), 10_000) == longest_prompt(KVEvictConfig(budget=1.0), 10_000)
     assert longest_prompt(KVEvictConfig(policy="none"), 10_000) == 9_993
     assert longest_prompt(KVEvictConfig(), 0) == 0
 
@@ -186,14 +184,12 @@ def test_command(capsys, model):
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "852" in out
     assert "host: 34.4 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 2,139,391 tokens." in out
-    arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "512", "--json")
-    assert "have 16 bits, because budget is 512" in run(capsys, *arguments[:-1])[1]
-    figures = json.loads(run(capsys, *arguments)[1])
+    arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "0.125")
+    figures = json.loads(run(capsys, *arguments, "--bits", "16", "--json")[1])
     assert figures["model"]["slot_bytes"] == 131072 and figures["pool_slots"] == 131072
-    assert figures["longest_prompt"] == 131065  # entries per head: chunks do not shrink
-    assert figures["bits"] == 16 and [row["share"] for row in figures["shares"]] == [1.0, 512]
-    assert figures["shares"][1] == {
-        "share": 512,
+    assert figures["bits"] == 16 and [row["share"] for row in figures["shares"]] == [1.0, 0.5, 0.125, 0.1]
+    assert figures["shares"][2] == {
+        "share": 0.125,
         "name": "budget",
         "kept": 0.125,
         "entries": {"16": 512 * 256},

@@ -54,7 +54,7 @@ def compress(
 ) -> tuple[Segment, Tensor]:
     """Rank uncompressed tokens, and pack what a share (None: the budget) keeps; also the slots that are free."""
     packer, config, num_tokens = compressor.packer, compressor.config, token_slots.numel()
-    num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens, start)
+    num_slots = config.num_slots(num_tokens, start, share)
     segment, merge, keys = Segment(packer.geometry, start, start + num_tokens), None, None
     if num_slots < num_tokens:
         segment.order = compressor.rank(token_slots, start, observation, turn=0)

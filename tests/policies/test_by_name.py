@@ -56,7 +56,7 @@ def test_bad_options_name_option_value_and_what_is_allowed(options: dict[str, An
 
 @pytest.mark.parametrize("policy", ["none", "snapkv", "reconstruction"])
 def test_chunks_shrink_by_learned_scores_only(policy: str) -> None:
-    assert configured_policy(KVEvictConfig(prefill_budget=0.5))[1] is not None
+    assert configured_policy(KVEvictConfig(prefill_budget=0.5)) is not None
     with pytest.raises(ConfigError, match=f"prefill_budget: got 0.5 for policy '{policy}'.* or policy distilled"):
         configured_policy(KVEvictConfig(policy=policy, prefill_budget=0.5))
 

@@ -35,8 +35,8 @@ def variance(rows: Tensor) -> float:
     return float(attention_variance(sums(rows), "none"))
 
 
-def shares(values: list[float], rho: float, rule: str = "softmax") -> list[float]:
-    weights = density_weights(torch.tensor(values, dtype=torch.float64), rule)  # type: ignore[arg-type]
+def shares(values: list[float], rho: float) -> list[float]:
+    weights = density_weights(torch.tensor(values, dtype=torch.float64))
     return (weights * len(values) * rho).tolist()
 
 
@@ -60,17 +60,9 @@ def test_softmax_shares() -> None:
     assert falling == sorted(falling, reverse=True)
 
 
-def test_reciprocal_shares() -> None:
-    """10.8; exponential decay ignores the budget, so once scaled to it, it is the softmax."""
-    assert shares([0.1, 0.5, 1, 2], 0.2, "reciprocal") == pytest.approx([0.5926, 0.1185, 0.0593, 0.0296], abs=1e-4)
-    decay = (-torch.tensor([0.1, 0.5, 1, 2], dtype=torch.float64)).exp()
-    assert decay.tolist() == pytest.approx([0.9048, 0.6065, 0.3679, 0.1353], abs=1e-4)
-    assert (decay / decay.sum() * 0.8).tolist() == pytest.approx(shares([0.1, 0.5, 1, 2], 0.2))
-
-
 def test_caps_are_redistributed() -> None:
     """10.6."""
-    weights = density_weights(torch.tensor([0.0, 1, 2, 3], dtype=torch.float64), "softmax")
+    weights = density_weights(torch.tensor([0.0, 1, 2, 3], dtype=torch.float64))
     assert (weights * 1.6).tolist() == pytest.approx([1.0303, 0.3790, 0.1394, 0.0513], abs=1e-4)
     assert float((weights * 1.6).clamp(max=1).sum()) == pytest.approx(1.5697, abs=1e-4)
     filled = water_fill(weights, 0.0, 1.0, 1.6)
@@ -79,7 +71,7 @@ def test_caps_are_redistributed() -> None:
 
 def test_floors_keep_a_degenerate_split_alive() -> None:
     """10.7: the printed formula would leave three layers nothing."""
-    weights = density_weights(torch.tensor([0.0, 50, 50, 50], dtype=torch.float64), "softmax")
+    weights = density_weights(torch.tensor([0.0, 50, 50, 50], dtype=torch.float64))
     assert float(weights[1]) < 1e-20
     filled = water_fill(weights, 0.01, 1.0, 0.8)
     assert filled.tolist() == pytest.approx([0.77, 0.01, 0.01, 0.01])
@@ -99,7 +91,7 @@ def test_water_fill_meets_every_sum() -> None:
             )
 
 
-@pytest.mark.parametrize("norm", ["minmax", "none", "code"])
+@pytest.mark.parametrize("norm", ["minmax", "none"])
 def test_totals_are_exact_and_within_bounds(range_scores: Make, norm: str) -> None:
     generator = torch.Generator().manual_seed(1)
     values = torch.rand(5, 3, 60, generator=generator) ** torch.tensor([1, 2, 9, 20, 40])[:, None, None] * 60

@@ -63,7 +63,7 @@ def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
             segment.order = compressor.rank(slots, start, observation, turn=0)
             source: Range = TokenRange(slots, start, segment.order.keys)
             for share in config.shares:
-                num_slots = config.slots_at(share, num_tokens, start)
+                num_slots = config.num_slots(num_tokens, start, share)
                 _resize(compressor, segment, source, min(num_slots, segment.num_slots), observation)
                 source = segment.live_view
             _resize(compressor, segment, View(segment, start, start + num_tokens // 3))

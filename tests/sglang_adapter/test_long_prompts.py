@@ -102,7 +102,7 @@ def test_the_first_chunks_stay_whole_until_room_is_needed():
     scheduler.round()
     segments = [span.segment for span in scheduler.tree_cache.spans.values()]
     assert segments and all(
-        each.num_slots == CONFIG.slots_at(0.5, each.end - each.start, each.start) for each in segments
+        each.num_slots == CONFIG.num_slots(each.end - each.start, each.start, 0.5) for each in segments
     )
 
 

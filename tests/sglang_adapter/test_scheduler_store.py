@@ -275,7 +275,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
         if share == 0.6:
             assert resizer.shrink_now([segment], share) == 20
         else:
-            resizer.resize([segment], config.slots_at(share, 50, 0))
+            resizer.resize([segment], config.num_slots(50, share=share))
         server.harness.check()
         assert server.writer.drain(300)
         server.saving.between_steps()

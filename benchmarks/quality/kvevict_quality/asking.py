@@ -79,7 +79,7 @@ def prepare_in_two_stages(
     other = [*reversed(context_ids)] * (pool_slots // len(context_ids) + 1)
     generate(server, other[: pool_slots - len(context_ids) + config.tail_tokens], 1)
     num_tokens = len(context_ids) - config.tail_tokens
-    light, small = config.slots_at(LIGHT_SHARE, num_tokens, 0), config.num_slots(num_tokens, 0)
+    light, small = config.num_slots(num_tokens, share=LIGHT_SHARE), config.num_slots(num_tokens)
     state = plugin_state(server)
     if state is None or (state["span_tokens"], state["span_slots"]) != (num_tokens, light):
         raise RuntimeError(f"{num_tokens} tokens were to shrink to {light} slots, got {state}")
@@ -87,7 +87,7 @@ def prepare_in_two_stages(
     wait_until_scored(server)
     state = plugin_state(server)
     others = 0 if state is None else int(state["span_tokens"]) - num_tokens
-    others_slots = config.slots_at(LIGHT_SHARE, others, 0) if others else 0
+    others_slots = config.num_slots(others, share=LIGHT_SHARE)
     if state is None or state["span_slots"] != small + others_slots:
         raise RuntimeError(f"{num_tokens} tokens were to shrink to {small} slots beside {others_slots}, got {state}")
     return Prepared(len(context_ids), small + config.tail_tokens, time.perf_counter() - begin)

@@ -88,7 +88,7 @@ class Setup:
     @property
     def config(self) -> KVEvictConfig:
         """Of its server, options of the policy included."""
-        return configured_policy(KVEvictConfig.model_validate(self._config()))[0]
+        return KVEvictConfig.model_validate(self._config())
 
     @property
     def pool_slots(self) -> int:
@@ -123,7 +123,7 @@ class Setup:
         return policy.needs_passes and not is_learned
 
     def _policy(self) -> Policy:
-        policy = configured_policy(KVEvictConfig.model_validate(self._config()))[1]
+        policy = configured_policy(self.config)
         if policy is None:
             raise ValueError(f"policy {self.policy!r} compresses nothing; allowed: a policy that does")
         return policy

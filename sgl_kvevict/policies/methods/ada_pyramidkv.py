@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_kvevict.policies.methods.ada_snapkv import SAFEGUARD
-from sgl_kvevict.policies.methods.snapkv import ADA_KV, SnapKV, as_run_in_ada_kv
+from sgl_kvevict.policies.methods.snapkv import SnapKV
 from sgl_kvevict.policies.options import BudgetRule
 
 
@@ -14,6 +13,5 @@ class AdaPyramidKV(SnapKV):
     summary = "PyramidKV's layer budgets, shared out to the heads of a layer as in Ada-KV"
     source = "Ada-KV (arXiv 2407.11550), Alg. 2"
     use_when = "as ada-snapkv, small budgets"
-    paper = as_run_in_ada_kv(ADA_KV, *SAFEGUARD)
 
     budget_rule: BudgetRule = "adaptive-pyramid"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.methods.streaming_llm import NumSinkTokens
-from sgl_kvevict.policies.options import BudgetOptions, BudgetRule, PaperSettings, PaperValue
+from sgl_kvevict.policies.options import BudgetOptions, BudgetRule
 from sgl_kvevict.policies.parts import Merger, PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
@@ -31,9 +31,7 @@ class NearestKeyMerger(Merger):
     """Cosine matching of keys, a moving threshold, and a similarity-weighted mean of keys and values.
 
     The threshold of a head starts as the mean of its evicted tokens' best similarities and moves with later
-    compressions of the same path: ``beta * mean + (1 - beta) * previous``. Evicted tokens below it are not merged. The
-    released code has a ``threshold_scope`` of "layer"; the paper's ablations are ``threshold`` "none", ``weighting``
-    "average" (Table 8) and ``match_on`` "values" (Table 7).
+    compressions of the same path: ``beta * mean + (1 - beta) * previous``. Evicted tokens below it are not merged.
 
     Source: D2O (arXiv 2406.13035), Eq. 9-12.
     Differs: Eq. 12 as printed gives weights that sum to more than 1; here the numerator is the token's own term. A
@@ -58,24 +56,18 @@ class NearestKeyMerger(Merger):
         similarity = torch.empty(kept.shape, dtype=torch.float32, device=kept.device)
         target = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
         for row, view in enumerate(views):
-            rows = view.keys if self.options.match_on == "keys" else view.values
             similarity[row], target[row] = nearest_kept(
-                rows.transpose(0, 1), kept[row], longest[row], causal=self.splittable
+                view.keys.transpose(0, 1), kept[row], longest[row], causal=self.splittable
             )
         candidates = ~kept & similarity.isfinite()
         threshold = self._threshold(similarity, candidates, state)
-        merged = candidates
-        if self.options.threshold == "ema":
-            merged = candidates & (similarity >= threshold.unsqueeze(-1) - _SLACK)
-        return merge_plan(kept, merged, similarity, target, self.options.weighting), PolicyState(threshold)
+        merged = candidates & (similarity >= threshold.unsqueeze(-1) - _SLACK)
+        return merge_plan(kept, merged, similarity, target), PolicyState(threshold)
 
     def _threshold(self, similarity: Tensor, candidates: Tensor, state: PolicyState | None) -> Tensor:
         """[num_layers, num_kv_heads], float32: the threshold after this compression; NaN before a first eviction."""
         total = torch.where(candidates, similarity, 0.0).sum(-1, dtype=torch.float64)
         count = candidates.sum(-1)
-        if self.options.threshold_scope == "layer":
-            total = total.sum(-1, keepdim=True).expand_as(total)
-            count = count.sum(-1, keepdim=True).expand_as(count)
         mean = (total / count).float()  # NaN without candidates
         if state is None:
             return mean
@@ -90,20 +82,6 @@ class D2O(BudgetOptions):
     summary = "H2O's tokens, more of them in layers of dense attention; evicted ones merge into similar kept ones"
     source = "D2O (arXiv 2406.13035), Sec. 3"
     use_when = "small budgets where evicted tokens should leave a trace"
-    paper = PaperSettings(
-        "D2O (arXiv 2406.13035)",
-        (
-            PaperValue("num_sink_tokens", 4, "Eq. 7, 8 (T; its value is not said, 4 in the released code)"),
-            PaperValue("recent_ratio", 0.25, "experiments: N:M = 3:1"),
-            PaperValue("direction", "any", "Eq. 9"),
-            PaperValue("beta", 0.7, "Eq. 10; experiments"),
-            PaperValue("threshold", "ema", "Eq. 10"),
-            PaperValue("weighting", "similarity", "Eq. 11, 12"),
-            PaperValue("match_on", "keys", "Eq. 9"),
-            PaperValue("variance_norm", "none", "Eq. 4, 5"),
-            PaperValue("density_rule", "softmax", "Eq. 5"),
-        ),
-    )
 
     budget_rule: BudgetRule = "density"
     num_sink_tokens: NumSinkTokens = 4
@@ -115,12 +93,6 @@ class D2O(BudgetOptions):
         description="merge evicted tokens into later kept tokens only, so that spans can be split, or into any (paper)",
     )
     beta: float = Field(0.7, ge=0, le=1, description="weight of new similarities in the moving threshold")
-    threshold: Literal["ema", "none"] = Field(
-        "ema", description="merge what reaches the moving threshold, or everything"
-    )
-    threshold_scope: Literal["head", "layer"] = Field("head", description="one threshold per KV head or per layer")
-    weighting: Literal["similarity", "average"] = Field("similarity", description="weights of a merge")
-    match_on: Literal["keys", "values"] = Field("keys", description="rows whose cosine similarity decides merges")
 
     def build(self) -> Policy:
         """Make the policy."""
@@ -174,17 +146,11 @@ def _column_bounds(kept: Tensor, block: int) -> tuple[list[int], list[int], int]
     return numbers[:half], numbers[half:-1], numbers[-1]
 
 
-def merge_plan(
-    kept: Tensor,
-    merged: Tensor,
-    similarity: Tensor,
-    target: Tensor,
-    weighting: Literal["similarity", "average"],
-) -> MergePlan:
+def merge_plan(kept: Tensor, merged: Tensor, similarity: Tensor, target: Tensor) -> MergePlan:
     """Sources and weights of every kept entry: its own row first, then merged tokens by position.
 
     All tensors are [num_layers, num_kv_heads, num_tokens]; ``target`` is the token index of a ``merged`` token's target
-    in its run. Weights: ``exp(cosine)`` for a token, ``exp(1)`` for the target ("similarity"), or equal ("average").
+    in its run. Weights: ``exp(cosine)`` for a token, ``exp(1)`` for the target.
 
     Source: D2O (arXiv 2406.13035), Eq. 11, and Eq. 12 with the numerator ``exp(u_ij) m_ij``.
     """
@@ -197,7 +163,7 @@ def merge_plan(
     end = 0
     for layer in range(num_layers):
         begin, end = end, end + sizes[layer]
-        part = _layer_plan(kept[layer], merged[layer], similarity[layer], target[layer], sizes[layer], weighting)
+        part = _layer_plan(kept[layer], merged[layer], similarity[layer], target[layer], sizes[layer])
         counts.append(part[0])
         layer_of[begin:end] = layer
         heads[begin:end], indices[begin:end], weights[begin:end] = part[1:]
@@ -208,12 +174,7 @@ def merge_plan(
 
 
 def _layer_plan(
-    kept: Tensor,
-    merged: Tensor,
-    similarity: Tensor,
-    target: Tensor,
-    size: int,
-    weighting: Literal["similarity", "average"],
+    kept: Tensor, merged: Tensor, similarity: Tensor, target: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer's number of sources per entry, and each source's head, token index and weight."""
     num_tokens = kept.shape[-1]
@@ -225,7 +186,7 @@ def _layer_plan(
     order = (2 * entry + is_merged).sort(stable=True).indices
     source, entry, is_merged = source[order], entry[order], is_merged[order]
     cosine = torch.where(is_merged, similarity.flatten()[source], 1.0)
-    raw = cosine.exp() if weighting == "similarity" else torch.ones_like(cosine)
+    raw = cosine.exp()
     counts = torch.bincount(entry)
     bounds = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=kept.device)
     bounds[1:] = counts.cumsum(0)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from sgl_kvevict.policies.options import BudgetOptions, PaperSettings, PaperValue
+from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
 from sgl_kvevict.policies.selectors import HeavyHitterSelector
@@ -19,13 +19,6 @@ class H2O(BudgetOptions):
     summary = "tokens that all queries together attended to most, and the most recent ones"
     source = "H2O (arXiv 2306.14048), Sec. 4"
     use_when = "nothing is known of the questions; costs a second attention"
-    paper = PaperSettings(
-        "H2O (arXiv 2306.14048)",
-        (
-            PaperValue("recent_ratio", 0.5, "as many recent tokens as heavy hitters: the released code's examples"),
-            PaperValue("normalize", "none", "Sec. 4, Alg. 1"),
-        ),
-    )
 
     recent_ratio: float = Field(0.5, ge=0, le=1, description="share of the budget for the most recent tokens")
     normalize: Literal["none", "queries"] = Field(

@@ -11,7 +11,7 @@ from torch.nn.functional import max_pool1d
 
 from sgl_kvevict.errors import ConfigError, InvariantError
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.options import BudgetOptions, OddInt, PaperSettings, PaperValue
+from sgl_kvevict.policies.options import BudgetOptions, OddInt
 from sgl_kvevict.policies.parts import RangeScores, Scorer, Selector, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.ranking import key_max, order_keys, top_mask
@@ -152,20 +152,6 @@ class KVec(BudgetOptions):
     summary = "SnapKV's scores, steered so that heads and layers together cover more of the prompt"
     source = "K-VEC (arXiv 2606.29563), Alg. 1"
     use_when = "heads that all keep the same tokens"
-    paper = PaperSettings(
-        "K-VEC (arXiv 2606.29563)",
-        (
-            PaperValue("base_window", 16, "Eq. 8 (O)"),
-            PaperValue("extended_window", 32, "Eq. 11 (O'); experiments"),
-            PaperValue("rescored_share", 0.375, "Eq. 10: delta = 3 of 8 KV heads"),
-            PaperValue("bonus", 1.0, "Eq. 15 (lambda); experiments"),
-            PaperValue("protected_share", 0.25, "Eq. 16 (beta); experiments"),
-            PaperValue("kernel_size", 7, "experiments: all other details as in SnapKV"),
-            PaperValue("keep_window", True, "experiments: all other details as in SnapKV"),
-        ),
-        "base_window",
-        "experiments: all other details as in SnapKV, which stores its window besides",
-    )
 
     base_window: int = Field(16, ge=1, description="queries at the end of the prompt that score most heads (O)")
     extended_window: int = Field(32, ge=1, description="queries that score the least focused heads (O')")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_kvevict.policies.methods.snapkv import ADA_KV, SnapKV, as_run_in_ada_kv
+from sgl_kvevict.policies.methods.snapkv import SnapKV
 from sgl_kvevict.policies.options import BudgetRule
 
 
@@ -13,6 +13,5 @@ class PyramidKV(SnapKV):
     summary = "SnapKV's scores, with more entries in shallow layers and fewer in deep ones"
     source = "PyramidKV (arXiv 2406.02069), Sec. 4.2"
     use_when = "the same, small budgets"
-    paper = as_run_in_ada_kv(f"PyramidKV as run in {ADA_KV}")
 
     budget_rule: BudgetRule = "pyramid"

@@ -1,6 +1,6 @@
 """``snapkv``: tokens that the prompt's last queries attend to, the same number in every head.
 
-Grouped queries, pooling and the sizes of ``@paper`` follow Ada-KV (arXiv 2407.11550), Alg. 2. ``pyramidkv``,
+Grouped queries and pooling follow Ada-KV (arXiv 2407.11550), Alg. 2. ``pyramidkv``,
 ``ada-snapkv`` and ``ada-pyramidkv`` are this policy with other budget rules.
 """
 
@@ -10,25 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sgl_kvevict.policies.options import BudgetOptions, OddInt, PaperSettings, PaperValue
+from sgl_kvevict.policies.options import BudgetOptions, OddInt
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import WindowAttentionScorer
 
-ADA_KV = "Ada-KV (arXiv 2407.11550)"
 WindowSize = Annotated[int, Field(ge=1, description="queries at the end of the prompt whose attention scores tokens")]
-
-
-def as_run_in_ada_kv(paper: str, *more: PaperValue) -> PaperSettings:
-    """Settings of Ada-KV's runs of ``snapkv`` and its variants, and ``more``."""
-    options = (
-        PaperValue("window_size", 32, "experiments, settings"),
-        PaperValue("kernel_size", 7, "experiments, settings"),
-        PaperValue("pooling", "max", "experiments, settings"),
-        PaperValue("order", "pool-mean", "Alg. 2, lines 3-4"),
-        PaperValue("keep_window", True, "Alg. 2, line 11"),
-        *more,
-    )
-    return PaperSettings(paper, options, "window_size", "Alg. 2, lines 6 and 11: the window is stored besides")
 
 
 class SnapKV(BudgetOptions):
@@ -38,7 +24,6 @@ class SnapKV(BudgetOptions):
     summary = "tokens that the prompt's last queries attend to, the same number in every head"
     source = "SnapKV (arXiv 2404.14469); Ada-KV (arXiv 2407.11550), Alg. 2"
     use_when = "the question ends the prompt"
-    paper = as_run_in_ada_kv(f"SnapKV as run in {ADA_KV}")
 
     window_size: WindowSize = 32
     kernel_size: OddInt = Field(7, ge=1, le=127, description="width of the pool along the tokens; 1 = no pool")

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.options import BudgetOptions, PaperSettings, PaperValue
+from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores
 from sgl_kvevict.policies.policy import Policy
 
@@ -37,7 +37,6 @@ class StreamingLLM(BudgetOptions):
     summary = "first (sink) tokens and the most recent ones, the same in every head"
     source = "StreamingLLM (arXiv 2309.17453), Sec. 3"
     use_when = "a cheap baseline; chats where only the end counts"
-    paper = PaperSettings("StreamingLLM (arXiv 2309.17453)", (PaperValue("num_sink_tokens", 4, "Sec. 3"),))
 
     num_sink_tokens: NumSinkTokens = 4
 
