@@ -64,7 +64,7 @@ _Path = Annotated[str, Field(pattern=r"^[^\x00]+$"), AfterValidator(_expand)]
 
 
 class EventsConfig(BaseModel):
-    """The socket on which each scheduler answers questions about its cache and publishes changes of it.
+    """The socket on which each scheduler answers questions about its cache.
 
     The address is bound; each data-parallel scheduler adds its rank to the port.
     """
@@ -72,13 +72,7 @@ class EventsConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     endpoint: _Endpoint = Field(
-        default="tcp://127.0.0.1:5659", description="ROUTER: answers `sgl-kvevict top` and `inspect`, and sends events"
-    )
-    max_queue_size: int = Field(
-        default=100_000,
-        ge=1,
-        le=100_000_000,
-        description="events that wait for the sending thread; more are dropped and counted",
+        default="tcp://127.0.0.1:5659", description="ROUTER: answers `sgl-kvevict top` and `inspect`"
     )
     expose_tokens: bool = Field(
         default=False, description="token ids and namespaces may leave the process through this socket"
@@ -235,7 +229,7 @@ class KVEvictConfig(BaseModel):
     )
     events: EventsConfig | None = Field(
         default=None,
-        description="socket for inspection and events; `{}` opens it on loopback (docs/operations.md)",
+        description="socket for inspection; `{}` opens it on loopback (docs/operations.md)",
         json_schema_extra={"allowed": f"null (off), or an object with any of: {', '.join(EventsConfig.model_fields)}"},
     )
 

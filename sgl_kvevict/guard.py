@@ -1,7 +1,7 @@
 """Error handling: an error of one request ends that request's work, an error of accounting stops the server.
 
-SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a request, job or
-listener. Where slots, spans and rows change hands, going on could give one user's keys to another:
+SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a request or
+job. Where slots, spans and rows change hands, going on could give one user's keys to another:
 :class:`accounting` makes every exception an :class:`InvariantError`, which no guard holds.
 """
 
@@ -40,10 +40,10 @@ class Place(Enum):
     """Moving a prefix to the host's memory or back: it is dropped, or is computed."""
     RELEASE = "release"
     """Continuing a job or pending ranges after a request was released: they keep waiting."""
-    LISTENER = "listener"
-    """Writing a metric, queueing an event, answering a question: this one is skipped."""
+    MONITORING = "monitoring"
+    """Writing metrics, answering a question: this time it is skipped."""
     SOCKETS = "sockets"
-    """Sending and receiving on the event thread: this message is lost."""
+    """Sending and receiving on the thread of the event socket: this message is lost."""
     STATE = "state"
     """Showing the cache in ``GET /server_info``: the failed part is missing."""
 

@@ -32,11 +32,15 @@ ROOT = Path(__file__).resolve().parents[1]
 LABELLED = {
     "pool_slots": "by `holder`: `compressed`, `full` (uncompressed nodes), `private` (running requests), `free`",
     "entries": "by `bits` of their rows: entries of compressed tokens",
-    "refusals_total": "by `reason`, as in the event `Refused`",
+    "refusals_total": "by `reason`; "
+    + "; ".join(
+        f"`{name.removeprefix(REFUSED).replace('_', '-')}`: {text.rstrip('.')}"
+        for name, text in descriptions(Totals).items()
+        if name.startswith(REFUSED)
+    ),
     "errors_total": "exceptions held, by `place` ([reliability.md](reliability.md))",
 }
 FLOWS = ROOT / "docs" / "results" / "flows.json"
-HISTOGRAM = "compression_seconds"
 SMALL = "SmolLM2-135M-Instruct"
 LLAMA_8B = ModelSizes(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
 
@@ -52,12 +56,10 @@ def field_table(model: type[BaseModel]) -> str:
 
 
 def metrics_table() -> str:
-    """One row per series of ``/metrics``: gauges, then counters (``_total``) and the histogram."""
+    """One row per series of ``/metrics``: gauges, then counters (``_total``)."""
     rows = {name: text for name, text in descriptions(Gauges).items() if not name.startswith(("pool", ENTRIES))}
     for name, text in descriptions(Totals).items():
-        if name == HISTOGRAM:
-            rows[name] = f"Histogram: {text}"
-        elif not name.startswith(REFUSED):
+        if not name.startswith(REFUSED):
             rows[f"{name}_total"] = text
     lines = [f"|`kvevict:{name}`|{text.rstrip('.')}|" for name, text in (rows | LABELLED).items()]
     return "\n".join(["|series|meaning|", "|---|---|", *lines])

@@ -44,7 +44,6 @@ class Bar:
 
 DEFAULT = "default"
 FOUR = "4x the pool"
-PASSES = "prefix 3000, 4 clients, passes"
 NO_PASSES = "no passes"
 LONG = "0.5x, one prefix of 3072, 32 new tokens"
 NO_STORE = "no store"
@@ -91,7 +90,6 @@ BARS = (
         )
         for metric in ("hit_s", "hit_p95_s")
     ),
-    Bar("hot", f"{PASSES}, long answers", "pass_share 1", "steps_to_compressed", 2, is_cost=True, is_absolute=True),
     Bar("shared-prefix", "0.5x the pool", DEFAULT, "requests_per_s", 1.0, baseline="none"),
     Bar("shared-prefix", "0.5x the pool", "none", "requests_per_s", 0.97),
     Bar("shared-prefix", "0.5x the pool", "budget 1", "requests_per_s", 0.97),

@@ -14,7 +14,6 @@ from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.growth import Growth
 from sgl_kvevict.cache.hints import Hints
 from sgl_kvevict.cache.host import HostMemory
-from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.cache.loading import Loading
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.passes import ScoringPasses
@@ -26,7 +25,7 @@ from sgl_kvevict.cache.recency import CostAwareRecency, StatefulRecency
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
 from sgl_kvevict.cache.saving import Saving, StoreAccess
-from sgl_kvevict.events.types import Cleared, Dropped
+from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Compressor, PromptObservation
 from sgl_kvevict.store.host import HostSegments
@@ -50,6 +49,7 @@ class PrefixCache:
         saving: None without a store.
         loading: None if nothing is loaded from it.
         max_sharers: most requests that ever read one span in one forward.
+        watchers: called between two steps; must be cheap. Their errors are held.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PrefixCache:
         self._guard = guard
         self.compressor = compressor
         self.access = access
-        table = self.table = PrefixTable(packer.geometry, CacheListener(guard), shrinks=len(config.shares) > 1)
+        table = self.table = PrefixTable(packer.geometry, shrinks=len(config.shares) > 1)
         self.spans = table.spans
         readers = self.readers = ReaderTable(tree, all_shrink=config.prefill_budget is not None)
         self.recency = CostAwareRecency(self.spans, clock)
@@ -95,16 +95,13 @@ class PrefixCache:
             if access.reader is not None:
                 self.loading = Loading(tree, table, readers, guard, adoption, access, access.reader, self.host)
         self.max_sharers = 0
+        self.watchers: list[Callable[[], None]] = []
         self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
 
     @property
-    def listener(self) -> CacheListener:
-        """Receives every change of the cache, and has the totals."""
-        return self.table.listener
-
-    @listener.setter
-    def listener(self, listener: CacheListener) -> None:
-        self.table.listener = listener
+    def totals(self) -> Totals:
+        """Counters of what the cache has done."""
+        return self.table.totals
 
     @property
     def observation_bytes(self) -> int:
@@ -157,7 +154,9 @@ class PrefixCache:
         self.hints.between_steps(passes.now)
         if self.saving is not None:
             self.saving.between_steps()
-        self.listener.between_steps()
+        for watch in self.watchers:
+            with self._guard.at(Place.MONITORING):
+                watch()
 
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Return the spans that each request of a batch reads now, root first; ``nodes``: last node of each path.
@@ -191,16 +190,17 @@ class PrefixCache:
             self.pressure.lower(drop.owner)
         num_slots = len(node.key) if slots is None else slots.numel()
         released = num_slots if drop.owner is None else 0
-        self.listener.emit(Dropped(node.id, len(node.key), released, drop.span is not None))
-        if drop.owner is not None and num_slots:
-            self.listener.repacked(drop.owner, self.spans[drop.owner].segment, num_slots)
+        self.totals.dropped_nodes += 1
+        self.totals.dropped_spans += drop.span is not None
+        self.totals.dropped_slots += released
+        self.totals.repacks += drop.owner is not None and num_slots > 0
         return slots
 
     def cleared(self) -> None:
         """The whole tree was flushed."""
         self.keep_only_spans()
         self.table.clear()
-        self.listener.emit(Cleared())
+        self.totals.clears += 1
 
     def keep_only_spans(self) -> None:
         """Forget everything but packed spans: the tree is empty, or the weights have changed."""

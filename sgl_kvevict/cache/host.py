@@ -12,7 +12,6 @@ from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import CacheObservation, Compressor, CopiedEntries, Segment, Sources, Span, TokenRange
 from sgl_kvevict.store import IndexEntry, SegmentRecord
@@ -103,8 +102,10 @@ class HostMemory:
             num_bytes = self.segments.put(record, namespace, pieces)
             if num_bytes:
                 self.segments.pieces_of(record.key).extend(self._complements.put(evicted, *bounds))
-                pushed_out = self.segments.num_evicted - num_evicted
-                self._table.listener.emit(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
+                totals = self._table.totals
+                totals.moved_out_segments += 1
+                totals.moved_out_bytes += num_bytes
+                totals.pushed_out_segments += self.segments.num_evicted - num_evicted
 
     def _is_as_good(self, there: IndexEntry, span: Span | None, pieces: Sequence[Piece]) -> bool:
         """Whether a copy that is here is as good as ``span``, which is about to be dropped, and its ``pieces``.
@@ -175,7 +176,9 @@ class HostMemory:
                 reads = self._readers[reader]
                 if reads.host_start is None:
                     reads.host_start = record.end - num_tokens
-                num_bytes = sum(tensor.nbytes for tensor in record.tensors.values())
                 begin, since = time.perf_counter(), begin
-                start, seconds = record.end - num_tokens, begin - since
-                self._table.listener.emit(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))
+                totals = self._table.totals
+                totals.moved_in_segments += 1
+                totals.moved_in_tokens += num_tokens
+                totals.moved_in_bytes += sum(tensor.nbytes for tensor in record.tensors.values())
+                totals.moved_in_seconds += begin - since

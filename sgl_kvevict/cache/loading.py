@@ -16,7 +16,6 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.events.types import Loaded, LoadFailed, short_key
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord
 
@@ -166,9 +165,8 @@ class Loading:
         if waiting.fetch is None:
             return
         if answer is Answer.LATE:
-            self._table.listener.emit(LoadFailed("late"))
-        for error in tuple(waiting.fetch.errors):
-            self._table.listener.emit(LoadFailed("error", error))
+            self._table.totals.late_loads += 1
+        self._table.totals.failed_loads += len(waiting.fetch.errors)
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
                 self._place(request, waiting.fetch.records, waiting.prompt)
@@ -180,11 +178,12 @@ class Loading:
         for record in records:
             num_tokens = self._adoption.place(record, prompt)
             if num_tokens == 0:
-                self._table.listener.emit(LoadFailed("no-place"))
+                self._table.totals.not_placed += 1
                 continue
             if reads.store_start is None:
                 reads.store_start = record.end - num_tokens
-            self._table.listener.emit(Loaded(short_key(record.key), record.end - num_tokens, record.end))
+            self._table.totals.loaded_segments += 1
+            self._table.totals.loaded_tokens += num_tokens
 
 
 def _signature(waiting: Waiting) -> int:

@@ -25,7 +25,6 @@ from sgl_kvevict.cache.probes import Probes, question_probes, repetition_probes
 from sgl_kvevict.cache.readers import ReaderTable, Released
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.events.types import Refused, ScoringPass
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, ticket_digest
 from sgl_kvevict.segments import Compressor, PromptObservation, ReaderObservation, Segment, bytes_of
@@ -364,7 +363,7 @@ class ScoringPasses:
                 for segment in segments:
                     job.observation.observe(segment)
         if job.observation is None:
-            self._table.listener.emit(Refused("no-memory", length_of(path) - job.start))
+            self._table.totals.refused_no_memory += 1
             self._end(job, Outcome.NO_MEMORY)
             return
         start = packed[0].start if packed else job.start
@@ -379,7 +378,7 @@ class ScoringPasses:
         probe = job.probes.next(num_tokens)
         length = len(key_of(path_to(job.node)))
         if length + len(probe) >= passes.room:
-            self._table.listener.emit(Refused("no-room", length))
+            self._table.totals.refused_no_room += 1
             self._end(job, Outcome.NO_ROOM)
             return
         self.jobs.note_served(job)
@@ -392,8 +391,7 @@ class ScoringPasses:
         observation, probes = job.observation, job.probes
         assert observation is not None and probes is not None
         if not observation.has_failed:
-            seconds = time.perf_counter() - job.started
-            self._table.listener.emit(ScoringPass(job.start, observation.end, seconds))
+            self._table.totals.scoring_passes += 1
             probes.was_read()
 
     def _unmeasured(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.cache.job import ScoringJob
-from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.cache.nodes import Node, NodeSet
 from sgl_kvevict.cache.paths import Spans
-from sgl_kvevict.events.types import Split
+from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.segments import Observation, Order, ReaderObservation, Segment, Span
@@ -181,11 +180,11 @@ class PrefixTable:
         jobs: see :class:`PrefixRecord`, like ``stale`` and ``retained``.
     """
 
-    def __init__(self, geometry: KVGeometry, listener: CacheListener, *, shrinks: bool) -> None:
+    def __init__(self, geometry: KVGeometry, *, shrinks: bool) -> None:
         self._geometry = geometry
         self._shrinks = shrinks
         self._records: dict[Node, PrefixRecord] = {}
-        self.listener = listener
+        self.totals = Totals()
         self.spans = Spans(self._records)
         self.in_place: dict[Segment, Node] = {}
         self.packed: dict[Segment, Node] = {}
@@ -359,7 +358,7 @@ class PrefixTable:
             return
         self._divide(below, upper, lower)
         if below.span is not None and below.span.is_packed:
-            self.listener.emit(Split(upper.id, lower.id, below.span.start))
+            self.totals.splits += 1
 
     @accounting()
     def _divide(self, below: PrefixRecord, upper: Node, lower: Node) -> None:

@@ -15,7 +15,6 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.events.types import Grown, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.ragged import MergePlan
@@ -177,7 +176,7 @@ class Resizer:
         for segment in self._table.prompts.trim(self._config.observation_bytes):
             if segment in self._table.wanted and segment.order is None and not self.can_rank(segment):
                 del self._table.wanted[segment]
-                self._table.listener.emit(Refused("no-memory", segment.num_tokens))
+                self._table.totals.refused_no_memory += 1
 
     # ---- order ------------------------------------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class Resizer:
         self._table.wanted[segment] = None
         is_in_use = self._try(segment, Occasion.RELEASED) is None
         if is_in_use:
-            self._table.listener.emit(Refused("in-use", end - self._spans.compressed_len(path)))
+            self._table.totals.refused_in_use += 1
         self._trim()
         return is_in_use
 
@@ -438,12 +437,21 @@ class Resizer:
         if is_new:
             is_cut = self._packer.geometry.has_windows and num_slots < held
             segment.splittable = self._compressor.policy.splittable and not is_cut
+        totals = self._table.totals
         if len(segments) == 1 and not is_new:
-            self._table.listener.squeezed(nodes[0], segment, num_freed, num_live - segment.num_entries)
+            totals.squeezes += 1
+            totals.squeezed_slots += num_freed
+            totals.evicted_entries += num_live - segment.num_entries
         else:
-            merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
-            new = (segment.num_tokens, segment.num_entries) if is_new else (0, 0)
-            self._table.listener.compressed(nodes, segment, *new, merged, num_freed, time.perf_counter() - begin)
+            num_merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
+            num_new, num_kept = (segment.num_tokens, segment.num_entries) if is_new else (0, 0)
+            totals.compressions += 1
+            totals.compressed_tokens += num_new
+            totals.compression_seconds += time.perf_counter() - begin
+            totals.released_slots += num_freed
+            totals.kept_entries += num_kept
+            totals.merged_entries += num_merged
+            totals.evicted_entries += num_new * segment.geometry.num_runs - num_kept - num_merged
         if num_slots == self.slots_at(segment) and not any(map(self._readers.shrinking_prompt, readers)):
             self.at_budget(nodes[-1])
         return num_freed
@@ -461,9 +469,9 @@ class Resizer:
         self._tree.charge(owner, token_slots.numel())
         self._table.shrinking.discard(owner)  # its next step loses less
         self._table.may_shrink(owner)
-        sizes = token_slots.numel(), segment.num_bytes, segment.entries_by_bits
-        returned = sum(count for _, count in entries.sizes)
-        self._table.listener.emit(Grown(owner.id, segment.num_slots, *sizes, returned_entries=returned))
+        self._table.totals.growths += 1
+        self._table.totals.grown_slots += token_slots.numel()
+        self._table.totals.returned_entries += sum(count for _, count in entries.sizes)
 
     @accounting()
     def exchange(

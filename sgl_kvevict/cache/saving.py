@@ -9,7 +9,6 @@ from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.nodes import Node, namespace_of
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.events.types import Stored
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Compressor
 from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind
@@ -73,7 +72,7 @@ class Saving:
             complements = self._complements
             num_evicted = 0 if complements is None else complements.num_bytes(segment)
             if not writer.has_room(packer.bytes_of(segment) + num_evicted):
-                self._table.listener.emit(Stored("", segment.num_tokens, 0, "too many segments wait"))
+                self._table.totals.not_stored += 1
                 return
             num_tail = self._compressor.stored_tail
             identity = self._access.identity
@@ -82,6 +81,11 @@ class Saving:
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 
     def between_steps(self) -> None:
-        """Report the results of writes since the last call."""
-        while self._access.writer.done:
-            self._table.listener.emit(self._access.writer.done.popleft())
+        """Count the results of writes since the last call."""
+        totals, done = self._table.totals, self._access.writer.done
+        while done:
+            num_bytes = done.popleft()
+            totals.not_stored += num_bytes is None
+            totals.already_stored += num_bytes == 0
+            totals.stored_segments += bool(num_bytes)
+            totals.stored_bytes += num_bytes or 0

@@ -65,11 +65,8 @@ class _Watcher:
             line: dict[str, object] = {"endpoint": state.endpoint, "connected": state.silent is None}
             if state.silent is None:
                 line["status"] = state.status
-                line["events"] = [{"ts": ts, "event": event} for ts, event in state.events]
-                line["missed_events"] = state.missed
             else:
                 line["error"] = state.silent
-            state.events.clear()
             sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
             sys.stdout.flush()
 
@@ -91,12 +88,12 @@ class _Watcher:
 
     async def _ask(self, client: InspectClient) -> None:
         state = self.state
-        fields = {"op": "status", "limit": self.options.rows, "sort": state.sort, "follow": True}
+        fields = {"op": "status", "limit": self.options.rows, "sort": state.sort}
         try:
             status = await client.ask(msgspec.convert(fields, Status), StatusReport)
             if state.description is None or state.description.started != status.started:
                 state.description = await client.ask(Describe(), Description)
-            state.update(status, client.take_batches())
+            state.update(status)
         except (ServerSilentError, RequestFailedError) as error:
             state.silent = str(error)
 

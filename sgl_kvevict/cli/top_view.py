@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from sgl_kvevict.cli.output import mean_bits, short_model, show_dial, show_entries
 from sgl_kvevict.cli.size import show_bytes
 from sgl_kvevict.errors import printable
-from sgl_kvevict.events import types
 from sgl_kvevict.events.questions import Description, StatusReport
 from sgl_kvevict.events.totals import ENTRIES, Pool, Totals
-from sgl_kvevict.events.types import AnyEvent, Dropped, EventBatch
 
 SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
 RATE_WINDOW_S = 10.0
-NUM_EVENTS = 8
 
 # Part of the pool, its label, its glyph (readable without colours) and its colour.
 _POOL_PARTS = (
@@ -51,9 +45,6 @@ class TopState:
     Attributes:
         sort: order of the largest prefixes.
         silent: why there is no newer report; None while the server answers.
-        events: time (seconds since the epoch) and event, newest last; without prompts, which would displace all others
-            and are in the totals.
-        missed: events that did not arrive.
     """
 
     endpoint: str
@@ -61,26 +52,13 @@ class TopState:
     description: Description | None = None
     status: StatusReport | None = None
     silent: str | None = None
-    events: deque[tuple[float, AnyEvent]] = field(default_factory=lambda: deque(maxlen=200))
-    missed: int = 0
     is_long: bool = False
-    _next_event: int = 0
     _history: deque[tuple[float, Totals]] = field(default_factory=deque)
 
-    def update(self, status: StatusReport, batches: Sequence[EventBatch] = ()) -> None:
-        """Store a report and the events that came before it; rates are computed within one run of the server."""
+    def update(self, status: StatusReport) -> None:
+        """Store a report; rates are computed within one run of the server."""
         if self.status is None or status.started != self.status.started:
             self._history.clear()
-            self._next_event = status.next_event
-        for batch in batches:
-            if batch.started == status.started and batch.end > self._next_event:
-                self.missed += max(batch.first - self._next_event, 0)
-                part = batch.since(max(batch.first, self._next_event))
-                others = (event for event in part.events if not isinstance(event, types.PromptComplete))
-                self.events.extend((part.ts, event) for event in others)
-                self._next_event = part.end
-        self.missed += max(status.next_event - self._next_event, 0)
-        self._next_event = max(status.next_event, self._next_event)
         self.status = status
         self.silent = None
         self._history.append((status.ts, status.totals))
@@ -103,8 +81,7 @@ def render(state: TopState, width: int, height: int) -> RenderableType:
         return Group(*parts, _footer(state))
     gauges = state.status.gauges
     parts += [_pool_bar(gauges.pool, gauges.slot_bytes, width), _gauges(state.status), _rates(state)]
-    num_rows = max(height - NUM_EVENTS - 13, 3)
-    parts += [_prefixes(state, num_rows), _events(state), _footer(state)]
+    parts += [_prefixes(state, max(height - 11, 3)), _footer(state)]
     return Group(*parts)
 
 
@@ -179,9 +156,6 @@ def _rates(state: TopState) -> Text:
         rates.append(f"moved out {totals.moved_out_segments:,} ({show_bytes(totals.moved_out_bytes)}), {moved_in}")
     if totals.growths:
         rates.append(f"grown {totals.growths:,} ({totals.returned_entries:,} entries back)")
-    lost = state.status.totals.lost_events
-    if lost or state.missed:
-        rates.append(f"events lost {lost:,}, missed {state.missed:,}")
     return Text("   ".join(rates), style="cyan")
 
 
@@ -207,79 +181,9 @@ def _prefixes(state: TopState, num_rows: int) -> Table:
     return table
 
 
-def _events(state: TopState) -> Panel:
-    assert state.status is not None
-    now = state.status.ts
-    lines = [f"{_duration(max(now - ts, 0)):>7} ago  {printable(what)}" for ts, what in summarise(state.events)]
-    return Panel(Text("\n".join(lines[-NUM_EVENTS:])), title="events", title_align="left", height=NUM_EVENTS + 2)
-
-
-def summarise(events: Iterable[tuple[float, AnyEvent]]) -> Iterator[tuple[float, str]]:
-    """Yield time and text of each line; consecutive drops are one line."""
-    for is_drop, group in groupby(events, lambda item: isinstance(item[1], Dropped)):
-        items = list(group)
-        drops = [event for _, event in items if isinstance(event, Dropped)]
-        if is_drop and len(drops) > 1:
-            num_spans = sum(event.compressed for event in drops)
-            tokens, slots = sum(event.tokens for event in drops), sum(event.slots for event in drops)
-            what = f"dropped {len(drops):,} nodes, {num_spans:,} of them compressed"
-            yield items[-1][0], f"{what}: {tokens:,} tokens, {slots:,} slots released"
-        else:
-            yield from ((ts, describe(event)) for ts, event in items)
-
-
 def _footer(state: TopState) -> Text:
     keys = "   ".join(f"[{key}] by {name}" for key, name in SORT_KEYS.items())
     return Text(f"{keys}   [q] quit", style="bright_black")
-
-
-def describe(event: AnyEvent) -> str:
-    """Describe an event in a few words."""
-    match event:
-        case types.Compressed():
-            what = f"compressed tokens {event.start:,}-{event.end:,} into {_size(event)}"
-            merged = f", {event.merged_entries:,} entries merged" if event.merged_entries else ""
-            where = f"{event.seconds * 1000:.1f} ms, node {event.nodes[-1]}"
-            return f"{what}, {event.released_slots:,} released{merged} ({where})"
-        case types.Split():
-            return f"split node {event.lower} at {event.position:,}; the upper half is node {event.upper}"
-        case types.Dropped():
-            kind = "compressed" if event.compressed else "uncompressed"
-            return f"dropped {kind} node {event.node}: {event.tokens:,} tokens, {event.slots:,} slots released"
-        case types.Repacked():
-            return f"repacked node {event.node} into {_size(event)}, {event.released_slots:,} released"
-        case types.Squeezed():
-            evicted = f", {event.evicted_entries:,} entries evicted" if event.evicted_entries else ""
-            return f"shrank node {event.node} into {_size(event)}, {event.released_slots:,} released{evicted}"
-        case types.PromptComplete():
-            return f"found {event.found:,} of {event.tokens:,} tokens of a prompt"
-        case types.Grown():
-            taken = f"{event.returned_entries:,} evicted entries came back, {event.taken_slots:,} slots taken"
-            return f"node {event.node} grew into {_size(event)}: {taken}"
-        case types.PrefilledCompressed():
-            return f"compressed {event.tokens:,} tokens of a prompt while it was prefilled"
-        case types.ScoringPass():
-            return f"scored tokens {event.start:,}-{event.end:,} ({event.seconds * 1000:.1f} ms)"
-        case types.Refused():
-            why = {"in-use": "somebody reads them exactly", "not-cached": "not cached"}.get(event.reason, event.reason)
-            return f"left {event.tokens:,} tokens as they are: {why}"
-        case types.Stored():
-            what = event.error or (f"{event.bytes:,} bytes" if event.bytes else "was there")
-            return f"stored {event.tokens:,} tokens: {what}"
-        case types.Loaded():
-            return f"loaded tokens {event.start:,}-{event.end:,} from the store"
-        case types.LoadFailed():
-            return f"went on without the store: {event.error or 'it came too late'}"
-        case types.MovedOut():
-            return f"moved tokens {event.start:,}-{event.end:,} to the host's memory ({event.bytes:,} bytes)"
-        case types.MovedIn():
-            return f"moved tokens {event.start:,}-{event.end:,} back from the host's memory"
-        case types.Cleared():
-            return "flushed the whole cache"
-
-
-def _size(event: types.Compressed | types.Repacked | types.Squeezed | types.Grown) -> str:
-    return f"{event.slots:,} slots ({show_bytes(event.bytes)}, {mean_bits(event.entries):.1f} bits)"
 
 
 def _duration(seconds: float) -> str:

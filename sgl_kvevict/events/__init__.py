@@ -1,1 +1,1 @@
-"""Event stream and inspection of the cache: wire format, publishing thread, clients."""
+"""Inspection of the cache over a socket: questions and answers, the thread that serves them, a client."""

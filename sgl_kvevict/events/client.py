@@ -1,12 +1,10 @@
-"""An asynchronous client of the event socket: asks questions, and follows events."""
+"""An asynchronous client of the event socket: asks questions."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -15,15 +13,12 @@ import zmq
 import zmq.asyncio
 
 from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.events.questions import AnyReply, AnyRequest, Failure, NodeGone, Reply, Status, StatusReport
-from sgl_kvevict.events.types import FOLLOW_S, EventBatch
+from sgl_kvevict.events.questions import AnyReply, AnyRequest, Failure, NodeGone, Reply
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
 AT_ONCE = 16
 """Maximum number of questions of one client in flight; the server answers all waiting ones between two steps."""
-MAX_KEPT_BATCHES = 1000
-"""Batches that came while the client waited for answers, and that nobody took yet; older ones are dropped."""
 
 _TCP = re.compile(r"^tcp://(?P<host>\[[^\]]*\]|[^:]+):(?P<port>[0-9]+)$")
 
@@ -49,26 +44,6 @@ def check_endpoint(endpoint: str) -> str:
     return address
 
 
-@dataclass
-class _Place:
-    """How far a client has followed: the run of the server, and the number of the next event."""
-
-    started: float = 0.0
-    number: int = 0
-
-    def misses(self, batch: EventBatch) -> bool:
-        """Whether events before a batch are missing."""
-        return batch.started != self.started or batch.first > self.number
-
-    def advance(self, batch: EventBatch) -> EventBatch | None:
-        """The part of a batch that continues from here, if it does; go to its end."""
-        if self.misses(batch) or batch.end <= self.number:
-            return None
-        part = batch.since(self.number)
-        self.number = batch.end
-        return part
-
-
 class InspectClient:
     """Asks the scheduler at an ``events.endpoint``; an asynchronous context manager that reconnects by itself.
 
@@ -81,14 +56,13 @@ class InspectClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._num_asked = 0
-        self._batches: deque[EventBatch] = deque(maxlen=MAX_KEPT_BATCHES)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"endpoint: got {endpoint!r}: {error}") from error
-        self._decoder: msgspec.msgpack.Decoder[AnyReply | EventBatch] = msgspec.msgpack.Decoder(AnyReply | EventBatch)
+        self._decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,55 +96,6 @@ class InspectClient:
                     replies.append(None)
         return replies
 
-    def take_batches(self) -> list[EventBatch]:
-        """Batches of events that came before the last answer since the last call; see :attr:`Status.follow`."""
-        batches = list(self._batches)
-        self._batches.clear()
-        return batches
-
-    async def follow(self, limit: int = 0) -> AsyncIterator[StatusReport | EventBatch]:
-        """Iterate over a snapshot, with ``limit`` rows of prefixes, and then over the events after it, forever.
-
-        Batches continue the snapshot without gaps or repeats. Where events are missing, because this client or the
-        server was too slow or the server was restarted, another snapshot comes first.
-
-        Raises:
-            ServerSilentError: no answer to the question for a snapshot.
-            RequestFailedError: as for :meth:`ask`; too many clients follow.
-        """
-        loop, request = asyncio.get_running_loop(), Status(limit=limit, follow=True)
-        place = _Place()
-        while True:
-            report = await self.ask(request, StatusReport)
-            ask_again = loop.time() + FOLLOW_S / 3
-            before = self.take_batches()
-            for batch in before:
-                if (part := place.advance(batch)) is not None:
-                    yield part
-            if place.started != report.started or place.number < report.next_event:
-                yield report
-                place = _Place(report.started, report.next_event)
-                for batch in before:  # told after the snapshot was made, and sent before it
-                    if (part := place.advance(batch)) is not None:
-                        yield part
-            while (latest := await self._batch_before(ask_again)) is not None:
-                if place.misses(latest):
-                    self._batches.append(latest)
-                    break
-                if (part := place.advance(latest)) is not None:
-                    yield part
-
-    async def _batch_before(self, time: float) -> EventBatch | None:
-        """The next batch; None if none comes before a time of the loop's clock."""
-        try:
-            async with asyncio.timeout_at(time):
-                while True:
-                    frames: list[bytes] = await self._socket.recv_multipart()
-                    if len(frames) == 2:  # else a late answer
-                        return self._batch(frames)
-        except TimeoutError:
-            return None
-
     async def _payloads(self, requests: Sequence[AnyRequest]) -> list[bytes]:
         """Answers in the order of the questions; late answers to earlier questions are skipped."""
         tickets = [(self._num_asked + i).to_bytes(8, "big") for i in range(len(requests))]
@@ -182,9 +107,7 @@ class InspectClient:
             async with asyncio.timeout(self.timeout_s):
                 while missing:
                     frames: list[bytes] = await self._socket.recv_multipart()
-                    if len(frames) == 2:
-                        self._batches.append(self._batch(frames))
-                    elif frames[0] in missing:
+                    if frames[0] in missing:
                         missing.remove(frames[0])
                         payloads[frames[0]] = frames[-1]
         except TimeoutError:
@@ -192,20 +115,11 @@ class InspectClient:
             raise ServerSilentError(message) from None
         return list(payloads.values())
 
-    def _batch(self, frames: list[bytes]) -> EventBatch:
-        batch = self._decode(frames[-1])
-        if not isinstance(batch, EventBatch):
-            raise RequestFailedError(f"expected EventBatch, got {type(batch).__name__}")
-        return batch
-
-    def _decode(self, payload: bytes) -> AnyReply | EventBatch:
+    def _reply(self, payload: bytes, answer: type[ReplyT]) -> ReplyT:
         try:
-            return self._decoder.decode(payload)
+            reply = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise RequestFailedError(f"{self.endpoint} does not speak our protocol: {error}") from error
-
-    def _reply(self, payload: bytes, answer: type[ReplyT]) -> ReplyT:
-        reply = self._decode(payload)
         if isinstance(reply, NodeGone):
             raise NodeGoneError(reply.error)
         if isinstance(reply, Failure):

@@ -1,7 +1,7 @@
 """Questions about the cache and their answers: msgpack maps over the event socket.
 
-A request's type is in ``op``, a reply's in ``type``. Node ids are those of the events. Token ids and namespaces are
-sent only with ``expose_tokens``.
+A request's type is in ``op``, a reply's in ``type``. Node ids are the tree's, unique over a server's
+life. Token ids and namespaces are sent only with ``expose_tokens``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Status(Request):
     limit: Annotated[int, Meta(ge=0, le=MAX_PREFIXES)] = 20  # maximum number of rows
     # descending; ``age``: time since the last match
     sort: Literal["slots", "tokens", "readers", "age"] = "slots"
-    follow: bool = False  # also send the events after the answer, for the next ``FOLLOW_S`` seconds
 
 
 class Tree(Request):
@@ -107,7 +106,6 @@ class StatusReport(Reply):
 
     ts: float  # seconds since the epoch
     started: float  # see :class:`Description`
-    next_event: int  # number of the first event that is not in this report
     gauges: Gauges  # what the cache holds
     totals: Totals  # counters since the start
     prefixes: list[Prefix]  # at most ``limit``

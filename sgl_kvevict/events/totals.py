@@ -10,26 +10,6 @@ from typing import Annotated, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from sgl_kvevict.events.types import (
-    AnyEvent,
-    Cleared,
-    Compressed,
-    Dropped,
-    Grown,
-    Loaded,
-    LoadFailed,
-    MovedIn,
-    MovedOut,
-    PrefilledCompressed,
-    PromptComplete,
-    Refused,
-    Repacked,
-    ScoringPass,
-    Split,
-    Squeezed,
-    Stored,
-)
-
 REFUSED = "refused_"
 """Totals with this prefix form one metric, ``refusals``, with the reason as its label."""
 ENTRIES = "entries_"
@@ -37,7 +17,7 @@ ENTRIES = "entries_"
 
 
 class Totals(msgspec.Struct):
-    """Counters since the server started: sums over the events."""
+    """Counters since the server started."""
 
     prompts: Annotated[int, Meta(description="Prompts of requests that were prefilled.")] = 0
     prompt_tokens: Annotated[int, Meta(description="Tokens of them.")] = 0
@@ -84,67 +64,6 @@ class Totals(msgspec.Struct):
     moved_in_tokens: Annotated[int, Meta(description="Tokens that they stand for.")] = 0
     moved_in_bytes: Annotated[int, Meta(description="Memory of them.")] = 0
     moved_in_seconds: Annotated[float, Meta(description="Host time of these copies (on a GPU: launching only).")] = 0.0
-    lost_events: Annotated[int, Meta(description="Events lost because they came too fast.")] = 0
-
-    def count(self, event: AnyEvent) -> None:
-        """Add one event."""
-        match event:
-            case Compressed():
-                self.compressions += 1
-                self.compressed_tokens += event.new_tokens
-                self.compression_seconds += event.seconds
-                self.released_slots += event.released_slots
-                self.kept_entries += event.kept_entries
-                self.evicted_entries += event.evicted_entries
-                self.merged_entries += event.merged_entries
-            case Split():
-                self.splits += 1
-            case Dropped():
-                self.dropped_nodes += 1
-                self.dropped_spans += event.compressed
-                self.dropped_slots += event.slots
-            case Repacked():
-                self.repacks += 1
-            case Squeezed():
-                self.squeezes += 1
-                self.squeezed_slots += event.released_slots
-                self.evicted_entries += event.evicted_entries
-            case PromptComplete():
-                self.prompts += 1
-                self.prompt_tokens += event.tokens
-                self.found_tokens += event.found
-            case Grown():
-                self.growths += 1
-                self.grown_slots += event.taken_slots
-                self.returned_entries += event.returned_entries
-            case PrefilledCompressed():
-                self.prefilled_compressed += 1
-            case ScoringPass():
-                self.scoring_passes += 1
-            case Refused():
-                self._add_one(REFUSED + event.reason.replace("-", "_"))
-            case Stored():
-                self.stored_bytes += event.bytes
-                self._add_one("not_stored" if event.error else "stored_segments" if event.bytes else "already_stored")
-            case Loaded():
-                self.loaded_segments += 1
-                self.loaded_tokens += event.end - event.start
-            case LoadFailed():
-                self._add_one({"late": "late_loads", "error": "failed_loads", "no-place": "not_placed"}[event.reason])
-            case MovedOut():
-                self.moved_out_segments += 1
-                self.moved_out_bytes += event.bytes
-                self.pushed_out_segments += event.pushed_out
-            case MovedIn():
-                self.moved_in_segments += 1
-                self.moved_in_tokens += event.end - event.start
-                self.moved_in_bytes += event.bytes
-                self.moved_in_seconds += event.seconds
-            case Cleared():
-                self.clears += 1
-
-    def _add_one(self, name: str) -> None:
-        setattr(self, name, getattr(self, name) + 1)
 
 
 class Pool(msgspec.Struct, frozen=True):

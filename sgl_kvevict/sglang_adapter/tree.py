@@ -31,7 +31,6 @@ from sgl_kvevict.cache.nodes import NamespaceKey, length_of, namespace_of, path_
 from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.recency import Priority
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.events.types import PrefilledCompressed, PromptComplete, Refused
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk
@@ -242,6 +241,7 @@ class KVEvictTree(UnifiedRadixCache):
         full, hints = self.components[FULL], self.prefixes.hints
         hints.on_lowered = full.lowered
         hints.is_on = full.is_ordered and len(self.components) == 1 and compressor.splittable
+        self.prefixes.totals.clears = 0  # SGLang's constructor has reset the empty tree
 
     @property
     def ranks(self) -> TensorRanks:
@@ -414,7 +414,7 @@ class KVEvictTree(UnifiedRadixCache):
             self._keep_out(req)
             return
         if self._is_kept_out(key):
-            self.prefixes.listener.emit(Refused("not-cached", up_to))
+            self.prefixes.totals.refused_not_cached += 1
             self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
@@ -447,7 +447,7 @@ class KVEvictTree(UnifiedRadixCache):
         num_tokens = self.prefixes.pressure.compressed_tokens(req, path_to(node))
         if num_tokens:
             self.prefixes.readers[req].has_compressed(num_tokens)
-            self.prefixes.listener.emit(PrefilledCompressed(num_tokens))
+            self.prefixes.totals.prefilled_compressed += 1
 
     def _note_read(self, req: Req) -> None:
         """Note for a request's client what it reads of its prompt now."""
@@ -459,7 +459,10 @@ class KVEvictTree(UnifiedRadixCache):
         record = self.prefixes.readers[req]
         if not (record.is_pass or record.is_counted):
             record.is_counted = True
-            self.prefixes.listener.emit(PromptComplete(len(req.origin_input_ids), req.cached_tokens))
+            totals = self.prefixes.totals
+            totals.prompts += 1
+            totals.prompt_tokens += len(req.origin_input_ids)
+            totals.found_tokens += req.cached_tokens
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.events.types import Stored, short_key
 from sgl_kvevict.store.identity import Namespace
 from sgl_kvevict.store.segment_file import SegmentRecord
 from sgl_kvevict.store.segments import SegmentStore
@@ -27,7 +26,8 @@ LOG_EVERY_S = 60.0
 class WriteBehind(Workers):
     """Hands segments to one thread; a segment beyond ``max_bytes`` of keys and values waits alone.
 
-    ``num_dropped``: segments not taken because too many waited. ``done``: results of the others, for the scheduler.
+    ``num_dropped``: segments not taken because too many waited. ``done``: of the others, the bytes written, for the
+    scheduler; 0: the store had the segment, None: it could not be written.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class WriteBehind(Workers):
     ) -> None:
         super().__init__("kvevict-store-write", 1, MAX_WAITING, max_bytes)
         self.num_dropped = 0
-        self.done: deque[Stored] = deque(maxlen=10_000)
+        self.done: deque[int | None] = deque(maxlen=10_000)
         self._store = store
         self._clock = clock
         self._next_log: dict[str, float] = {}
@@ -51,11 +51,10 @@ class WriteBehind(Workers):
         return self.submit(lambda: self._write(record(), namespace), num_bytes)
 
     def _write(self, record: SegmentRecord, namespace: Namespace) -> None:
-        key, num_tokens = short_key(record.key), record.end - record.start
         try:
-            self.done.append(Stored(key, num_tokens, self._store.put(record, namespace)))
+            self.done.append(self._store.put(record, namespace))
         except StoreError as error:
-            self.done.append(Stored(key, num_tokens, 0, str(error)))
+            self.done.append(None)
             self._log(error)
 
     def _log(self, error: StoreError) -> None:

@@ -1,13 +1,12 @@
-"""The life of a prefix, in what is told of it; what it holds: the random machines and test_tree.py."""
+"""The life of a prefix, in what is counted of it; what it holds: the random machines and test_tree.py."""
 
 from __future__ import annotations
 
 from helpers.documents import document, make_harness, ranges
 from helpers.harness import Harness
-from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked
+from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.segments import CacheObservation
 
 DOCUMENT = document(0, 20)
@@ -19,52 +18,30 @@ class LargePrompt(CacheObservation):
     num_bytes = 1
 
 
-class Recorder(CacheListener):
-    """Remembers its events."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emitted: list[tuple] = []
-
-    def emit(self, event):
-        match event:
-            case Compressed():
-                self.emitted.append(("compressed", event.start, event.end - event.start, len(event.nodes)))
-            case Refused():
-                self.emitted.append(("refused", event.reason, event.tokens))
-            case Repacked():
-                self.emitted.append(("repacked", event.released_slots))
-            case Dropped():
-                self.emitted.append(("dropped", event.tokens, event.compressed, event.slots))
-            case Cleared():
-                self.emitted.append(("cleared",))
-
-
-def cache(**fields) -> tuple[Harness, Recorder]:
+def cache(**fields) -> tuple[Harness, Totals]:
     harness = make_harness(**fields)
-    harness.tree.prefixes.listener = recorder = Recorder()
-    return harness, recorder
+    return harness, harness.tree.prefixes.totals
 
 
 def test_several_nodes_become_one_segment():
-    harness, recorder = cache(min_prefix_tokens=16)
+    harness, totals = cache(min_prefix_tokens=16)
     for end in (5, 11):
         harness.finish(harness.run([*DOCUMENT[:end], 50]))  # too short to be compressed
     harness.finish(harness.run(DOCUMENT))
-    assert ranges(harness) == [(0, 5), (5, 11), (11, 18)] and recorder.emitted == [("compressed", 0, 18, 3)]
+    assert ranges(harness) == [(0, 5), (5, 11), (11, 18)] and (totals.compressions, totals.compressed_tokens) == (1, 18)
     assert len({span.segment for span in harness.tree.spans.values()}) == 1
 
 
 def test_what_cannot_be_split_becomes_one_segment_between_branches():
-    harness, recorder = cache(splittable=False, min_prefix_tokens=16)
+    harness, totals = cache(splittable=False, min_prefix_tokens=16)
     harness.finish(harness.run([*DOCUMENT[:11], 50]))
     harness.finish(harness.run(DOCUMENT))
-    assert sorted(told[1:] for told in recorder.emitted) == [(0, 11, 1), (11, 7, 1)]
+    assert ranges(harness) == [(0, 11), (11, 18)] and (totals.compressions, totals.compressed_tokens) == (2, 18)
     assert len({span.segment for span in harness.tree.spans.values()}) == 2
 
 
-def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens(monkeypatch):
-    harness, recorder = cache(observation_bytes=0)
+def test_a_range_given_up_for_want_of_memory_is_counted(monkeypatch):
+    harness, totals = cache(observation_bytes=0)
     harness.finish(harness.run(DOCUMENT))
     req = harness.request([*DOCUMENT, *document(1, 10)])
     assert harness.admit(req) and harness.prefill(req, 25)
@@ -73,26 +50,26 @@ def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens(monkeyp
     monkeypatch.setattr(Resizer, "can_rank", lambda _, segment: segment.prompt is not None)
     path = path_to(harness.tree.tree_core.node_by_id(req.last_node))
     assert harness.tree.prefixes.resizer.shrink(path, length_of(path) - 2, LargePrompt())
-    assert recorder.emitted[-2:] == [("refused", "in-use", 10), ("refused", "no-memory", 10)]
+    assert (totals.refused_in_use, totals.refused_no_memory) == (2, 1)  # once for the prompt, once here
     assert len(harness.tree.prefixes.table.wanted) == 0
     harness.tree.unlock(lock)
 
 
 def test_a_lock_that_no_reader_explains_is_waited_for():
-    harness, recorder = cache()
+    harness, totals = cache()
     req = harness.request(DOCUMENT)
     assert harness.admit(req) and harness.prefill(req, 12)
     lock = harness.tree.lock(req.last_node)
     assert harness.prefill(req)
     assert ranges(harness) == [] and len(harness.tree.prefixes.table.wanted) == 1
-    assert recorder.emitted[0][:2] == ("refused", "in-use")
+    assert totals.refused_in_use == 1
     harness.tree.unlock(lock)
     harness.finish(req)
     assert ranges(harness)[0][0] == 0 and ranges(harness)[-1][1] == 18
 
 
 def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
-    harness, recorder = cache(splittable=False, min_prefix_tokens=16, min_budget=None)
+    harness, totals = cache(splittable=False, min_prefix_tokens=16, min_budget=None)
     for suffix in (50, 51):
         harness.finish(harness.run([*DOCUMENT[:8], suffix]))
     for _ in range(2):
@@ -102,18 +79,18 @@ def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
     assert len({span.segment for span in harness.tree.spans.values()}) == 1
     harness.evict(1)  # the tail
     harness.evict(1)
-    assert recorder.emitted[-2:] == [("dropped", 10, True, 0), ("dropped", 8, True, 9)]
+    assert (totals.dropped_spans, totals.dropped_slots) == (2, 4 + 9)  # with two branches and the tail
 
 
-def test_dropping_the_lower_part_of_a_segment_is_told():
-    harness, recorder = cache(min_budget=None)
+def test_dropping_the_lower_part_of_a_segment_repacks_the_rest():
+    harness, totals = cache(min_budget=None)
     harness.finish(harness.run(DOCUMENT))
     reader = harness.run([*DOCUMENT[:8], 50])
     while len(harness.tree.spans) > 1:
         assert harness.evict(1)
     (node,) = harness.tree.spans
     assert ranges(harness) == [(0, 8)]
-    assert ("repacked", 9 - harness.tree.node_slots(node)) in recorder.emitted
+    assert totals.repacks == 1 and harness.tree.node_slots(node) < 9
     harness.decode(reader)
 
 
@@ -128,8 +105,8 @@ def test_a_request_that_will_not_be_cached_is_not_observed():
     harness.prefill(req)
 
 
-def test_a_flush_is_told():
-    harness, recorder = cache()
+def test_a_flush_is_counted():
+    harness, totals = cache()
     harness.finish(harness.run(DOCUMENT))
     harness.flush()
-    assert not harness.tree.spans and recorder.emitted[-1] == ("cleared",)
+    assert not harness.tree.spans and totals.clears == 1

@@ -63,7 +63,7 @@ def kept_entries(harness: Harness, segment) -> int:
 
 
 def totals(harness: Harness):
-    return harness.tree.prefixes.listener.totals
+    return harness.tree.prefixes.totals
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, "auto"])
@@ -427,7 +427,7 @@ def test_a_request_that_asks_loses_nothing_of_its_own_path(num_free):
     prefixes.readers[req].least_share = 1.0
     assert harness.admit(req)
     assert req.prefix_len == 120 and len(prefixes.table.packed) == 2
-    assert (prefixes.listener.totals.growths > 0) is (num_free > 0)
+    assert (prefixes.totals.growths > 0) is (num_free > 0)
     assert not any(harness.tree.guard.errors.values())
 
 

@@ -16,7 +16,6 @@ from kvevict_tools.launcher import free_port
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.questions import AnyRequest, Describe, Description, Failure
 from sgl_kvevict.events.service import MAX_REQUEST_BYTES, EventService
-from sgl_kvevict.events.types import Cleared
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -27,7 +26,7 @@ plain = st.recursive(
 )
 almost_requests = st.fixed_dictionaries(
     {"op": st.sampled_from(["describe", "status", "tree", "kept", "tokens", "kill", ""]) | plain},
-    optional={"limit": plain, "node": plain, "bins": plain, "sort": plain, "follow": plain, "more": plain},
+    optional={"limit": plain, "node": plain, "bins": plain, "sort": plain, "more": plain},
 )
 payloads = st.binary(max_size=200) | plain.map(msgspec.msgpack.encode) | almost_requests.map(msgspec.msgpack.encode)
 
@@ -40,8 +39,6 @@ def config() -> EventsConfig:
 @pytest.fixture(scope="module")
 def service(config):
     service = EventService(config, description_of(config))
-    for _ in range(3):
-        service.publish(Cleared())
     yield service
     service.close()
 
@@ -127,12 +124,11 @@ def test_http_and_a_subscriber(config, service, context):
     assert is_well(context, config)
 
 
-def test_clients_that_leave_without_their_answer_and_without_their_events(config, service, context):
+def test_clients_that_leave_without_their_answer(config, service, context):
     for _ in range(20):
         client = dealer(context, config.endpoint)
-        client.send_multipart([b"", msgspec.msgpack.encode({"op": "status", "follow": True})])
+        client.send_multipart([b"", msgspec.msgpack.encode({"op": "status"})])
         client.close(linger=0)
-        service.publish(Cleared())
         for question in service.take_questions():
             service.answer(question, Failure("valid"))
     assert is_well(context, config)

@@ -98,9 +98,8 @@ def test_the_compose_file_fits_the_images() -> None:
 
 def series() -> set[str]:
     """Names of our series, as Prometheus shows them."""
-    counters = {name for name in descriptions(Totals) if not name.startswith(REFUSED)} - {"compression_seconds"}
+    counters = {name for name in descriptions(Totals) if not name.startswith(REFUSED)}
     names = {f"{name}_total" for name in (*counters, "refusals", "errors")}
-    names |= {f"compression_seconds{end}" for end in ("_bucket", "_sum", "_count")}
     gauges = {re.sub(r"^entries_\d+$", "entries", name) for name in descriptions(Gauges)}  # one series with a label
     return {f"kvevict:{name}" for name in names | (gauges - {"pool"}) | {"pool_slots"}}
 

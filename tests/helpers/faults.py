@@ -29,8 +29,8 @@ FAULTS: Mapping[Place, str] = {
     Place.COMPRESSION: "sgl_kvevict.segments.Compressor.rank",
     Place.HOST: f"{CACHE}.host.HostMemory._bounds",
     Place.RELEASE: f"{CACHE}.resize.Resizer.try_wanted",
-    Place.LISTENER: "sgl_kvevict.events.totals.Totals.count",
-    Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",
+    Place.MONITORING: f"{ADAPTER}.monitoring.metrics.Metrics.refresh",
+    Place.SOCKETS: "sgl_kvevict.events.service.EventService._send_answers",
     Place.STORE: f"{CACHE}.saving.export_segment",
     Place.STATE: f"{ADAPTER}.monitoring.server_info.cache_state",
 }

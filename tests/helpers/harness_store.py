@@ -12,9 +12,7 @@ from helpers.harness import Harness
 from helpers.stored import identity as identity_of
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.export import export_segment
-from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
 from sgl_kvevict.store import (
     Backend,
@@ -111,24 +109,6 @@ def found_again(
     return store.continuing(lookup, store.find(lookup.tokens, lookup.namespace))
 
 
-class StoreRecorder(CacheListener):
-    """Remembers the events of the store."""
-
-    def __init__(self):
-        super().__init__()
-        self.stored_segments, self.loads, self.failures = [], [], []
-
-    def emit(self, event):
-        super().emit(event)
-        match event:
-            case Stored():
-                self.stored_segments.append(event)
-            case Loaded():
-                self.loads.append((event.start, event.end))
-            case LoadFailed():
-                self.failures.append(event.reason)
-
-
 class Server:
     """A harness, of class ``make``, with a store; ``now`` is its clock."""
 
@@ -142,7 +122,11 @@ class Server:
         self.prefixes = self.harness.tree.prefixes
         assert self.prefixes.loading is not None and self.prefixes.saving is not None
         self.loading, self.saving = self.prefixes.loading, self.prefixes.saving
-        self.recorder = self.prefixes.listener = StoreRecorder()
+
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """Segments that came from the store so far, and their tokens."""
+        return self.prefixes.totals.loaded_segments, self.prefixes.totals.loaded_tokens
 
     def queue(self, prompt, extra_key=None):
         """A request that is queued, of which ``prompt`` can be found."""

@@ -1,4 +1,4 @@
-"""A scheduler in miniature whose cache is watched: the harness with listeners, a socket and a thread that turns."""
+"""A scheduler in miniature whose cache is watched: the harness with a socket and a thread that turns."""
 
 from __future__ import annotations
 
@@ -7,34 +7,26 @@ import threading
 
 from helpers.event_sockets import description_of
 from helpers.harness import Harness
-from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.events.totals import Totals
-from sgl_kvevict.events.types import AnyEvent
 from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
 class WatchedHarness:
-    """A harness whose tree publishes and answers; close it."""
+    """A harness whose tree answers questions; close it."""
 
     def __init__(self, config: EventsConfig, harness: Harness | None = None, *, started: float = 1.0) -> None:
         self.harness = harness or Harness(num_slots=240)
-        tree, totals = self.harness.tree, Totals()
-        self.service = EventService(config, description_of(config, started=started), totals=totals)
-        self.listener = CacheListener(tree.guard, totals, policy="pseudo-random", exposes_tokens=config.expose_tokens)
-        self.emitted: list[AnyEvent] = []  # every event, oldest first
-        self.listener.subscribers += [self.service.publish, self.emitted.append]
-        self.listener.each_turn.append(Inspection(tree, self.service, started).each_turn)
-        tree.prefixes.listener = self.listener
+        self.service = EventService(config, description_of(config, started=started))
+        self._inspection = Inspection(self.harness.tree, self.service, started)
         self._turning: threading.Thread | None = None
         self._stop = threading.Event()
 
     def turn(self) -> None:
         """One turn of the scheduler's loop."""
-        self.harness.tree.prefixes.listener.between_steps()
+        self._inspection.each_turn()
 
     def keep_turning(self, *, with_traffic: bool = False) -> None:
         """Turn in a thread of its own, the scheduler's, until closed."""

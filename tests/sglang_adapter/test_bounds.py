@@ -30,7 +30,7 @@ def cache(*, needs_passes: bool, **fields) -> tuple[Harness, MiniScheduler]:
 
 
 def lost(harness) -> int:
-    return harness.tree.prefixes.listener.totals.refused_no_memory
+    return harness.tree.prefixes.totals.refused_no_memory
 
 
 def test_a_job_without_memory_says_so():

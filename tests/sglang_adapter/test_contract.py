@@ -278,7 +278,6 @@ OURS = {
         "readers",
         "segment",
         "weights",
-        "listener",
         "observation",
         "prefilling",
     ),

@@ -30,7 +30,7 @@ def found_by_source(req) -> tuple[int, int, int]:
 
 
 def totals(harness):
-    return harness.tree.prefixes.listener.totals
+    return harness.tree.prefixes.totals
 
 
 def drop_all(harness):

@@ -1,4 +1,4 @@
-"""What a live tree publishes and answers."""
+"""What a live tree counts and answers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,6 @@ from sgl_kvevict.events.questions import (
     TreeReport,
 )
 from sgl_kvevict.events.service import Question
-from sgl_kvevict.events.types import (
-    Cleared,
-    Compressed,
-    Dropped,
-    PromptComplete,
-    Refused,
-    Repacked,
-    Split,
-    Squeezed,
-)
 from sgl_kvevict.segments.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitoring.inspection import ANSWERING_SHARE, Inspection
 from sgl_kvevict.sglang_adapter.monitoring.start import events_of_rank
@@ -60,48 +50,37 @@ def ask(watched: WatchedHarness, request, answer):
     return asyncio.run(run())
 
 
-def published(watched: WatchedHarness) -> list:
-    """Changes of the cache since the last call."""
-    events = [event for event in watched.emitted if not isinstance(event, PromptComplete)]
-    watched.emitted.clear()
-    return events
+def totals(watched: WatchedHarness, *names: str) -> tuple[int, ...]:
+    found = watched.harness.tree.prefixes.totals
+    return tuple(getattr(found, name) for name in names)
 
 
-def test_a_compression_is_published_with_its_sizes(watched):
+COMPRESSED = ("compressions", "compressed_tokens", "released_slots", "kept_entries", "evicted_entries")
+DROPPED = ("dropped_nodes", "dropped_spans", "dropped_slots")
+
+
+def test_a_compression_is_counted_with_its_sizes(watched):
+    watched.harness.finish(watched.harness.run(DOCUMENT))
+    assert totals(watched, *COMPRESSED) == (1, 56, 39, 17 * 4, 56 * 4 - 17 * 4)
+    assert totals(watched, "compression_seconds") > (0,)
+
+
+def test_split_squeeze_drop_repack_and_flush_are_counted(watched):
     harness = watched.harness
     harness.finish(harness.run(DOCUMENT))
     (node,) = harness.tree.spans
-    (event,) = published(watched)
-    assert event.seconds > 0
-    sizes = 17, 39, 17 * harness.geometry.slot_bytes, {16: 17 * 4}
-    assert event == Compressed([node.id], 0, 56, 56, *sizes, 17 * 4, 56 * 4 - 17 * 4, 0, event.seconds, "pseudo-random")
-
-
-def test_split_drop_repack_and_flush_are_published(watched):
-    harness = watched.harness
-    harness.finish(harness.run(DOCUMENT))
-    (node,) = harness.tree.spans
-    published(watched)
     harness.finish(harness.run(DOCUMENT[:10] + [9] * 3))
-    split, *rest = published(watched)
-    assert (split.lower, split.position, rest) == (node.id, 10, [])
-    upper = node.parent.id
-    assert split == Split(upper, node.id, 10)
+    assert totals(watched, "splits", "squeezes", "repacks", *DROPPED) == (1, 0, 0, 0, 0, 0)
     while node in harness.tree.spans:
         harness.evict(1)
-    events = published(watched)
-    assert [type(event) for event in events if not isinstance(event, Dropped)] == [Squeezed, Repacked]
-    assert Squeezed(upper, 6, 11, 6 * harness.geometry.slot_bytes, {16: 24}, evicted_entries=44) in events
-    dropped = {event.node: event for event in events if isinstance(event, Dropped)}
-    assert dropped[node.id] == Dropped(node.id, 46, 0, True)
-    repacked = next(event for event in events if isinstance(event, Repacked))
-    assert repacked.node == upper and repacked.slots + repacked.released_slots == 6
-    assert repacked.bytes == repacked.slots * harness.geometry.slot_bytes and 0 < repacked.entries[16] < 24
+    assert totals(watched, "squeezes", "squeezed_slots", "repacks", "dropped_spans") == (1, 11, 1, 1)
+    assert totals(watched, "evicted_entries") == (56 * 4 - 17 * 4 + 44,)
+    assert totals(watched, *DROPPED) == (3, 1, 4 + 3)  # a tail, a question, and a span: its slots are its segment's
     harness.flush()
-    assert published(watched) == [Cleared()]
+    assert totals(watched, "clears") == (1,)
 
 
-def test_what_could_not_be_done_is_published_with_its_reason(watched, tmp_path):
+def test_what_could_not_be_done_is_counted_by_its_reason(watched, tmp_path):
     harness = watched.harness
     first = harness.request(DOCUMENT)
     harness.tree.prefixes.readers[first].is_exact = True
@@ -109,16 +88,15 @@ def test_what_could_not_be_done_is_published_with_its_reason(watched, tmp_path):
     harness.prefill(first, 30)
     harness.run([*DOCUMENT[:30], 8, 8])
     harness.prefill(first)
-    assert published(watched) == [Refused("in-use", 28), Refused("in-use", 56)]
+    assert totals(watched, "refused_in_use", "refused_not_cached") == (2, 0)
 
     folder = tmp_path / "unsplittable"
     folder.mkdir()
     unsplittable = Harness(num_slots=240, policy=PseudoRandomPolicy(splittable=False))
     with WatchedHarness(ipc_config(folder), unsplittable) as other:
         other.harness.run(DOCUMENT)
-        published(other)
         other.harness.run(DOCUMENT[:20] + [9] * 20)
-        assert published(other) == [Refused("not-cached", 40)]
+        assert totals(other, "refused_in_use", "refused_not_cached") == (0, 1)
 
 
 def test_each_prompt_of_a_request_is_counted_once_with_what_it_has_found(watched):
@@ -135,33 +113,24 @@ def test_each_prompt_of_a_request_is_counted_once_with_what_it_has_found(watched
     harness.tree.prefixes.readers[a_pass].is_pass = True
     harness.admit(a_pass)
     harness.prefill(a_pass)
-    prompts = [event for event in watched.emitted if isinstance(event, PromptComplete)]
-    assert prompts == [PromptComplete(60, 0), PromptComplete(50, 20)]
-    totals = watched.listener.totals
-    assert (totals.prompts, totals.prompt_tokens, totals.found_tokens) == (2, 110, 20)
+    assert totals(watched, "prompts", "prompt_tokens", "found_tokens") == (2, 110, 20)
 
 
-def test_totals_are_the_sums_of_the_events(watched):
+def test_totals_of_traffic_add_up(watched):
     rng = random.Random(1)
     for _ in range(80):
         watched.one_request(rng)
     while watched.harness.evict(40):  # spans as well: they go last
         pass
-    events, totals = published(watched), watched.listener.totals
-    compressed = [event for event in events if isinstance(event, Compressed)]
-    dropped = [event for event in events if isinstance(event, Dropped)]
-    assert totals.compressions == len(compressed) > 10
-    squeezed = [event for event in events if isinstance(event, Squeezed)]
-    assert totals.evicted_entries == sum(event.evicted_entries for event in (*compressed, *squeezed))
-    for name in ("released_slots", "kept_entries", "merged_entries"):
-        assert getattr(totals, name) == sum(getattr(event, name) for event in compressed)
-    assert totals.compressed_tokens == sum(event.new_tokens for event in compressed)
-    assert totals.splits == sum(isinstance(event, Split) for event in events) > 0
-    assert (totals.dropped_nodes, totals.dropped_slots) == (len(dropped), sum(event.slots for event in dropped))
-    assert totals.dropped_spans == sum(event.compressed for event in dropped) > 0
-    assert totals.repacks == sum(isinstance(event, Repacked) for event in events)
-    assert totals.squeezes == len(squeezed) > 0
-    assert totals.squeezed_slots == sum(event.released_slots for event in squeezed)
+    watched.one_request(rng)
+    report = ask(watched, Status(), StatusReport)
+    counted, gauges = report.totals, report.gauges
+    assert counted.compressions > 10 and counted.splits > 0 and counted.squeezes > 0 and counted.dropped_spans > 0
+    assert counted.dropped_spans < counted.dropped_nodes
+    live = gauges.entries_16 + gauges.entries_8 + gauges.entries_4
+    assert gauges.spans > 0 and 0 < live <= counted.kept_entries + counted.returned_entries
+    evicted_at_once = counted.compressed_tokens * 4 - counted.kept_entries
+    assert counted.evicted_entries > evicted_at_once > 0  # the others went in squeezes
 
 
 def test_status_adds_up_and_sorts(watched):
@@ -174,7 +143,7 @@ def test_status_adds_up_and_sorts(watched):
     assert report.gauges.logical_tokens == sum(len(node.key) for node in harness.tree.nodes())
     assert (report.gauges.shared_spans, report.gauges.max_readers_per_span) == (1, 3)
     assert [(row.tokens, row.slots, row.readers) for row in report.prefixes] == [(57, 18, 3), (26, 8, 0)]
-    assert report.totals.compressions == 2 and report.totals.lost_events == 0
+    assert report.totals.compressions == 2
     assert [row.slots for row in ask(watched, Status(limit=1, sort="tokens"), StatusReport).prefixes] == [18]
     assert ask(watched, Status(sort="age"), StatusReport).prefixes[0].tokens == 57
     for req in readers:
@@ -183,22 +152,21 @@ def test_status_adds_up_and_sorts(watched):
 
 @pytest.mark.parametrize("bits", ["auto", 8])
 def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path, bits):
-    """What the tree, its nodes, its prefixes and events tell of rows of several widths adds up."""
+    """What the tree, its nodes and its prefixes tell of rows of several widths adds up."""
     harness = Harness(num_slots=240, bits=bits)
     with WatchedHarness(ipc_config(tmp_path), harness) as watched:
         reader = harness.run([*DOCUMENT, 1])
         harness.finish(harness.run(DOCUMENT[:20] + [9] * 8))
-        (told,) = [event for event in published(watched) if isinstance(event, Compressed) and event.start == 0]
         status, tree = ask(watched, Status(), StatusReport), ask(watched, Tree(), TreeReport)
         compressed = [node for node in tree.nodes if node.compressed]
         kept = [ask(watched, Kept(node.id), KeptReport) for node in compressed]
         harness.finish(reader)
     gauges, (segment,) = status.gauges, harness.tree.prefixes.table.packed
     counts = {part.bits: part.num_entries for part in segment.storage.parts}
-    assert told.entries == counts == segment.entries_by_bits and told.bytes == told.slots * gauges.slot_bytes
+    assert counts == segment.entries_by_bits and segment.num_bytes == segment.num_slots * gauges.slot_bytes
     assert counts.keys() == ({16, 8, 4} if bits == "auto" else {16, 8})
     (row,) = status.prefixes
-    assert (row.entries, row.bytes, row.kept) == (counts, told.bytes, sum(counts.values()) / (57 * 4))
+    assert (row.entries, row.bytes, row.kept) == (counts, segment.num_bytes, sum(counts.values()) / (57 * 4))
     assert (gauges.entries_16, gauges.entries_8, gauges.entries_4) == tuple(counts.get(each, 0) for each in (16, 8, 4))
     assert (gauges.span_bytes, gauges.share_of_bytes) == (row.bytes, row.slots / row.tokens)
     assert gauges.share_of_entries == row.kept and len(compressed) == 2
@@ -280,9 +248,6 @@ def test_token_ids_need_the_explicit_flag(watched, tmp_path):
         assert {node.namespace for node in nodes} == {"tenant"}
         tokens = [ask(exposed, Tokens(node.id), TokensReport).token_ids for node in nodes]
         assert tokens == [DOCUMENT[:56], DOCUMENT[56:]]
-        published(exposed)
-        exposed.harness.finish(exposed.harness.run(DOCUMENT[::-1], extra_key="tenant"))
-        assert [event.token_ids for event in published(exposed)] == [DOCUMENT[:3:-1]]
 
 
 def test_nodes_that_are_gone_and_bugs_are_failures_not_crashes(watched, monkeypatch, caplog):

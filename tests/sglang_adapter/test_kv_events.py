@@ -96,6 +96,6 @@ def test_random_traffic(seed, dynamo_format, splittable):
         elif not harness.live:
             harness.flush()
         seen["spans"] += bool(harness.tree.spans)
-        seen["compressions"] = harness.tree.prefixes.listener.totals.compressions
+        seen["compressions"] = harness.tree.prefixes.totals.compressions
         check(harness, mirror)
     assert seen["spans"] > 20 and seen["compressions"] > 0

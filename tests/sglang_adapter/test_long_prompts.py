@@ -59,7 +59,7 @@ def test_four_times_the_pool_is_served_and_found_again():
     assert prefill(scheduler, first) == 4 * POOL // CHUNK
     compressed = told(scheduler, first)["kvevict_prefilled_compressed"]
     assert compressed > 3 * POOL
-    assert scheduler.tree_cache.prefixes.listener.totals.prefilled_compressed == 1
+    assert scheduler.tree_cache.prefixes.totals.prefilled_compressed == 1
     scheduler.harness.finish(first)
     again = submit(scheduler, [*tokens, 1, 2])
     prefill(scheduler, again)

@@ -115,16 +115,16 @@ def test_what_is_read_exactly_is_compressed_when_that_reader_leaves():
     assert spans(harness) == [(0, 59)]
 
 
-def test_listeners_are_told_of_every_pass():
+def test_passes_are_counted():
     harness, scheduler = cache()
-    counting = harness.tree.prefixes.listener
+    totals = harness.tree.prefixes.totals
     harness.finish(harness.run(DOCUMENT, options=WARM))
     scheduler.run_all()
-    assert (counting.totals.scoring_passes, counting.totals.compressions) == (3, 1)
+    assert (totals.scoring_passes, totals.compressions) == (3, 1)
     scheduler.max_req_input_len = 90
     harness.finish(harness.run([9, *DOCUMENT], options=WARM))
     scheduler.run_all()
-    assert counting.totals.refused_no_room == 1
+    assert totals.refused_no_room == 1
 
 
 def turns_until_a_pass(scheduler, num_others):

@@ -93,7 +93,7 @@ def test_trees_and_slots_stay_equal(policy, seed, bits):
         harness = cache_of_rank(rank, group, bits, **policy)
         scheduler = MiniScheduler(harness) if policy.get("needs_passes") else None
         looks = traffic(harness, scheduler, seed, steps=900 if bits == 16 else 200)  # each of whose rows is decoded
-        return looks, harness.tree.ranks.offered, harness.tree.prefixes.listener.totals, rank_states(harness.tree)
+        return looks, harness.tree.ranks.offered, harness.tree.prefixes.totals, rank_states(harness.tree)
 
     (looks, offered, totals, states), (others_looks, others_offered, others_totals, others_states) = on_two_ranks(run)
     for look, others in zip(looks, others_looks, strict=True):

@@ -44,7 +44,7 @@ def ask_all(folder, before=lambda server, rank: None, num_slots=300, share=0.0, 
         found = [server.serve([*document[:66], 9, 9, i], share=share) for i, document in enumerate(DOCUMENTS * 2)]
         states = rank_states(server.harness.tree)
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
-        return SimpleNamespace(found=found, totals=server.recorder.totals, states=states)
+        return SimpleNamespace(found=found, totals=server.prefixes.totals, states=states)
 
     ours, theirs = on_two_ranks(run)
     assert ours.found == theirs.found and ours.states == theirs.states and ours.states[0] == ours.states[1]
@@ -114,7 +114,7 @@ def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
         (lost,) = [key for key in keys_in(server.segments) if int(server.segments.get(key).tokens[-1]) == (3, 5)[rank]]
         server.segments.delete(lost)
         found = [server.serve([*start, 9]) for start in ([*shared, *[9] * 20], *(text[:66] for text in texts))]
-        return found, server.recorder.totals.loaded_segments, rank_states(server.harness.tree)
+        return found, server.prefixes.totals.loaded_segments, rank_states(server.harness.tree)
 
     ours, theirs = on_two_ranks(run)
     assert ours == theirs and ours[0][0] == 0 and ours[1] == 0 and ours[2][0] == ours[2][1]

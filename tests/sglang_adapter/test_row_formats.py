@@ -67,7 +67,7 @@ def test_a_prefix_is_split_and_shrinks_while_it_is_read(bits):
     while harness.evict(1):
         assert harness.decode(reader)
     assert sum(segment.num_slots for segment in segments(harness)) < sum(before)
-    totals = harness.tree.prefixes.listener.totals
+    totals = harness.tree.prefixes.totals
     assert totals.splits and totals.squeezes
     harness.finish(reader)
 
@@ -79,7 +79,7 @@ def test_what_is_left_of_a_prefix_is_repacked_while_it_is_read(bits):
     harness = Harness(num_slots=240, bits=bits, config=config)
     harness.finish(harness.run(DOCUMENT))
     reader = harness.run([*DOCUMENT[:20], 1, 1])
-    while not harness.tree.prefixes.listener.totals.repacks:
+    while not harness.tree.prefixes.totals.repacks:
         assert harness.evict(1) and harness.decode(reader)
     assert widths(harness) == WIDTHS[bits]
     harness.finish(reader)
@@ -94,7 +94,7 @@ def test_what_was_dropped_to_the_host_comes_back_byte_for_byte(bits):
     harness.finish(harness.run([1, 1, 1]))  # so that slots are others
     reader = harness.run([*DOCUMENT, 1, 1])
     assert reader is not None and harness.decode(reader) and same_contents(contents(harness), before)
-    assert harness.tree.prefixes.listener.totals.moved_in_tokens == 56
+    assert harness.tree.prefixes.totals.moved_in_tokens == 56
 
 
 @FORMATS

@@ -19,12 +19,10 @@ from helpers.harness import NO_ROTARY, TINY_LLAMA, Harness
 from helpers.harness_store import DRAFT, Server, identity_for
 from helpers.stored import keys_in
 from helpers.verify_machines import VerifyingHarness
-from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.cache.loading import READ_AHEAD
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -44,14 +42,14 @@ DOCUMENT = [i * 7 % 11 for i in range(60)]
 def test_a_prefix_outlives_its_server(tmp_path):
     first = Server(tmp_path)
     assert first.serve(DOCUMENT) == 0
-    assert [(done.tokens, len(done.key), done.error) for done in first.recorder.stored_segments] == [(56, 16, None)]
+    assert (first.prefixes.totals.stored_segments, first.prefixes.totals.not_stored) == (1, 0)
+    assert first.prefixes.totals.stored_bytes > 0
     second = Server(tmp_path, num_slots=200)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9]) == 56
-    assert second.recorder.loads == [(0, 56)] and second.recorder.stored_segments == []
-    totals = second.recorder.totals
-    assert (totals.loaded_segments, totals.loaded_tokens, totals.late_loads) == (1, 56, 0)
+    totals = second.prefixes.totals
+    assert second.loaded == (1, 56) and (totals.late_loads, totals.stored_segments, totals.already_stored) == (0, 0, 0)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9, 8]) == 59  # of the tree: nothing is fetched twice
-    assert len(second.recorder.loads) == 1
+    assert second.loaded == (1, 56)
 
 
 def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
@@ -61,7 +59,7 @@ def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
     rows = {}
     for name, draft in {"same": DRAFT, "other": dataclasses.replace(DRAFT, model="cd" * 32)}.items():
         server = Server(tmp_path, draft=draft, make=VerifyingHarness, num_slots=200)
-        assert server.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and server.recorder.loads == [(0, 56)]
+        assert server.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and server.loaded == (1, 56)
         rows[name] = server.harness.num_draft_rows_read
         assert server.serve([*DOCUMENT[:30], 8, 8]) == 30  # a split
         again = Server(tmp_path, draft=draft, make=VerifyingHarness, num_slots=200)
@@ -69,7 +67,7 @@ def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
     assert rows["same"] > 0 == rows["other"]
     without = Server(tmp_path, num_slots=200)
-    assert without.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and without.recorder.loads == [(0, 56)]
+    assert without.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and without.loaded == (1, 56)
 
 
 def test_a_draft_model_is_known_by_its_weights_and_configuration(tmp_path, monkeypatch):
@@ -144,7 +142,7 @@ def test_what_was_evicted_outlives_its_server(tmp_path, bits):
     (key,) = keys_in(second.segments)
     assert second.segments.get(key).is_complete
     assert second.serve([*DOCUMENT[:56], 9, 9, 9]) == 56
-    assert share_of(second, DOCUMENT[:56]) < 0.9 and second.recorder.loads == [(0, 56)]
+    assert share_of(second, DOCUMENT[:56]) < 0.9 and second.loaded == (1, 56)
     assert second.serve([*DOCUMENT[:56], 8, 8, 8], share=1.0) == 56
     assert share_of(second, DOCUMENT[:56]) == 1.0 and second.harness.host.used_bytes == 0
     third = complete_server(tmp_path, bits)  # the first request that it gets asks for all
@@ -177,7 +175,7 @@ def test_a_host_without_room_leaves_the_pools_part(tmp_path, host_blocks):
     complete_server(tmp_path).serve(DOCUMENT)
     server = complete_server(tmp_path, host_blocks=host_blocks)
     assert server.serve([*DOCUMENT[:56], 9, 9], share=1.0) == 56
-    assert 0 < share_of(server, DOCUMENT[:56]) < 0.5 and server.recorder.loads == [(0, 56)]
+    assert 0 < share_of(server, DOCUMENT[:56]) < 0.5 and server.loaded == (1, 56)
     assert server.harness.host.used_bytes == 0 and not any(server.harness.tree.guard.errors.values())
 
 
@@ -248,7 +246,7 @@ def test_requests_that_wait_for_the_same_prefix_bring_it_once(tmp_path):
     twins = [server.queue([*DOCUMENT[:56], i]) for i in range(3)]
     assert server.settle(*twins) == set()
     server.harness.check()
-    assert (server.recorder.totals.loaded_segments, server.recorder.totals.not_placed) == (1, 2)
+    assert (server.prefixes.totals.loaded_segments, server.prefixes.totals.not_placed) == (1, 2)
     assert cache_state(server.harness.tree)["free_slots"] == 30 - 17
     for req in twins:
         assert server.harness.admit(req) and req.prefix_len == 56
@@ -279,7 +277,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
         server.harness.check()
         assert server.writer.drain(300)
         server.saving.between_steps()
-        done[share] = len(server.recorder.stored_segments)
+        done[share] = server.prefixes.totals.stored_segments
     assert done == {0.6: 0, 0.3: 1, 0.1: 1}
     (key,) = keys_in(server.segments)
     assert server.segments.get(key).num_entries == 15 * 4
@@ -292,8 +290,7 @@ def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
     req = server.queue([*DOCUMENT[:56], 9])
     assert server.begin(req) == {req}
     server.now = 1.0
-    assert server.loading.settle([req]) == set() and server.recorder.failures == ["late"]
-    assert server.recorder.totals.late_loads == 1
+    assert server.loading.settle([req]) == set() and server.prefixes.totals.late_loads == 1
 
 
 def test_a_request_that_is_aborted_ends_its_fetch(tmp_path):
@@ -310,7 +307,7 @@ def test_a_request_that_is_aborted_ends_its_fetch(tmp_path):
     assert server.harness.admit(waiting) and waiting.prefix_len > 0
 
 
-def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatch):
+def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatch, caplog):
     Server(tmp_path).serve(DOCUMENT)
     server = Server(tmp_path)
 
@@ -322,7 +319,8 @@ def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatc
     monkeypatch.setattr(server.segments.backend, "put", fail)
     monkeypatch.setattr(server.segments.backend, "exists", fail)
     assert server.serve(DOCUMENT) == 0
-    assert server.recorder.failures == ["error"] and server.recorder.stored_segments[0].error == "unreachable"
+    assert (server.prefixes.totals.failed_loads, server.prefixes.totals.not_stored) == (1, 1)
+    assert "a prefix was not stored" in caplog.text and "unreachable" in caplog.text
     assert cache_state(server.harness.tree)["leaked_slots"] == 0
 
 
@@ -346,14 +344,14 @@ def test_new_weights_switch_the_store_off(tmp_path, monkeypatch):
     for fetch in fetches:
         fetch()  # it comes when nothing may be loaded any more
     assert server.loading.settle([waiting]) == set() and not server.access.is_on
-    assert server.recorder.loads == []
+    assert server.loaded == (0, 0)
     late = server.harness.request([*DOCUMENT, 8])
     after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), late)
     assert server.loading.state()[1] == 0
     server.harness.finish(server.harness.run(DOCUMENT))
     assert server.writer.drain(300)
     server.saving.between_steps()
-    assert server.recorder.stored_segments == [] and server.recorder.loads == []
+    assert server.prefixes.totals.stored_segments == 0 and server.loaded == (0, 0)
 
 
 def test_a_document_behind_a_shared_header_needs_no_other_document(tmp_path):
@@ -366,10 +364,10 @@ def test_a_document_behind_a_shared_header_needs_no_other_document(tmp_path):
     for i in (0, 1):
         second = Server(tmp_path, num_slots=200)
         assert second.serve([*documents[i][:56], 9, 9, 9]) >= 56  # the tail's first token may be the question's
-        assert second.recorder.loads == [(0, 56)]
+        assert second.loaded == (1, 56)
         other = documents[1 - i]
         assert second.serve([*other[:56], 8, 8, 8]) >= 56  # the header is there; the rest of it comes
-        assert second.recorder.loads == [(0, 56), (10, 56)]
+        assert second.loaded == (2, 102)
         assert cache_state(second.harness.tree)["leaked_slots"] == 0
 
 
@@ -395,7 +393,7 @@ def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
     assert server.reader._workers.drain(300)
     assert server.loading.settle([short, *queue]) == set(queue[READ_AHEAD - 1 :])  # it is not yet their turn
     assert server.settle(*queue[READ_AHEAD - 1 :]) == set()
-    assert server.loading.state()[1] == 0 and server.recorder.totals.loaded_segments == 1
+    assert server.loading.state()[1] == 0 and server.prefixes.totals.loaded_segments == 1
 
 
 def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypatch):
@@ -419,7 +417,7 @@ def test_a_working_set_of_many_times_the_pool_comes_back_from_the_store(tmp_path
     for turn in range(4):
         for number, document in enumerate(documents):
             assert server.serve([*document[:56], turn, number % 11, 9]) >= 55, (turn, number)
-    assert server.recorder.totals.loaded_segments >= 30 and server.recorder.totals.late_loads == 0
+    assert server.prefixes.totals.loaded_segments >= 30 and server.prefixes.totals.late_loads == 0
     assert cache_state(server.harness.tree)["leaked_slots"] == 0
 
 
@@ -486,29 +484,6 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     assert server.writer.num_waiting == 0  # nothing new is taken
 
 
-def test_what_is_told_is_counted_and_published(tmp_path):
-    """Counters of /metrics, and events, from the same calls."""
-    events, listener = [], CacheListener()
-    listener.subscribers.append(events.append)
-    for event in (
-        Stored("ab" * 8, 56, 900),
-        Stored("cd" * 8, 30, 0, "disk full"),
-        Stored("ef" * 8, 30, 0),
-        Loaded("ab" * 8, 20, 56),
-        LoadFailed("late"),
-        LoadFailed("error", "unreachable"),
-        LoadFailed("no-place"),
-    ):
-        listener.emit(event)
-    totals = listener.totals
-    assert (totals.stored_segments, totals.stored_bytes, totals.not_stored, totals.already_stored) == (1, 900, 1, 1)
-    assert (totals.loaded_segments, totals.loaded_tokens, totals.not_placed) == (1, 36, 1)
-    assert (totals.late_loads, totals.failed_loads) == (1, 1)
-    assert [type(event) for event in events] == [Stored, Stored, Stored, Loaded, LoadFailed, LoadFailed, LoadFailed]
-    assert (events[0].key, events[0].tokens, events[0].bytes) == ("ab" * 8, 56, 900)
-    assert (events[1].error, events[3].start, events[5].error) == ("disk full", 20, "unreachable")
-
-
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_random_traffic_with_restarts_keeps_every_slot(tmp_path, is_complete):
     """Small pools, shared beginnings, loads that push others out: contents and conservation after every step."""
@@ -521,7 +496,7 @@ def test_random_traffic_with_restarts_keeps_every_slot(tmp_path, is_complete):
             server.harness.turn()
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
         assert server.harness.tree.guard.errors == dict.fromkeys(server.harness.tree.guard.errors, 0)
-        assert (server.recorder.totals.loaded_segments > 0) == (start > 0)
+        assert (server.prefixes.totals.loaded_segments > 0) == (start > 0)
 
 
 def test_who_waits_is_passed_over_and_keeps_its_place(tmp_path):

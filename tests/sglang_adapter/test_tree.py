@@ -162,7 +162,7 @@ def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
 def test_chunked_prefill_compresses_once_at_the_end():
     harness = Harness()
     req = harness.run(DOCUMENT, chunk=13)
-    assert harness.tree.prefixes.listener.totals.compressions == 1
+    assert harness.tree.prefixes.totals.compressions == 1
     assert min(harness.tree.spans.values(), key=lambda span: span.start).is_owner
     harness.decode(req)
 
@@ -191,10 +191,10 @@ def test_next_turn_compresses_the_answer_of_the_last():
 def test_short_ranges_stay_uncompressed():
     harness = Harness()
     harness.finish(harness.run(DOCUMENT))
-    compressions = harness.tree.prefixes.listener.totals.compressions
+    compressions = harness.tree.prefixes.totals.compressions
     harness.finish(harness.run([*DOCUMENT, 1]))
     harness.finish(harness.run(DOCUMENT[:5]))
-    assert harness.tree.prefixes.listener.totals.compressions == compressions
+    assert harness.tree.prefixes.totals.compressions == compressions
 
 
 def test_policy_none_is_stock():

@@ -55,6 +55,6 @@ def test_the_draft_reads_rows_of_its_own():
     harness.evict(harness.num_slots)
     assert not len(harness.tree.spans)
     again, before = harness.run([*DOCUMENT, 2]), harness.num_draft_rows_read
-    assert harness.tree.prefixes.listener.totals.moved_in_segments == 1
+    assert harness.tree.prefixes.totals.moved_in_segments == 1
     harness.verify(again, [0], 4)
     assert harness.num_draft_rows_read == before + num_rows

@@ -1,20 +1,15 @@
-"""A week's traffic in fast motion through tree, scoring and events: memory stays where it is."""
+"""A week's traffic in fast motion through tree and scoring: memory stays where it is."""
 
 from __future__ import annotations
 
 import gc
 import random
 import resource
-import shutil
-import tempfile
 
 from campaign.machine import build
 from campaign.parts import Counts
 
-from helpers.event_sockets import description_of
 from helpers.passes import MiniScheduler
-from sgl_kvevict.config import EventsConfig
-from sgl_kvevict.events.service import EventService
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 POLICIES = ("reconstruction", "snapkv")
@@ -25,27 +20,17 @@ def unit(seed: int, share: float) -> Counts:
     """One cache under thousands of requests; the second half must not need more memory than the first."""
     harness = build(POLICIES[seed % len(POLICIES)], {})
     harness.check = lambda: None  # type: ignore[method-assign]
-    folder = tempfile.mkdtemp()
-    config = EventsConfig(endpoint=f"ipc://{folder}/events", max_queue_size=100)
-    service = EventService(config, description_of(config))
-    service._followers[b"nobody"] = float("inf")  # so events are queued, encoded and sent to a client that is gone
-    listener = harness.tree.prefixes.listener
-    listener.subscribers.append(service.publish)
     rng = random.Random(seed)
     half = int(10_000 * share)
-    try:
-        _traffic(harness, rng, half)
-        before = _resident_mb()
-        _traffic(harness, rng, half)
-        growth = _resident_mb() - before
-    finally:
-        service.close()
-        shutil.rmtree(folder)
+    _traffic(harness, rng, half)
+    before = _resident_mb()
+    _traffic(harness, rng, half)
+    growth = _resident_mb() - before
     assert growth < MAX_GROWTH_MB, f"seed {seed}: {growth:.0f} MB more after {half} requests"
     state = cache_state(harness.tree)
     assert state["observation_bytes"] <= 2 * harness.config.observation_bytes
     assert not any(harness.tree.guard.errors.values())
-    return {"done": 2 * half, "compressions": listener.totals.compressions, "largest growth (MB)": growth}
+    return {"done": 2 * half, "compressions": state["compressions"], "largest growth (MB)": growth}
 
 
 def _traffic(harness, rng: random.Random, num_requests: int) -> None:

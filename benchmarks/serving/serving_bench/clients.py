@@ -34,9 +34,7 @@ class Load:
     question: Callable[[int], Sequence[int]]
 
 
-def run_clients(
-    url: str, load: Load, first_number: int, seconds: float, stop: Callable[[], bool] | None = None
-) -> list[Stream]:
+def run_clients(url: str, load: Load, first_number: int, seconds: float) -> list[Stream]:
     """All answers that began within a time.
 
     Args:
@@ -44,7 +42,6 @@ def run_clients(
         load: who asks what.
         first_number: of the first question; no two questions of a run may be the same.
         seconds: until clients ask no more; the last answers are waited for.
-        stop: asked before each question; True ends the run early.
     """
     found: list[Stream] = []
     end = time.perf_counter() + seconds
@@ -52,7 +49,7 @@ def run_clients(
     async def client(session: aiohttp.ClientSession, index: int) -> None:
         number = first_number + index
         await asyncio.sleep(index * STAGGER_S)
-        while time.perf_counter() < end and not (stop is not None and stop()):
+        while time.perf_counter() < end:
             prompt = [*load.prefix, *load.question(number)]
             found.append(await stream(session, url, prompt, load.answer_tokens))
             number += load.num_clients
@@ -96,9 +93,3 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least ``share`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)), 1) - 1]
-
-
-def tokens_between(streams: Sequence[Stream], begin: float, end: float) -> int:
-    """Decode steps between two moments: tokens of the answer that got most of them."""
-    counts = (sum(begin < arrived <= end for arrived, _ in one.arrivals[1:]) for one in streams)
-    return max(counts, default=0)

@@ -70,7 +70,7 @@ class Inspection:
             return
         for question in self._service.take_questions():
             reply: AnyReply = Failure("internal error; the server's log has it")
-            with self._tree.guard.at(Place.LISTENER):
+            with self._tree.guard.at(Place.MONITORING):
                 reply = self._reply(self._tree, question.request)
             self._service.answer(question, reply)
             now = self._clock()
@@ -96,9 +96,8 @@ class Inspection:
         return StatusReport(
             ts=time.time(),
             started=self._started,
-            next_event=self._service.next_event,
             gauges=read_gauges(tree),
-            totals=copy(tree.prefixes.listener.totals),
+            totals=copy(tree.prefixes.totals),
             prefixes=heapq.nlargest(request.limit, prefixes(tree), key=sort),
         )
 

@@ -11,10 +11,9 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 from sgl_kvevict.events.totals import ENTRIES, REFUSED, Gauges, Totals, descriptions
-from sgl_kvevict.events.types import AnyEvent, Compressed
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
@@ -24,15 +23,12 @@ if TYPE_CHECKING:
 PREFIX = "kvevict:"
 REFRESH_S = 1.0
 HOLDERS = ("compressed", "full", "private", "free")
-SECONDS = "compression_seconds"
-"""The only total that is a histogram."""
-SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Metrics:
     """Writes metrics once a second; create it once per process, after ``PROMETHEUS_MULTIPROC_DIR`` is set."""
 
-    def __init__(self, tree: KVEvictTree, totals: Totals, labels: Mapping[str, str]) -> None:
+    def __init__(self, tree: KVEvictTree, labels: Mapping[str, str]) -> None:
         self._tree = tree
         self._next_refresh = 0.0
         self._gauges: list[tuple[Gauge, Callable[[Gauges], float]]] = []
@@ -56,24 +52,16 @@ class Metrics:
 
         refusals = Counter(PREFIX + "refusals", "Ranges, prefixes or prompts refused.", [*names, "reason"])
         for name, text in descriptions(Totals).items():
-            if name == SECONDS:
-                self._seconds = Histogram(PREFIX + name, text, names, buckets=SECONDS_BUCKETS).labels(**labels)
-                continue
             if name.startswith(REFUSED):
                 reason = name.removeprefix(REFUSED).replace("_", "-")
                 counter = refusals.labels(**labels, reason=reason)
             else:
                 counter = Counter(PREFIX + name, text, names).labels(**labels)
-            self._counters.append((counter, partial(getattr, totals, name)))
+            self._counters.append((counter, partial(getattr, tree.prefixes.totals, name)))
         errors = Counter(PREFIX + "errors", "Exceptions held; each failed one request or job.", [*names, "place"])
         for place in Place:
             counter = errors.labels(**labels, place=place.value)
             self._counters.append((counter, partial(tree.guard.errors.__getitem__, place)))
-
-    def observe(self, event: AnyEvent) -> None:
-        """Add the time of a compression to its histogram."""
-        if isinstance(event, Compressed):
-            self._seconds.observe(event.seconds)
 
     def each_turn(self) -> None:
         """Refresh, at most once per ``REFRESH_S``."""

@@ -40,7 +40,7 @@ def after_env_vars(_result: None, controller: SchedulerInternalStateController, 
 
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     """Return totals, gauges and settings of the cache, as plain values."""
-    gauges, totals = read_gauges(tree), tree.prefixes.listener.totals
+    gauges, totals = read_gauges(tree), tree.prefixes.totals
     owned = sum(
         req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.prefixes.readers if req.kv.holds_kv
     )

@@ -1,4 +1,4 @@
-"""Starts the configured listeners: totals, event socket, metrics."""
+"""Starts what the configuration asks for: the event socket, metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from sglang.srt.disaggregation.kv_events import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from sgl_kvevict.cache.listener import CacheListener
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.questions import Description
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
 from sgl_kvevict.sglang_adapter.settings import ServerSettings
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -28,23 +26,17 @@ logger = logging.getLogger(__name__)
 def start_monitoring(
     tree: KVEvictTree, config: KVEvictConfig, settings: ServerSettings, *, enable_metrics: bool
 ) -> None:
-    """Give the tree its configured listeners; raises :class:`ConfigError` if the event address cannot be bound."""
-    events, totals, started = config.events, Totals(), time.time()
-    listener = CacheListener(
-        tree.guard, totals, policy=config.policy, exposes_tokens=events is not None and events.expose_tokens
-    )
+    """Start the event socket and metrics, as configured; :class:`ConfigError` if the socket cannot be bound."""
+    events, started, watchers = config.events, time.time(), tree.prefixes.watchers
     if events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
-        service = _start_service(config, events, tree, settings, started, totals)
-        listener.subscribers.append(service.publish)
-        listener.each_turn.append(Inspection(tree, service, started).each_turn)
+        service = _start_service(config, events, tree, settings, started)
+        watchers.append(Inspection(tree, service, started).each_turn)
     if enable_metrics:
         # Imported here: prometheus_client decides at import whether several processes share the metrics.
         from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
 
-        metrics = Metrics(tree, totals, {name: str(value) for name, value in tree.metrics_collector.labels.items()})
-        listener.subscribers.append(metrics.observe)
-        listener.each_turn.append(metrics.each_turn)
-    tree.prefixes.listener = listener
+        metrics = Metrics(tree, {name: str(value) for name, value in tree.metrics_collector.labels.items()})
+        watchers.append(metrics.each_turn)
 
 
 def _start_service(
@@ -53,7 +45,6 @@ def _start_service(
     tree: KVEvictTree,
     settings: ServerSettings,
     started: float,
-    totals: Totals,
 ) -> EventService:
     parallel = get_parallel()
     geometry = tree.packer.geometry
@@ -72,8 +63,8 @@ def _start_service(
         tokenizer=settings.tokenizer_path,
         expose_tokens=events.expose_tokens,
     )
-    service = EventService(events, description, rank, tree.guard, totals)
-    logger.info("kvevict: events and inspection on %s", events.endpoint)
+    service = EventService(events, description, tree.guard)
+    logger.info("kvevict: inspection on %s", events.endpoint)
     return service
 
 
