@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from openai import OpenAI
-from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 from sgl_kvevict.client import warm
 
@@ -46,7 +46,7 @@ def main(url: str) -> None:
     """Compress the system prompt, then run all agents side by side."""
     done = warm(url, messages=[SYSTEM])
     print(f"system prompt: {done.tokens:,} tokens, {done.outcome}")
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    client = OpenAI(base_url=f"{url}/v1", api_key=API_KEY)
     with ThreadPoolExecutor(len(AGENTS)) as pool:
         for lines in pool.map(lambda name: run_agent(client, name), AGENTS):
             print("\n".join(lines))

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from openai import OpenAI
-from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 TURNS = (
     "What is the name of the supply boat?",
@@ -42,7 +42,7 @@ def stream_turn(client: OpenAI, messages: list[Any]) -> str:
 
 def main(url: str) -> None:
     """Hold one conversation."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    client = OpenAI(base_url=f"{url}/v1", api_key=API_KEY)
     messages: list[Any] = [{"role": "system", "content": TASK + HANDBOOK}]
     for question in TURNS:
         print(f"> {question}")

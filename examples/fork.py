@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import sglang as sgl
-from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 # A question, and the words that the answer begins with: they show a very small model what kind of answer is wanted.
 QUESTIONS = (
@@ -42,7 +42,7 @@ def ask_all(s: Any) -> list[tuple[str, int]]:
 
 def main(url: str) -> None:
     """Ask everything twice: while the prefix is being compressed, and once it is."""
-    sgl.set_default_backend(sgl.RuntimeEndpoint(url, chat_template_name="chatml"))
+    sgl.set_default_backend(sgl.RuntimeEndpoint(url, api_key=API_KEY, chat_template_name="chatml"))
     for title in ("Just cached", "Compressed"):
         print(f"{title}:")
         for (question, lead), (answer, cached) in zip(QUESTIONS, ask_all.run().ret_value, strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import sglang as sgl
-from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 # A claim to complete, and what three systems said.
 CASES = (
@@ -41,7 +41,7 @@ def judge(s: Any) -> list[tuple[str, list[float]]]:
 
 def main(url: str) -> None:
     """Print each verdict with the candidates' log-probabilities."""
-    sgl.set_default_backend(sgl.RuntimeEndpoint(url, chat_template_name="chatml"))
+    sgl.set_default_backend(sgl.RuntimeEndpoint(url, api_key=API_KEY, chat_template_name="chatml"))
     for (claim, candidates), (verdict, logprobs) in zip(CASES, judge.run().ret_value, strict=True):
         scores = ", ".join(f"{name} {value:.2f}" for name, value in zip(candidates, logprobs, strict=True))
         print(f"{claim} ... {verdict}  [{scores}]")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
-from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 PROMPT = ChatPromptTemplate.from_messages([("system", "{task}{handbook}"), ("user", "{question}")])
 QUESTIONS = (
@@ -24,7 +24,7 @@ QUESTIONS = (
 
 def main(url: str) -> None:
     """Ask one question, which caches the handbook, then all of them at once."""
-    model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="default", max_tokens=24, temperature=0)
+    model = ChatOpenAI(base_url=f"{url}/v1", api_key=API_KEY, model="default", max_tokens=24, temperature=0)
     chain = PROMPT.partial(task=TASK, handbook=HANDBOOK) | model
     chain.invoke({"question": QUESTIONS[0]})
     for question, reply in zip(QUESTIONS, chain.batch([{"question": q} for q in QUESTIONS]), strict=True):

@@ -13,7 +13,7 @@ import re
 import time
 
 from openai import OpenAI
-from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 from sgl_kvevict.client import warm
 
@@ -44,7 +44,7 @@ def main(url: str) -> None:
     for number, document in enumerate(DOCUMENTS):
         done = warm(url, messages=prefix(document))
         print(f"document {number}: {done.tokens:,} tokens, {done.outcome} after {done.seconds:.1f} s")
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    client = OpenAI(base_url=f"{url}/v1", api_key=API_KEY)
     for question in QUESTIONS:
         number = retrieve(question)
         messages = [*prefix(DOCUMENTS[number]), {"role": "user", "content": question}]

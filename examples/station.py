@@ -17,6 +17,8 @@ TASK = (
     "You are the guide of the Skerrin Point weather station. "
     "Answer questions about the handbook below in a few words.\n\n"
 )
+API_KEY = os.environ.get("SGL_KVEVICT_API_KEY") or "none"
+"""Of a server with ``--api-key``; others take any."""
 DEFAULT_URL = "http://127.0.0.1:30000"
 
 
@@ -46,7 +48,8 @@ def settled_cache(url: str, timeout_s: float = 600.0) -> dict[str, Any]:
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        with urllib.request.urlopen(f"{url}/server_info", timeout=timeout_s) as reply:
+        request = urllib.request.Request(f"{url}/server_info", headers={"Authorization": f"Bearer {API_KEY}"})
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
             cache: dict[str, Any] = json.load(reply)["internal_states"][0]["kvevict"]
         if cache["scoring_jobs"] == 0:
             return cache

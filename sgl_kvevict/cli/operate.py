@@ -116,6 +116,10 @@ def warm(
         Path | None, typer.Option(help="Questions that will follow, one a line: keep what they attend to.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait.")] = 600.0,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the key of a server with --api-key; default: the variable SGL_KVEVICT_API_KEY."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Prefill, score and compress a prefix before it is asked about."""
@@ -129,6 +133,7 @@ def warm(
         messages=None if messages_file is None else _read_messages(messages_file),
         questions=[] if questions_file is None else [line for line in _read(questions_file).splitlines() if line],
         timeout=timeout,
+        api_key=None if api_key_file is None else _read(api_key_file).strip(),
     )
     if as_json:
         typer.echo(json.dumps(asdict(warmed)))

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from sgl_kvevict.cli import main
-from sgl_kvevict.client import WarmError, warm
+from sgl_kvevict.client import API_KEY_VAR, WarmError, warm
+from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.request import ticket_digest
 
 
@@ -30,6 +31,7 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.seen: list[tuple[str, Any]] = []
+        self.keys: list[str | None] = []
 
     @property
     def url(self) -> str:
@@ -50,9 +52,11 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
         self._answer(self.server.state())
 
     def do_POST(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, body))
         if self.server.refusal is not None:
@@ -164,3 +168,34 @@ def test_the_address_of_openai_s_clients_is_corrected(server: FakeServer) -> Non
     server.refusal, server.status = "Not Found", 404
     with pytest.raises(WarmError, match=r"status 404: .*; allowed as url: http://HOST:PORT, without /v1"):
         warm(f"{server.url}/v1", text="A prefix.")
+
+
+def test_a_key_is_sent_with_every_request(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(API_KEY_VAR, raising=False)
+    warm(server.url, text="a")
+    assert set(server.keys) == {None}
+    server.keys.clear()
+    monkeypatch.setenv(API_KEY_VAR, "from-the-environment")
+    warm(server.url, text="a")
+    assert set(server.keys) == {"Bearer from-the-environment"}
+    server.keys.clear()
+    (tmp_path / "key").write_text("from-a-file\n")
+    (tmp_path / "prefix").write_text("a long prefix")
+    with pytest.raises(SystemExit, match="0"):
+        main(["warm", server.url, "--text-file", str(tmp_path / "prefix"), "--api-key-file", str(tmp_path / "key")])
+    assert set(server.keys) == {"Bearer from-a-file"}
+    assert "from-a-file" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("key", ["sec ret", "sec\nret", "secret\u20ac"])
+def test_no_error_shows_a_key(server: FakeServer, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="api_key: allowed: printable ASCII without spaces") as caught:
+        warm(server.url, text="a", api_key=key)
+    assert "sec" not in str(caught.value) and caught.value.__cause__ is None
+    server.refusal, server.status = "Unauthorized", 401
+    monkeypatch.setenv(API_KEY_VAR, "verysecret")
+    with pytest.raises(WarmError, match=r"status 401: .*Unauthorized.*; the key of the server's --api-key") as refused:
+        warm(server.url, text="a")
+    assert "verysecret" not in str(refused.value)
