@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def cache_folder(part: str) -> Path:
     """Folder ``sgl-kvevict/PART`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; ConfigError without either."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return expanded(home, "XDG_CACHE_HOME, the user's cache") / "sgl-kvevict" / part
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file and rename it into place, so that a reader finds all of it or none; OSError if that fails."""
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # hosts may share the folder
+    try:
+        scratch.write_bytes(content)
+        scratch.rename(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def write_error(folder: Path) -> str | None:

@@ -37,7 +37,7 @@ from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.models import made_model
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, ModelIdentity, ScoreWeights, find_weights, load_learned, weights_folders
-from sgl_kvevict.distill.files import fingerprint_of
+from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.methods.distilled import relative_norms
 from sgl_kvevict.widths import rows_that_fit

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +19,7 @@ from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.distill.row_sums import STATISTICS
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.paths import cache_folder
+from sgl_kvevict.paths import cache_folder, replace_file
 
 FORMAT = "sgl-kvevict score weights 2"
 FORMATS = ("sgl-kvevict score weights 1", FORMAT)
@@ -30,10 +27,6 @@ FORMATS = ("sgl-kvevict score weights 1", FORMAT)
 _SCORES = ("cache", "window")
 ROTARY_TOLERANCE = 0.01
 """Some models store their tables in bfloat16."""
-_SAMPLES = 8
-_SAMPLE_BYTES = 64
-_HEADER_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -102,12 +95,7 @@ def save_learned(path: Path, learned: Learned, model: ModelIdentity) -> None:
         metadata["recall"] = "" if recall is None else f"{recall:.3f}"
     content = save({**learned.tensors(), "rotary": model.first_rotation}, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # hosts may share the folder
-    try:
-        scratch.write_bytes(content)
-        scratch.rename(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    replace_file(path, content)
 
 
 def check_format(path: Path) -> None:
@@ -205,44 +193,3 @@ def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: Mo
     if not same or metadata.get("is_neox") != str(model.rotary.is_neox):
         problems.append("another rotary embedding")
     return problems
-
-
-def fingerprint_of(folder: Path) -> str | None:
-    """SHA-256 over names, types, shapes and eight samples of all tensors of a model folder.
-
-    Independent of the split into files; different for fine-tuned variants. None if there are no safetensors files, or
-    one cannot be read.
-    """
-    found: list[tuple[str, bytes]] = []
-    try:
-        for path in sorted(folder.glob("*.safetensors")):
-            with path.open("rb") as file:
-                found += _tensors(file)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if not found:
-        return None
-    digest = hashlib.sha256()
-    for name, content in sorted(found):
-        digest.update(name.encode() + b"\0" + content)
-    return digest.hexdigest()
-
-
-def _tensors(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
-    """Each tensor's name, and its type, shape and sampled bytes."""
-    length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
-    if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {length} bytes")
-    header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError(f"a header that is a {type(header).__name__}")
-    data = _HEADER_LENGTH_BYTES + length
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        parts = [f"{entry['dtype']} {entry['shape']}".encode()]
-        for i in range(_SAMPLES):
-            file.seek(data + begin + max(end - begin - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
-            parts.append(file.read(min(_SAMPLE_BYTES, end - begin)))
-        yield name, b"".join(parts)

@@ -29,7 +29,7 @@ from sgl_kvevict.distill import (
     statistics_of_ranks,
     weights_folders,
 )
-from sgl_kvevict.distill.files import fingerprint_of
+from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.distill.learner import MIN_RECALL
 from sgl_kvevict.distill.row_sums import STATISTICS
 from sgl_kvevict.errors import UnsupportedSetupError

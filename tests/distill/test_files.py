@@ -28,7 +28,7 @@ from sgl_kvevict.distill import (
     save_learned,
 )
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
-from sgl_kvevict.distill.files import fingerprint_of
+from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Rotary
 
@@ -188,24 +188,3 @@ def test_those_of_some_named_models_come_with_the_package(name: str, recall: flo
     assert statistics.k_mean.shape == (*sizes[:2], head_dim)
     assert weights.window.shape == (*sizes[:2], num_cache_features(head_dim) + NUM_WINDOW)
     assert weights.recall is not None and weights.recall > recall
-
-
-def test_a_fingerprint_is_that_of_tensors_not_of_files(tmp_path: Path) -> None:
-    tensors = {name: torch.randn(40, 30, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
-    save_file(tensors, tmp_path / "one.safetensors")
-    (tmp_path / "parts").mkdir()
-    save_file({"c": tensors["c"]}, tmp_path / "parts" / "1.safetensors")
-    save_file({"a": tensors["a"], "b": tensors["b"]}, tmp_path / "parts" / "2.safetensors", {"written": "today"})
-    found = fingerprint_of(tmp_path)
-    assert found is not None and found == fingerprint_of(tmp_path / "parts")
-    save_file({**tensors, "b": tensors["b"] * 1.001}, tmp_path / "one.safetensors")
-    assert fingerprint_of(tmp_path) != found
-    save_file({**tensors, "b": tensors["b"].T.contiguous()}, tmp_path / "one.safetensors")
-    assert fingerprint_of(tmp_path) != found
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 40, (2).to_bytes(8, "little") + b"[]", b"\x02" + b"\0" * 7 + b"{x"])
-def test_what_cannot_be_read_has_no_fingerprint(tmp_path: Path, content: bytes) -> None:
-    assert fingerprint_of(tmp_path) is None
-    (tmp_path / "model.safetensors").write_bytes(content)
-    assert fingerprint_of(tmp_path) is None

@@ -148,7 +148,7 @@ def test_a_model_without_a_tokenizer_is_refused_by_name(start, novice, tmp_path)
 
 
 def test_weights_of_another_model_stop_the_server_by_name(start, tiny_llama):
-    (known,) = weights_folders()[-1].glob("dfe0d58dc70a1d68.safetensors")
+    (known,) = weights_folders()[-1].glob("cfce8eed039424aa.safetensors")
     with pytest.raises(LaunchError) as error:
         start(tiny_llama, "--max-total-tokens", "600", "--skip-tokenizer-init", config={"score_weights": str(known)})
     assert "belong to 'SmolLM2-135M-Instruct', not to" in str(error.value)

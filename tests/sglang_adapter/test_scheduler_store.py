@@ -78,7 +78,8 @@ def test_a_draft_model_is_known_by_its_weights_and_configuration(tmp_path, monke
     def digest(folder, weight, load_format=None, **settings):
         (tmp_path / folder).mkdir()
         if weight is not None:
-            save_file({"fc": torch.full((2, 2), weight)}, tmp_path / folder / "model.safetensors")
+            tensor = torch.as_tensor(weight).expand(4000, 64).contiguous()
+            save_file({"fc": tensor}, tmp_path / folder / "model.safetensors")
         hf_config = SimpleNamespace(architectures=["LlamaForCausalLMEagle"], to_dict=lambda: settings)
         model = SimpleNamespace(
             model_path=str(tmp_path / folder), revision=None, hf_config=hf_config, dtype="float32", quantization=None
@@ -90,6 +91,8 @@ def test_a_draft_model_is_known_by_its_weights_and_configuration(tmp_path, monke
     first = digest("a", 1.0)
     assert first is not None and first == digest("b", 1.0)
     assert len({first, digest("c", 2.0), digest("d", 1.0, rope_theta=1e6)}) == 3
+    one_row = torch.ones(4000, 64)
+    assert first is not None and digest("g", one_row) != digest("h", one_row.index_fill(0, torch.tensor([1234]), 1.5))
     assert digest("e", None) is None and digest("f", 1.0, "dummy") is None
 
 

@@ -30,7 +30,7 @@ from kvevict_tools.launcher import (
 from kvevict_tools.measure import wait_until_scored
 from sgl_kvevict.distill import Learned, ModelIdentity, ScoreWeights, save_learned
 from sgl_kvevict.distill.features import NUM_WINDOW
-from sgl_kvevict.distill.files import fingerprint_of
+from sgl_kvevict.distill.fingerprint import fingerprint_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, find_weights, load_scores, weights_folders
-from sgl_kvevict.distill.files import fingerprint_of
+from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.signals import output_gram
 from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation
