@@ -73,7 +73,7 @@ class PrefixCache:
         self.recency = CostAwareRecency(self.spans, clock)
         if state_slots is not None:
             self.recency = StatefulRecency(self.spans, clock, state_slots)
-        complements = self.complements = Complements(table, compressor, guard, host)
+        complements = self.complements = Complements(compressor, guard, host)
         resizer = self.resizer = Resizer(tree, table, readers, compressor, guard, complements)
         pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
         self.growth = Growth(tree, table, guard, resizer, pressure, packer.geometry)

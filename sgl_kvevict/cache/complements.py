@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sgl_kvevict.cache.nodes import Node, path_to
-from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Compressor, CopiedEntries, Segment, Sources, View
@@ -38,16 +36,15 @@ class Complements:
 
     A segment has each entry once: in the pool, in one of its pieces, or nowhere, once it is lost. A resize adds one
     piece, of rows with the fewest bits that the configuration allows; growth takes back whole pieces, the last one
-    first. Nothing is kept of segments that cannot be split (entries may be merged into others) and of old weights; and
-    nothing at all without memory of the host, or where prefixes do not shrink when slots are short.
+    first. Nothing is kept of segments that cannot be split (entries may be merged into others), and nothing at all
+    without memory of the host, or where prefixes do not shrink when slots are short.
 
     Attributes:
         found: segments with pieces that a prompt has found since they shrank, or since an attempt to let them grow.
     """
 
-    def __init__(self, table: PrefixTable, compressor: Compressor, guard: Guard, host: HostSegments) -> None:
+    def __init__(self, compressor: Compressor, guard: Guard, host: HostSegments) -> None:
         self.found: dict[Segment, None] = {}
-        self._table = table
         self._is_on = host.num_blocks > 0 and compressor.policy.splittable and len(compressor.config.shares) > 1
         self._packer = compressor.packer
         self._guard = guard
@@ -69,12 +66,11 @@ class Complements:
 
     # ---- out --------------------------------------------------------------------------------------------------
 
-    def evicted(self, nodes: Sequence[Node], sources: Sources) -> CopiedEntries | None:
-        """Copy what a resize of these nodes is about to evict, on the pool's device; None: nothing is kept."""
-        is_kept = self._is_on and path_to(nodes[0])[0] not in self._table.stale
+    def evicted(self, sources: Sources) -> CopiedEntries | None:
+        """Copy what a resize is about to evict, on the pool's device; None: nothing is kept."""
         # After a repack ranks hold different numbers of entries in equally many slots, so maybe one evicts none. It
         # makes a piece all the same: ranks have pieces of the same tokens.
-        if not is_kept or not self._host.largest(int(sources.num_entries < sum(sources.counts))):
+        if not self._is_on or not self._host.largest(int(sources.num_entries < sum(sources.counts))):
             return None
         copied: CopiedEntries | None = None
         with self._guard.at(Place.HOST):

@@ -75,15 +75,15 @@ class HostMemory:
 
         Of uncompressed tokens the entries that the budget keeps are copied as a segment, the others as evicted from it.
 
-        Not copied: what is too short, or of old weights; the rest of an
-        unsplittable segment; uncompressed tokens below other uncompressed ones, or without learned scores.
+        Not copied: what is too short; the rest of an unsplittable segment; uncompressed tokens below other
+        uncompressed ones, or without learned scores.
         """
         if not self.is_on:
             return
         with self._guard.at(Place.HOST):
             path = path_to(node)
             bounds = self._bounds(path)
-            if bounds is None or bounds[1] - bounds[0] < self._min_tokens or path[0] in self._table.stale:
+            if bounds is None or bounds[1] - bounds[0] < self._min_tokens:
                 return
             span = self._spans.at(node)
             namespace = self.segments.identity.namespace(*namespace_of(node))
@@ -154,7 +154,7 @@ class HostMemory:
         identity = self.segments.identity
         best = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
         leaving = export_sources(best, path, self._packer, identity, splittable, order.is_measured, state)
-        return leaving.copied, self._complements.evicted([node], best)
+        return leaving.copied, self._complements.evicted(best)
 
     # ---- in ---------------------------------------------------------------------------------------------------
 

@@ -39,14 +39,12 @@ class PrefixRecord:
     Attributes:
         span: the node's part of a segment, in place or packed; None: it belongs to none.
         matches: how many prompts have found the prefix.
-        is_stale: it was compressed with other weights, and must not be matched.
         job: its scoring passes, waiting or under way.
         retention: for how long it stays at least, and how much of it. No node has more than the one above it.
     """
 
     span: Span | None = None
     matches: int = 0
-    is_stale: bool = False
     job: ScoringJob | None = None
     retention: Retention | None = None
 
@@ -177,7 +175,7 @@ class PrefixTable:
             move, with those above them; oldest first.
         shrinking: one node of each segment that may shrink when slots are short: the last one of a segment in place,
             the owner of a packed one.
-        jobs: see :class:`PrefixRecord`, like ``stale`` and ``retained``.
+        jobs: see :class:`PrefixRecord`, like ``retained``.
     """
 
     def __init__(self, geometry: KVGeometry, *, shrinks: bool) -> None:
@@ -192,7 +190,6 @@ class PrefixTable:
         self.shrinking = NodeSet()
         self.prompts = Prompts()
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
-        self.stale: Queue[bool] = Queue(self._records, "is_stale")
         self.retained: Queue[Retention] = Queue(self._records, "retention")
 
     def count_match(self, node: Node) -> int:
@@ -372,8 +369,6 @@ class PrefixTable:
                 if lower in self.shrinking:
                     self.shrinking.discard(lower)
                     self.shrinking.add(upper)
-        if lower in self.stale:
-            self.stale.put(upper, value=True)
         if (retention := self.retained.get(lower)) is not None:
             self.retained.put(upper, retention)
 
@@ -390,7 +385,7 @@ class PrefixTable:
             return DropResult()
         span, above = record.span, node.parent
         assert above is not None
-        for queue in (self.jobs, self.stale, self.retained):
+        for queue in (self.jobs, self.retained):
             queue.take(node)
         may_shrink = node in self.shrinking
         self.shrinking.discard(node)
@@ -424,13 +419,13 @@ class PrefixTable:
     def clear(self) -> None:
         """Remove all records: the tree was flushed."""
         self.forget()
-        for node, _ in self.stale:
-            self.stale.take(node)
         self._records.clear()
         self.packed.clear()
+        for node in list(self.shrinking):
+            self.shrinking.discard(node)
 
     def forget(self) -> None:
-        """Remove segments in place, jobs and counts of matches, and let nothing shrink: the weights have changed."""
+        """Remove segments in place, jobs and counts of matches: the weights have changed."""
         for node, _ in self.jobs:
             self.jobs.take(node)
         for segment in list(self.in_place):
@@ -439,8 +434,6 @@ class PrefixTable:
             self._forget(segment)
         for record in self._records.values():
             record.matches = 0
-        for node in list(self.shrinking):
-            self.shrinking.discard(node)
 
 
 def _joined_order(segments: Sequence[Segment]) -> Order | None:

@@ -424,7 +424,7 @@ class Resizer:
             if num_slots < held:
                 sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
             merge, state = self._merge(segments, sources, num_slots)
-            evicted = self.complements.evicted(nodes, sources)
+            evicted = self.complements.evicted(sources)
             written = self._packer.rewrite(sources, sources.fewest_slots if is_new else num_slots, merge)
         if attempt.failed:
             return 0

@@ -1,7 +1,8 @@
-"""Compressed nodes that a key must not enter: unsplittable ones it would cut, and those of old weights."""
+"""Compressed nodes that a key must not enter, because it would cut an unsplittable segment; subtrees that go."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,44 +20,54 @@ if TYPE_CHECKING:
 
 
 class BlockingNodes:
-    """Finds where a key must stop, and drops blocking nodes that have no readers."""
+    """Finds where a key must stop, and drops nodes that have no readers."""
 
     def __init__(self, cache: UnifiedRadixCache, table: PrefixTable, *, splittable: bool) -> None:
         self._cache = cache
         self._spans = table.spans
-        self._stale = table.stale
         self._splittable = splittable
-
-    def add_compressed(self) -> None:
-        """Mark all compressed nodes as stale, because the weights changed; drop those without readers."""
-        root = self._cache.root_node
-        for node in [node for node in self._spans if node.parent is root and node not in self._stale]:
-            self._stale.put(node, value=True)
-        self.drop_unread()
-
-    def drop_unread(self) -> None:
-        """Drop stale subtrees without readers."""
-        for node, _ in self._stale:
-            if node in self._stale:
-                self.drop_subtree(node)
+        self._retired = secrets.token_hex()
 
     @accounting()
+    def retire_compressed(self) -> None:
+        """Drop all compressed nodes that nobody reads, and move the others out of sight of all prompts.
+
+        Those that are read go to a namespace of their own, which no prompt can name. So locks, sizes and slots stay
+        those of nodes in the tree, until :meth:`drop_unread` drops them.
+        """
+        cache = self._cache
+        for top in [node for node in cache.root_node.children.values() if node in self._spans]:
+            if self.drop_unread(top):
+                continue
+            salt = self._retired + secrets.token_hex()
+            for node in _subtree(top):
+                del node.parent.children[node.key.child_key(cache.page_size)]
+                node.key = node.key[:]
+                node.key.cache_salt = salt
+                node.parent.children[node.key.child_key(cache.page_size)] = node
+
+    def is_retired(self, node: UnifiedTreeNode) -> bool:
+        """Whether no prompt can find a node any more."""
+        return (node.key.cache_salt or "").startswith(self._retired)
+
     def drop_subtree(self, node: UnifiedTreeNode) -> bool:
         """Drop a node and all its descendants; return False, dropping nothing, if the node has readers."""
-        if node.component_data[FULL].lock_ref > 0:
-            return False
-        subtree = [node]
-        for step in subtree:
-            subtree.extend(step.children.values())
-        for step in reversed(subtree):
-            result = self._cache.tree_core.evict_device_leaf(step.id, is_write_back=False)
+        return node.component_data[FULL].lock_ref == 0 and self.drop_unread(node)
+
+    @accounting()
+    def drop_unread(self, top: UnifiedTreeNode) -> bool:
+        """Drop the nodes of a subtree that have no readers; return whether that was all of it."""
+        for node in reversed(_subtree(top)):
+            if node.component_data[FULL].lock_ref > 0:  # a reader locks all nodes above its last one
+                continue
+            result = self._cache.tree_core.evict_device_leaf(node.id, is_write_back=False)
             while result.device_frees:  # SGLang asserts that both are empty
                 kind, slots = result.device_frees.popitem()
                 self._cache.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
             while result.cache_actions:
                 action = result.cache_actions.pop()
                 self._cache.components[action.component_type].apply_component_action(action)
-        return True
+        return top.component_data[FULL].lock_ref == 0
 
     def begins_compressed(self, key: RadixKey) -> bool:
         """Whether the first token of a key is in a span."""
@@ -69,13 +80,11 @@ class BlockingNodes:
         return sum(matched for _, matched in self._walk(key))
 
     def find(self, key: RadixKey) -> UnifiedTreeNode | None:
-        """Return the node that a key must not enter (stale, or owner of an unsplittable segment), or None."""
-        if self._splittable and not self._stale:
+        """Return the node that a key must not enter (owner of an unsplittable segment), or None."""
+        if self._splittable:
             return None
         last = self._cache.root_node
         for node, matched in self._walk(key):
-            if node in self._stale:
-                return node
             if matched < len(node.key):
                 span = self._spans.at(node)
                 return None if span is None or span.segment.splittable else self._spans.owner_of(node)
@@ -95,3 +104,11 @@ class BlockingNodes:
             position += matched
             if matched < len(node.key):
                 return
+
+
+def _subtree(top: UnifiedTreeNode) -> list[UnifiedTreeNode]:
+    """A node and all its descendants, each after its parent."""
+    nodes = [top]
+    for node in nodes:
+        nodes.extend(node.children.values())
+    return nodes

@@ -55,20 +55,12 @@ _ADAPTER = "sgl_kvevict.sglang_adapter"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 _WEIGHT_UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
-_CHANGES = {
-    "update_weights_from_disk": "around_change",
-    "update_weights_from_tensor": "around_session_change",
-    "update_weights_from_distributed": "around_session_change",
-    "update_weights_from_ipc": "around_change",
-    "end_weight_update": "around_session_change",
-    "release_memory_occupation": "around_change",
-}
-
 _POOL_CLASS = (
     "a KV pool class named by a cache backend; `Platform.get_kv_pool_cls` is asked on other platforms than CUDA"
 )
 _STEP = "an event of the scheduler before each step, with its waiting requests and running batch"
 _LIMIT = "`BasePrefixCache.max_prompt_tokens()` and a room for the next chunk that the cache is asked for"
+_CHANGED = "an event of the cache when the weights have changed"
 _IDLE = "an event before the server becomes idle for an operation, which requests of the cache's own can answer"
 
 POOL_HOOK = Hook(
@@ -210,14 +202,28 @@ FEATURES = (
                 why="SGLang waits for requests that use a LoRA adapter, but not for scoring passes",
                 until=_IDLE,
             ),
-            *(
-                Hook(
-                    target=f"{_WEIGHT_UPDATER}.{operation}",
-                    function=f"{_ADAPTER}.operations.{function}",
-                    why="scoring passes end before it, and compressed prefixes never survive a change of weights",
-                    until=_IDLE,
-                )
-                for operation, function in _CHANGES.items()
+            Hook(
+                target=f"{_WEIGHT_UPDATER}.release_memory_occupation",
+                function=f"{_ADAPTER}.operations.before_release_of_memory",
+                why="memory is released by an idle server, and scoring passes are requests",
+                until=_IDLE,
+            ),
+        ),
+    ),
+    Feature(
+        "new weights",
+        (
+            Hook(
+                target=f"{_WEIGHT_UPDATER}.flush_cache_after_weight_update",
+                function=f"{_ADAPTER}.operations.after_flush",
+                why="compressed prefixes would survive a change of weights that flushes nothing",
+                until=_CHANGED,
+            ),
+            Hook(
+                target=f"{_WEIGHT_UPDATER}.end_weight_update",
+                function=f"{_ADAPTER}.operations.after_session",
+                why="the same, where another process writes the weights",
+                until=_CHANGED,
             ),
         ),
     ),

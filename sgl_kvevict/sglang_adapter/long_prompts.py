@@ -163,8 +163,6 @@ def _check(
         busy = adder.new_chunked_req if is_long(tree, adder.new_chunked_req) else admission.prefilling
         if busy not in (None, req) and busy.extend_end < len(busy.full_untruncated_fill_ids):
             return False, None
-    if is_long(tree, req) and tree.must_wait(req):  # its chunks could not shrink
-        return False, None
     lens = {"extend_input_len": extend_input_len, "total_tokens": total_tokens, "chunk_limit": chunk_limit}
     verdict = original(adder, req, **lens, **kwargs)
     is_alone = not adder.can_run_list and not adder.running_batch.reqs

@@ -1,4 +1,4 @@
-"""Hooks on whole-server operations (flush, abort, weight change): scoring passes end first."""
+"""Hooks on whole-server operations: scoring passes end first, and compressed prefixes with the weights."""
 
 from __future__ import annotations
 
@@ -63,33 +63,28 @@ def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_a
         running.lora_id = None
 
 
-def around_session_change(
-    original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
-) -> Any:
-    """Hook around weight changes that need a session; SGLang refuses them without one, so the cache stays."""
-    if manager._session is None:
-        return original(manager, *args, **kwargs)
-    return around_change(original, manager, *args, **kwargs)
-
-
-def around_change(
-    original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
-) -> Any:
-    """Hook around every operation that may change the weights or needs an idle server.
-
-    Ends passes first. Afterwards forgets all compressed prefixes, scores and observations, even if SGLang keeps its
-    cache (``flush_cache=False``, or a refused flush), because the old weights selected the entries. Also after a
-    failure, which may have loaded part of the weights.
-    """
+def before_release_of_memory(manager: SchedulerWeightUpdaterManager, *_args: Any, **_kwargs: Any) -> None:
+    """Hook before memory is released, for which SGLang wants an idle server: end passes."""
     scheduler = manager.scheduler
-    tree = None if scheduler is None else scheduler.tree_cache
-    if scheduler is None or not isinstance(tree, KVEvictTree):
-        return original(manager, *args, **kwargs)
-    end_passes(scheduler, tree)
-    try:
-        return original(manager, *args, **kwargs)
-    finally:
+    if scheduler is not None and isinstance(scheduler.tree_cache, KVEvictTree):
+        end_passes(scheduler, scheduler.tree_cache)
+
+
+def after_flush(_result: Any, manager: SchedulerWeightUpdaterManager, *_args: Any, **_kwargs: Any) -> None:
+    """Hook after the last step of each change of weights, where SGLang flushes its cache, or keeps it.
+
+    Forgets compressed prefixes and observations, even if it keeps it (``flush_cache=False``, or a refused flush),
+    because the old weights selected the entries.
+    """
+    tree = None if manager.scheduler is None else manager.scheduler.tree_cache
+    if isinstance(tree, KVEvictTree):
         tree.forget_compressed()
+
+
+def after_session(result: Any, manager: SchedulerWeightUpdaterManager, *_args: Any, **_kwargs: Any) -> None:
+    """Hook after a session of weight updates, which may have written weights without a call; it may be refused."""
+    if result.success:
+        after_flush(result, manager)
 
 
 def end_passes(scheduler: Scheduler, tree: KVEvictTree) -> None:

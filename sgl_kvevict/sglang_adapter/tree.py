@@ -260,8 +260,9 @@ class KVEvictTree(UnifiedRadixCache):
             self.components[FULL].order_by(self.prefixes.recency)
 
     def forget_compressed(self) -> None:
-        """The weights changed: no compressed prefix, score or observation is used for new requests.
+        """The weights changed: no compressed prefix or observation is used for new requests.
 
+        A request that reads a compressed prefix goes on reading it, is not cached, and the prefix goes with it.
         Learned scores stay in use: to learn anew would take seconds to minutes, in which nobody is served.
         """
         learned = self.compressor.learned
@@ -274,7 +275,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.prefixes.keep_only_spans()
         if self.prefixes.switch_store_off():
             logger.warning("kvevict: the weights are not those that were loaded: the store is off until a restart")
-        self._blocking.add_compressed()
+        self._blocking.retire_compressed()
 
     def drop_unread_parts(self, req: Req) -> bool:
         """Drop what lies below a prompt's last found node, of the same segment, unread; False if there is nothing."""
@@ -410,7 +411,8 @@ class KVEvictTree(UnifiedRadixCache):
             self._count(req)
         record, key = self.prefixes.readers[req], self._key_of(req, up_to)
         is_private = record.is_exact and self._blocking.begins_compressed(key)
-        if is_private or _keeps_own_chunks(req, up_to):
+        is_retired = self._blocking.is_retired(self.tree_core.node_by_id(req.last_node))
+        if is_private or is_retired or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return
         if self._is_kept_out(key):
@@ -432,10 +434,6 @@ class KVEvictTree(UnifiedRadixCache):
         elif not req.finished():
             with self.guard.at(Place.PROMPT):
                 self.prefixes.prefills.chunk_complete(req, node)
-
-    def must_wait(self, req: Req) -> bool:
-        """Whether a prompt stays out of the cache because requests read prefixes of old weights that begin like it."""
-        return self._is_kept_out(self._key_of(req))
 
     def _is_kept_out(self, key: RadixKey) -> bool:
         """Whether a blocking node has readers; without readers it is dropped."""
@@ -473,8 +471,8 @@ class KVEvictTree(UnifiedRadixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then report it."""
         is_finished = req.finished()
-        if is_finished and req.spec_verify_ct:  # before its path, which may be stale, can be dropped
-            path = path_to(self.tree_core.node_by_id(req.last_node))
+        path = path_to(self.tree_core.node_by_id(req.last_node))
+        if is_finished and req.spec_verify_ct:
             self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
         if not checkpointed:
             self._note_read(req)
@@ -482,7 +480,8 @@ class KVEvictTree(UnifiedRadixCache):
         if is_finished:
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
         super().on_release(req, checkpointed=checkpointed)
-        self._blocking.drop_unread()
+        if path and self._blocking.is_retired(path[0]):
+            self._blocking.drop_unread(path[0])
         self.prefixes.released(req, why)
 
     def _options_of(self, req: Req) -> RequestOptions:

@@ -511,7 +511,7 @@ class Harness:
         assert cache_state(self.tree)["leaked_slots"] == 0
         complements = self.tree.prefixes.complements
         check_host(self.host, [piece for each in complements._of.values() for piece in each.pieces])
-        check_complements(complements)
+        check_complements(complements, self.tree.prefixes.table)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers
 
     def _check_places(self, packed: Packed) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from sgl_kvevict.cache.complements import Complements
+from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.store.host import ALIGNMENT, HostSegments, Piece
 
 
@@ -43,9 +44,9 @@ def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
     assert {(name, key) for name, entries in host._index.items() for key in entries} == listed
 
 
-def check_complements(complements: Complements) -> None:
+def check_complements(complements: Complements, table: PrefixTable) -> None:
     """No entry of a segment is in the pool and in a piece, or in two pieces, and pieces have its tokens only."""
-    assert complements.found.keys() <= complements._of.keys() <= complements._table.packed.keys()
+    assert complements.found.keys() <= complements._of.keys() <= table.packed.keys()
     for segment, complement in complements._of.items():
         assert complement.pieces
         parts = [segment.run_of_entries() << 32 | segment.storage.positions]

@@ -21,6 +21,7 @@ from helpers.own_policies import OWN_POLICIES
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies import Policy, build_policy
+from sgl_kvevict.sglang_adapter.span_component import FULL
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -121,7 +122,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.finished_texts) > 2)
     @rule()
     def change_weights(self):
-        self.harness.tree.forget_compressed()
+        tree = self.harness.tree
+        tree.forget_compressed()
+        assert all(node.component_data[FULL].lock_ref and tree._blocking.is_retired(node) for node in tree.spans)
 
     @precondition(lambda self: not self.harness.live and len(self.finished_texts) > 3)
     @rule()
@@ -232,7 +235,6 @@ class HostMachine(PressureMachine):
 
         setattr(broken, name, fail)
 
-    @precondition(lambda self: not self.harness.tree.prefixes.table.stale)
     @rule(number=st.integers(0, 20), count=st.sampled_from([0, 20, 200]))
     def comes_from_a_file(self, number, count):
         """A segment is written to a file with what was evicted from it, may be dropped, and is read again."""

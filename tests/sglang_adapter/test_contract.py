@@ -225,7 +225,6 @@ PRIVATE = {
     "Scheduler._set_or_validate_priority",
     "Scheduler._engine_paused",
     "SchedulerFlushWrapper._pending",
-    "SchedulerWeightUpdaterManager._session",
     "MHATokenToKVPool._kv_buffer_shapes",
     "ServerArgs._cuda_graph_config_locked",
 }
@@ -233,6 +232,8 @@ PRIVATE = {
 WRITTEN = {
     "UnifiedTreeCore": {"eviction_strategy", "evictable_device_leaves"},
     "ComponentData": {"value"},
+    "UnifiedTreeNode": {"key"},
+    "RadixKey": {"cache_salt"},
     "CacheInitParams": {"component_registry_override"},
     "MHATokenToKVPool": {"k_buffer", "v_buffer", "kvevict_arena", "kvevict_drafts"},
     "MLATokenToKVPool": {"kv_buffer", "kvevict_arena"},

@@ -245,14 +245,15 @@ def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out()
     assert scheduler.found[long] == 140
 
 
-def test_it_waits_for_readers_of_a_prefix_of_old_weights_that_begins_like_it():
+def test_beside_readers_of_a_prefix_of_old_weights_that_begins_like_it_it_is_computed_anew():
     scheduler = serve(prefill_budget=0.5)
     tokens = text(4 * POOL)
     reader = submit(scheduler, tokens[:80])
     prefill(scheduler, reader)
     scheduler.tree_cache.forget_compressed()
     long = submit(scheduler, tokens)
-    assert all(scheduler.round() == [] for _ in range(3)) and not scheduler.aborted
+    for _ in range(3):
+        scheduler.round()
     scheduler.harness.finish(reader)
     prefill(scheduler, long)
     assert scheduler.found[long] == 0 and not scheduler.aborted

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.io_struct import EndWeightUpdateReqOutput
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy, SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -227,8 +228,8 @@ def found(harness, tokens) -> int:
 
 
 def change_weights(harness) -> None:
-    manager = SimpleNamespace(scheduler=idle_scheduler(MiniScheduler(harness)))
-    assert operations.around_change(lambda manager, value: value, manager, 5) == 5
+    operations.after_flush((True, ""), SimpleNamespace(scheduler=idle_scheduler(MiniScheduler(harness))))
+    harness.check()
 
 
 @pytest.mark.parametrize("splittable", [True, False])
@@ -238,7 +239,6 @@ def test_nothing_compressed_is_found_under_other_weights(splittable):
     assert found(harness, [*DOCUMENT, 2]) >= (57 if splittable else 0)
     assert harness.tree.spans
     change_weights(harness)
-    harness.check()
     assert not harness.tree.spans and found(harness, [*DOCUMENT, 3]) == 0
 
 
@@ -256,7 +256,7 @@ def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
     harness.finish(half_way)
     assert harness.tree.spans
     harness.finish(reader)
-    assert not harness.tree.spans
+    assert not any(map(harness.tree._blocking.is_retired, harness.tree.nodes()))
     harness.finish(later)
     assert found(harness, [*DOCUMENT, 5]) > 50
 
@@ -274,6 +274,50 @@ def test_a_prefix_of_other_weights_may_be_evicted_before_anybody_lets_go():
     assert not harness.tree.spans
     harness.finish(harness.run([*DOCUMENT, 3]))
     assert found(harness, [*DOCUMENT, 5]) > 50
+
+
+def test_a_branch_of_a_prefix_of_other_weights_goes_at_once_if_nobody_reads_it():
+    harness, _ = cache(needs_passes=False)
+    for suffix in ([1] * 20, [2] * 20):
+        harness.finish(harness.run([*DOCUMENT, *suffix]))
+    reader = harness.run([*DOCUMENT, *[2] * 20, 3])
+    before = harness.tree.held_slots()
+    change_weights(harness)
+    assert harness.tree.held_slots() < before
+    assert all(harness.tree.port.num_locks(node) for node in harness.tree.nodes())
+    change_weights(harness)  # once more, while it is read
+    assert harness.decode(reader)
+    harness.finish(reader)
+    assert not harness.tree.spans
+    assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
+
+
+def test_a_reader_of_other_weights_that_is_retracted_begins_anew():
+    harness, _ = cache(needs_passes=False)
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    reader = harness.run([*DOCUMENT, 2])
+    assert harness.decode(reader)
+    change_weights(harness)
+    harness.retract(reader)
+    assert not harness.tree.spans
+    assert harness.admit(reader) and reader.prefix_len == 0 and harness.prefill(reader)
+    harness.finish(reader)
+    assert found(harness, [*DOCUMENT, 5]) > 50
+
+
+def test_readers_of_old_and_of_new_weights_end_in_any_order():
+    for first in (0, 1):
+        harness, _ = cache(needs_passes=False)
+        readers = []
+        for _ in range(2):
+            harness.finish(harness.run([*DOCUMENT, 1]))
+            readers.append(harness.run([*DOCUMENT, 2]))
+            change_weights(harness)
+        assert all(reader.prefix_len >= 57 for reader in readers)
+        for reader in (readers[first], readers[1 - first]):
+            assert harness.decode(reader)
+            harness.finish(reader)
+        assert not harness.tree.spans
 
 
 def test_jobs_and_observations_do_not_survive_other_weights():
@@ -306,14 +350,13 @@ def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(start):
     assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
 
 
-def test_a_change_that_needs_a_session_is_refused_without_one_and_forgets_nothing():
+def test_the_end_of_a_session_that_is_refused_forgets_nothing():
     harness, _ = cache(needs_passes=False)
     harness.finish(harness.run([*DOCUMENT, 1]))
-    manager = SimpleNamespace(scheduler=idle_scheduler(MiniScheduler(harness)), _session=None)
-    assert operations.around_session_change(lambda manager, value: value, manager, 5) == 5
+    manager = SimpleNamespace(scheduler=idle_scheduler(MiniScheduler(harness)))
+    operations.after_session(EndWeightUpdateReqOutput(success=False, message="no session"), manager)
     assert found(harness, [*DOCUMENT, 2]) >= 57
-    manager._session = object()
-    assert operations.around_session_change(lambda manager, value: value, manager, 5) == 5
+    operations.after_session(EndWeightUpdateReqOutput(success=True, message=""), manager)
     assert found(harness, [*DOCUMENT, 3]) < 57
 
 
