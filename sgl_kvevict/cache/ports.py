@@ -51,9 +51,6 @@ class TreePort(Protocol):
     def charge(self, node: Node, num_slots: int) -> None:
         """Add ``num_slots`` (may be negative) to a node's slots in the accounting."""
 
-    def drop(self, node: Node) -> bool:
-        """Drop a leaf; False: it has readers."""
-
     def free(self, token_slots: Tensor) -> None:
         """Give token slots ([n], int64) back to the pool."""
 

@@ -48,11 +48,12 @@ class BlockingNodes:
 
     def is_retired(self, node: UnifiedTreeNode) -> bool:
         """Whether no prompt can find a node any more."""
-        return (node.key.cache_salt or "").startswith(self._retired)
+        salt: str | None = node.key.cache_salt
+        return salt is not None and salt.startswith(self._retired)
 
     def drop_subtree(self, node: UnifiedTreeNode) -> bool:
         """Drop a node and all its descendants; return False, dropping nothing, if the node has readers."""
-        return node.component_data[FULL].lock_ref == 0 and self.drop_unread(node)
+        return not node.component_data[FULL].lock_ref and self.drop_unread(node)
 
     @accounting()
     def drop_unread(self, top: UnifiedTreeNode) -> bool:
@@ -67,7 +68,7 @@ class BlockingNodes:
             while result.cache_actions:
                 action = result.cache_actions.pop()
                 self._cache.components[action.component_type].apply_component_action(action)
-        return top.component_data[FULL].lock_ref == 0
+        return not top.component_data[FULL].lock_ref
 
     def begins_compressed(self, key: RadixKey) -> bool:
         """Whether the first token of a key is in a span."""

@@ -114,10 +114,6 @@ class UnifiedTreePort:
         """Add ``num_slots`` to a node's size in SGLang's accounting."""
         self._cache.tree_core.adjust_component_size(node.id, FULL, num_slots)
 
-    def drop(self, node: UnifiedTreeNode) -> bool:
-        """Drop a leaf; False: it has readers."""
-        return self._cache.drop(node)
-
     def free(self, token_slots: torch.Tensor) -> None:
         """Release full-attention token slots only, also if the pool's allocator couples them with window slots."""
         self._cache.components[FULL].apply_component_action(FreeComponentDeviceSlot([token_slots], FULL))
@@ -287,10 +283,6 @@ class KVEvictTree(UnifiedRadixCache):
         parts = [child for child in below if self.spans[child].segment is span.segment]
         dropped = [self._blocking.drop_subtree(child) for child in parts]
         return any(dropped)
-
-    def drop(self, node: UnifiedTreeNode) -> bool:
-        """Drop a node and what lies below it; False: it has readers."""
-        return self._blocking.drop_subtree(node)
 
     # ---- nodes and sizes --------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from helpers.own_policies import OWN_POLICIES
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies import Policy, build_policy
-from sgl_kvevict.sglang_adapter.span_component import FULL
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -124,7 +123,7 @@ class CacheMachine(RuleBasedStateMachine):
     def change_weights(self):
         tree = self.harness.tree
         tree.forget_compressed()
-        assert all(node.component_data[FULL].lock_ref and tree._blocking.is_retired(node) for node in tree.spans)
+        assert all(tree.port.num_locks(node) and tree._blocking.is_retired(node) for node in tree.spans)
 
     @precondition(lambda self: not self.harness.live and len(self.finished_texts) > 3)
     @rule()
