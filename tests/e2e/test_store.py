@@ -10,6 +10,7 @@ import urllib.error
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from sglang.srt.lora.lora_registry import LoRARef
 
 from helpers.modes import assert_nothing_leaked
@@ -117,6 +118,19 @@ def test_the_same_questions_find_the_same_prefixes_after_a_restart(start, tiny_l
         body = {"input_ids": document, "extra_key": "tenant", "sampling_params": {"max_new_tokens": 1}}
         server.post("/generate", body)
     assert store_state(server)["loaded_segments"] == loaded  # another tenant finds nothing
+    server.stop(grace_s=0)
+
+
+def test_a_model_with_one_trained_row_finds_nothing_of_its_base(start, tiny_llama, folder, tmp_path):
+    """The row is that of a token that no prompt has, so that even the keys are the same: the weights decide."""
+    shutil.copytree(tiny_llama, tmp_path / "trained")
+    weights = load_file(tmp_path / "trained" / "model.safetensors")
+    weights["model.embed_tokens.weight"][2] += 0.5
+    save_file(weights, tmp_path / "trained" / "model.safetensors", {"format": "pt"})
+    server = start(tmp_path / "trained", *FLAGS, config={**CONFIG, "store": str(folder)})
+    for document in prompts():
+        assert generate(server, document, 1)["meta_info"]["cached_tokens"] == 0
+    assert store_state(server, stored=NUM_DOCUMENTS)["loaded_segments"] == 0
     server.stop(grace_s=0)
 
 
