@@ -223,6 +223,12 @@ class PrefixCache:
             self.loading.clear()
         return was_on
 
+    def close_store(self) -> None:
+        """Take nothing new, and write what waits."""
+        self.switch_store_off()
+        if self.access is not None:
+            self.access.close()
+
     def store_state(self) -> dict[str, Any]:
         """Counts of waiting and dropped work, for ``GET /server_info``; empty without a store."""
         if self.access is None:

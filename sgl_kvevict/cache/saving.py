@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 
 from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.export import export_segment
@@ -12,6 +14,11 @@ from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Compressor
 from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_S = 10.0
+"""Time limit for pending writes at shutdown; SGLang kills a scheduler after 15 s."""
 
 
 @dataclasses.dataclass
@@ -32,6 +39,15 @@ class StoreAccess:
     def identity(self) -> StoreIdentity:
         """Identity of the segments in the store."""
         return self.segments.identity
+
+    def close(self) -> None:
+        """Write what waits, in at most ``SHUTDOWN_S`` seconds."""
+        began = time.monotonic()
+        left = self.writer.close(SHUTDOWN_S)
+        if left:
+            logger.warning("kvevict: %d prefixes were not written to the store within %.0f s", left, SHUTDOWN_S)
+        else:
+            logger.info("kvevict: the store has all that was to be written, after %.1f s", time.monotonic() - began)
 
 
 class Saving:

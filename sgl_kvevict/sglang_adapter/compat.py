@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.sglang_adapter.hooks import HOOKS, LAUNCHER_HOOK
+from sgl_kvevict.sglang_adapter.hooks import HOOKS
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def signatures() -> dict[str, str]:
 
     Steps of its start have none: registering a hook of an unknown step is an error of SGLang's.
     """
-    hooks = (hook for hook in (*HOOKS, LAUNCHER_HOOK) if not hook.is_step)
+    hooks = (hook for hook in HOOKS if not hook.is_step)
     found = {hook.target: _signature(hook.target) for hook in hooks}
     for name in OVERRIDING:
         try:

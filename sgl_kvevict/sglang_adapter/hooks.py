@@ -77,14 +77,6 @@ LATENT_POOL_HOOK = Hook(
     until=_POOL_CLASS,
 )
 
-LAUNCHER_HOOK = Hook(
-    target="sglang.srt.entrypoints.engine._set_envs_and_config",
-    function=f"{_ADAPTER}.launching.after_launch_handlers",
-    why="a scheduler that refuses a setup would end the launcher with -9 and another line below its reasons",
-    until="a launcher that prints a scheduler's reason to stop and exits with its status",
-)
-"""Registered only in the process that starts a server, because SGLang imports the module of each target."""
-
 FEATURES = (
     Feature("compressed prefixes on a GPU", (POOL_HOOK, LATENT_POOL_HOOK)),
     Feature(
@@ -260,12 +252,6 @@ FEATURES = (
                 why="a request would be prefilled before the fetched prefix is in the tree",
                 until="`BasePrefixCache.is_ready(req)`, asked before a request is admitted",
             ),
-            Hook(
-                target=f"{_SCHEDULER}.handle_shutdown",
-                function=f"{_ADAPTER}.scheduler_store.after_shutdown",
-                why="segments that wait to be written to the store would be lost when the server is stopped",
-                until="`BasePrefixCache.close()`",
-            ),
         ),
     ),
     Feature(
@@ -312,8 +298,6 @@ FEATURES = (
             ),
         ),
     ),
-    Feature("a refusal is the last thing that a launcher prints", (LAUNCHER_HOOK,)),
 )
 
-HOOKS = tuple(hook for feature in FEATURES for hook in feature.hooks if hook is not LAUNCHER_HOOK)
-"""What is registered in every process."""
+HOOKS = tuple(hook for feature in FEATURES for hook in feature.hooks)

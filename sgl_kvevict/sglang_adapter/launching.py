@@ -1,25 +1,16 @@
-"""Refuses setups in the launcher process, and ends it cleanly when a scheduler refuses."""
+"""Refuses setups in the launcher process."""
 
 from __future__ import annotations
 
-import logging
-import signal
 import sys
-import threading
 from collections.abc import Callable
-from os import _exit, getpid
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
-
-from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.utils import kill_process_tree
 
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import KVEvictError
 from sgl_kvevict.policies.by_name import configured_policy
-from sgl_kvevict.sglang_adapter.hooks import LAUNCHER_HOOK
-from sgl_kvevict.sglang_adapter.settings import ValueOf, handles_quit, resolving
+from sgl_kvevict.sglang_adapter.settings import ValueOf, resolving
 from sgl_kvevict.sglang_adapter.start_facts import before_load
 from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, require
 
@@ -48,8 +39,6 @@ def after_first_step(server_args: ServerArgs, previous: Callable[[ServerArgs], N
         if not is_command:
             raise
         raise SystemExit(f"sgl-kvevict: error: {error}") from error
-    LAUNCHER_HOOK.register()
-    HookRegistry.apply_hooks()
 
 
 def check_start(value_of: ValueOf, *, is_command: bool) -> None:
@@ -63,19 +52,3 @@ def check_start(value_of: ValueOf, *, is_command: bool) -> None:
     configured_policy(config)
     address = (str(value_of("host")), value_of("port")) if is_command else None
     require(BEFORE_LOAD, before_load(value_of, config, address=address))
-
-
-def after_launch_handlers(_result: None, server_args: ServerArgs) -> None:
-    """Hook after SGLang's launcher set its signal handlers: end with exit code 1 if a scheduler refuses.
-
-    SGLang's handler logs another line below the scheduler's reasons and kills its own process (-9).
-    """
-    if not handles_quit(server_args) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGQUIT, _end)
-
-
-def _end(_number: int, _frame: FrameType | None) -> None:
-    logging.disable()  # the reasons stay the last lines
-    kill_process_tree(getpid(), include_parent=False)
-    sys.stdout.flush()
-    _exit(1)

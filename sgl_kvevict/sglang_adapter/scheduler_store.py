@@ -49,8 +49,6 @@ NEVER_IN_KV = frozenset(
 )
 """Fields of a model's configuration that change neither keys nor values of tokens: servers that differ in them share a
 store."""
-SHUTDOWN_S = 10.0
-"""Time limit for pending writes at shutdown; SGLang kills a scheduler after 15 s."""
 
 
 def open_access(
@@ -180,21 +178,6 @@ def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: 
         return original(scheduler, *args, **kwargs)
     finally:
         scheduler.waiting_queue = in_order(queue, waiting, scheduler.waiting_queue)
-
-
-def after_shutdown(_result: None, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
-    """Hook after SGLang shut a scheduler down, with no request left: write pending segments."""
-    tree = scheduler.tree_cache
-    access = tree.prefixes.access if isinstance(tree, KVEvictTree) else None
-    if access is None:
-        return
-    began = time.monotonic()
-    tree.prefixes.switch_store_off()
-    left = access.writer.close(SHUTDOWN_S)
-    if left:
-        logger.warning("kvevict: %d prefixes were not written to the store within %.0f s", left, SHUTDOWN_S)
-    else:
-        logger.info("kvevict: the store has all that was to be written, after %.1f s", time.monotonic() - began)
 
 
 def in_order(before: list[Req], waiting: set[Req], left: list[Req]) -> list[Req]:

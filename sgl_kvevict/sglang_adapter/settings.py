@@ -64,11 +64,6 @@ def is_graph_chosen(server_args: ServerArgs, phase: Any) -> bool:
     return (phase, "backend") in server_args._cuda_graph_config_locked
 
 
-def handles_quit(server_args: ServerArgs) -> bool:
-    """Whether the program that starts a server brings its own handler of a dead child; nothing resolves it."""
-    return server_args.custom_sigquit_handler is not None
-
-
 def published(name: str) -> Any:
     """The value of a field in effect now, in a process of a running server.
 

@@ -244,6 +244,11 @@ class KVEvictTree(UnifiedRadixCache):
         """The tensor-parallel ranks that hold the same tree."""
         return self.port.ranks
 
+    def release_host_resources(self) -> None:
+        """SGLang shuts down, with no request left: segments that wait for the store are written."""
+        super().release_host_resources()
+        self.prefixes.close_store()
+
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""
         self.prefixes.cleared()

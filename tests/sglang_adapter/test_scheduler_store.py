@@ -28,7 +28,6 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scheduler_store import (
     after_queueing,
-    after_shutdown,
     around_admission,
     identity_of,
     in_order,
@@ -480,8 +479,7 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     assert server.prefixes.store_state()["waiting"] == 1
     assert server.prefixes.switch_store_off() and server.writer.close(0.01) == 1  # in bounded time
     gate.set()
-    scheduler = SimpleNamespace(tree_cache=server.harness.tree)
-    after_shutdown(None, scheduler)
+    server.harness.tree.release_host_resources()
     assert len(keys_in(server.segments)) == 1
     server.harness.finish(server.harness.run([7] * 40))
     assert server.writer.num_waiting == 0  # nothing new is taken
