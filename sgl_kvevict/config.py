@@ -179,9 +179,6 @@ class KVEvictConfig(BaseModel):
         "(docs/gpu.md)",
         json_schema_extra={"allowed": "'auto', 'numba' or 'torch' (CPU), 'triton' or 'flashinfer' (GPU)"},
     )
-    expose_kept: bool = Field(
-        default=False, description="`GET /server_info` also shows which tokens of the largest span each head kept"
-    )
     host_bytes: ByteSize | None = Field(
         default=None,
         ge=0,

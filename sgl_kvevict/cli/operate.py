@@ -22,7 +22,7 @@ def top(
     endpoint: Endpoint = "127.0.0.1:5659",
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between reports.")] = 1.0,
     sort: Annotated[
-        Literal["slots", "tokens", "readers", "age"], typer.Option(help="Order of the prefixes shown, largest first.")
+        Literal["slots", "tokens", "readers"], typer.Option(help="Order of the prefixes shown, largest first.")
     ] = "slots",
     rows: Annotated[int, typer.Option(min=0, max=1000, help="Prefixes wanted.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a report.")] = False,

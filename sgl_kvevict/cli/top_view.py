@@ -15,7 +15,7 @@ from sgl_kvevict.errors import printable
 from sgl_kvevict.events.questions import Description, StatusReport
 from sgl_kvevict.events.totals import ENTRIES, Pool, Totals
 
-SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
+SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers"}
 RATE_WINDOW_S = 10.0
 
 # Part of the pool, its label, its glyph (readable without colours) and its colour.
@@ -162,9 +162,8 @@ def _rates(state: TopState) -> Text:
 def _prefixes(state: TopState, num_rows: int) -> Table:
     assert state.status is not None
     table = Table(expand=True, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for name in ("node", "start", "tokens", "slots", "bytes", "entries", "bits", "readers", "spans", "unused for"):
-        sorted_by = {"unused for": "age"}.get(name, name) == state.sort
-        table.add_column(f"{name} ▼" if sorted_by else name, justify="right")
+    for name in ("node", "start", "tokens", "slots", "bytes", "entries", "bits", "readers", "spans"):
+        table.add_column(f"{name} ▼" if name == state.sort else name, justify="right")
     for row in state.status.prefixes[:num_rows]:
         table.add_row(
             str(row.node),
@@ -176,7 +175,6 @@ def _prefixes(state: TopState, num_rows: int) -> Table:
             f"{mean_bits(row.entries):.1f}",
             str(row.readers),
             str(row.spans),
-            _duration(row.age_s),
         )
     return table
 

@@ -30,8 +30,7 @@ class Status(Request):
     """Gauges, totals and the largest prefixes."""
 
     limit: Annotated[int, Meta(ge=0, le=MAX_PREFIXES)] = 20  # maximum number of rows
-    # descending; ``age``: time since the last match
-    sort: Literal["slots", "tokens", "readers", "age"] = "slots"
+    sort: Literal["slots", "tokens", "readers"] = "slots"  # descending
 
 
 class Tree(Request):
@@ -98,7 +97,6 @@ class Prefix(msgspec.Struct):
     entries: dict[int, int]  # entries stored, over all layers and heads, by the bits of their rows
     spans: int  # live spans
     readers: int  # running requests that read it
-    age_s: float  # seconds since it was last matched
 
 
 class StatusReport(Reply):
@@ -125,7 +123,6 @@ class TreeNode(msgspec.Struct):
     compressed: bool  # it holds a span
     readers: int  # running requests whose path includes it
     hits: int  # prompts inserted through it, as SGLang counts them
-    age_s: float  # seconds since it was last matched
     namespace: str | None = None  # ``extra_key`` of its requests, with ``expose_tokens`` only
 
 

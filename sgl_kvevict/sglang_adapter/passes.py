@@ -153,5 +153,4 @@ def after_ingest(_received: Sequence[object], scheduler: Scheduler, *_args: obje
     """Hook after SGLang took in new requests: runs once per turn of the loop, between two steps."""
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree):
-        tree.clock.tick()
         tree.prefixes.between_steps(SchedulerPasses(scheduler))

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.evict_policy import LRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
+from sglang.srt.mem_cache.unified_cache.components import get_and_increase_time_counter
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvevict_kernels.span_runs import SpanRuns
@@ -34,14 +35,12 @@ from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk
-from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.kv_pools import state_slots
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
-from sgl_kvevict.sglang_adapter.verification import Acceptance
 from sgl_kvevict.sglang_adapter.window_component import SWA, SpanAwareSWA
 from sgl_kvevict.store.host import HostSegments
 
@@ -219,10 +218,10 @@ class KVEvictTree(UnifiedRadixCache):
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group), params.kv_event_lora_names)
         self.guard = Guard(self.ranks.size)
         states = state_slots(params, self.packer.k_arena)
-        self.prefixes = PrefixCache(self.port, compressor, self.guard, access_counter, host, access, states)
+        self.prefixes = PrefixCache(
+            self.port, compressor, self.guard, get_and_increase_time_counter, host, access, states
+        )
         self.spans = self.prefixes.spans
-        self.clock = AccessClock()
-        self.acceptance = Acceptance()
         # Prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess it: SGLang
         # reports removed and aborted requests by id.
         self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"
@@ -469,8 +468,6 @@ class KVEvictTree(UnifiedRadixCache):
         """Release a request's path as stock, then report it."""
         is_finished = req.finished()
         path = path_to(self.tree_core.node_by_id(req.last_node))
-        if is_finished and req.spec_verify_ct:
-            self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
         if not checkpointed:
             self._note_read(req)
         why = Released.RETRACTED

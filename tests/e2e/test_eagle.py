@@ -94,7 +94,7 @@ def test_compressed_prefixes_are_found_and_outlive_their_server(start, target, t
         found.append([(result["output_ids"], result["meta_info"]["spec_accept_length"]) for result in results])
         state = assert_all_slots_are_back(server)
         assert 100 <= state["span_slots"] <= 130 and (state["loaded_segments"] > 0) == (patch is not None)
-        assert state["speculation"]["compressed"]["acceptance_length"] > 1.3
+        assert min(result["meta_info"]["spec_accept_length"] for result in results) > 1
         if patch is None:
             server.stop(grace_s=0)
     assert found[0] == found[1]

@@ -22,6 +22,7 @@ from helpers.dense_attention import accumulated_attention
 from helpers.policy_serving import CONFIG, ENV, FLAGS, TAIL_TOKENS, Served, assert_nothing_is_lost, serve_everything
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
+from sgl_kvevict.cli.inspect import ask_snapshot, asked
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy, list_policies
 
@@ -92,13 +93,14 @@ def all_cases() -> list[Case]:
 
 @pytest.mark.skipif(TABLE is not None, reason="all policies are served instead")
 @pytest.mark.parametrize("case", ROUTINE, ids=str)
-def test_policy_serves_a_tiny_model(start, tiny_llama, monkeypatch, case):
+def test_policy_serves_a_tiny_model(start, tiny_llama, monkeypatch, tmp_path, case):
     monkeypatch.syspath_prepend(str(EXAMPLES / "policies"))
     rng = random.Random(0)
     document = [rng.randrange(3, VOCAB_SIZE) for _ in range(400)]
     flags = ("--skip-tokenizer-init", "--max-total-tokens", "2500", "--context-length", "1024")
     config = {**CONFIG, "policy": case.policy, "budget": case.budget, "policy_options": case.options}
-    config["expose_kept"] = True
+    endpoint = f"ipc://{tmp_path}/events"
+    config["events"] = {"endpoint": endpoint}
     env = {**ENV, "PYTHONPATH": str(EXAMPLES / "policies")}
     server = start(tiny_llama, *flags, *FLAGS, config=config, env=env)
     served = serve_everything(
@@ -107,9 +109,10 @@ def test_policy_serves_a_tiny_model(start, tiny_llama, monkeypatch, case):
     assert served.leaked == 0
     if case.policy == "d2o":
         generate(server, document, 0)
-        kept = server.get_json("/server_info")["internal_states"][0]["kvevict"]["kept"]
-        served_share = torch.tensor(kept["share"])
-        share = dense_share(tiny_llama, case, document, kept["start"], kept["end"], kept["num_bins"])
+        snapshot = asked(endpoint, 60.0, lambda client: ask_snapshot(client, limit=1000, num_maps=1, bins=200))
+        (kept,) = snapshot.maps.values()
+        served_share = torch.frombuffer(bytearray(kept.share), dtype=torch.uint8).view(-1, kept.num_bins) / 255
+        share = dense_share(tiny_llama, case, document, kept.start, kept.end, kept.num_bins)
         assert (served_share - share).abs().gt(0.01).float().mean() < 0.01
     server.stop(grace_s=0)
 

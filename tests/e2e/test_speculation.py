@@ -113,9 +113,6 @@ def test_answers_over_a_compressed_document_are_the_same(server, plain, speculat
         state = assert_all_slots_are_back(server)
         assert state["span_slots"] == 77 and state["max_sharers"] >= 2  # ceil(0.2 * 384)
         assert all(info["spec_accept_length"] >= least_accepted for info in infos)
-        assert {state["speculation"][kind]["acceptance_length"] >= 1 for kind in ("compressed", "uncompressed")} == {
-            True
-        }
         assert [info["cached_tokens"] for info in infos][: len(PROMPTS) - 1] >= [400] * (len(PROMPTS) - 1)
 
 

@@ -197,6 +197,7 @@ OVERRIDES = {
         "insert",
         "match_prefix",
         "on_release",
+        "release_host_resources",
         "protected_size",
         "reset",
         "total_size",

@@ -3,29 +3,8 @@
 from __future__ import annotations
 
 from helpers.verify_machines import VerifyingHarness
-from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(40)]
-
-
-def test_acceptance_is_counted_apart_by_what_requests_read():
-    """Steps and tokens per step, of finished requests only."""
-    harness = VerifyingHarness()
-    harness.finish(harness.run(DOCUMENT))
-    assert "speculation" not in cache_state(harness.tree)
-    reader, other, gone = (harness.run(tokens) for tokens in ([*DOCUMENT, 1], [9, 8, 7], [5, 5]))
-    assert harness.tree.read_paths([reader])[0] and not harness.tree.read_paths([other])[0]
-    harness.verify(reader, [0, 2, 3], 4)
-    harness.verify(reader, [0], 4)
-    harness.verify(other, [0, 1], 4)
-    harness.verify(gone, [0, 1, 2, 3], 4)
-    harness.retract(gone)
-    for req in (reader, other):
-        harness.finish(req)
-    assert cache_state(harness.tree)["speculation"] == {
-        "compressed": {"steps": 2, "acceptance_length": 2.0},
-        "uncompressed": {"steps": 1, "acceptance_length": 2.0},
-    }
 
 
 def test_tokens_behind_the_stop_are_given_back():

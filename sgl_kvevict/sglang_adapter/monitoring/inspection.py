@@ -92,13 +92,12 @@ class Inspection:
         return Failure(f"cannot answer {type(request).__name__}")
 
     def _status(self, tree: KVEvictTree, request: Status) -> StatusReport:
-        sort = attrgetter("age_s" if request.sort == "age" else request.sort)
         return StatusReport(
             ts=time.time(),
             started=self._started,
             gauges=read_gauges(tree),
             totals=copy(tree.prefixes.totals),
-            prefixes=heapq.nlargest(request.limit, prefixes(tree), key=sort),
+            prefixes=heapq.nlargest(request.limit, prefixes(tree), key=attrgetter(request.sort)),
         )
 
 
@@ -121,7 +120,6 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
             entries=segment.entries_by_bits,
             spans=segment.num_spans,
             readers=tree.port.num_locks(node),
-            age_s=tree.clock.age(node.last_access_time),
         )
 
 
@@ -154,7 +152,6 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
                 compressed=span is not None,
                 readers=tree.port.num_locks(node),
                 hits=node.hit_count,
-                age_s=tree.clock.age(node.last_access_time),
                 namespace=node.key.extra_key if expose_tokens else None,
             )
         )

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from sgl_kvevict.events.totals import by_name
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import Span
-from sgl_kvevict.segments.kept import entries_by_head, kept_share
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-
-NUM_KEPT_BINS = 200
 
 
 def after_env_vars(_result: None, controller: SchedulerInternalStateController, state: dict[str, Any]) -> None:
@@ -30,9 +25,6 @@ def after_env_vars(_result: None, controller: SchedulerInternalStateController, 
     state["kvevict"] = shown
     with tree.guard.at(Place.STATE):
         shown |= cache_state(tree)
-        if tree.compressor.config.expose_kept and tree.spans:
-            largest = max(tree.spans.values(), key=lambda span: span.num_tokens)
-            shown["kept"] = kept_map(largest, NUM_KEPT_BINS)
     shown["errors"] = {place.value: count for place, count in tree.guard.errors.items() if count}
     if tree.ranks.size > 1:
         shown["ranks"] = rank_states(tree)  # outside the guard: every rank must get here
@@ -58,8 +50,6 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     }
     if tree.compressor.policy.compresses:
         state |= tree.compressor.state()
-    if accepted := tree.acceptance.state():
-        state["speculation"] = accepted
     if stored := tree.prefixes.store_state():
         state["store"] = stored
     passes = tree.prefixes.passes
@@ -69,29 +59,15 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
 
 
 def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
-    """Return token slots by holder, and number and checksum of nodes, per tensor-parallel rank; all must be equal.
+    """Return token slots by holder, and the number of nodes, per tensor-parallel rank; all must be equal.
 
-    SGLang calls all ranks at the same point. The checksum covers each node's tokens, slots and locks.
+    SGLang calls all ranks at the same point.
     """
     allocator = tree.slot_allocator
-    shape = [(len(node.key), tree.node_slots(node), tree.port.num_locks(node)) for node in tree.nodes()]
     numbers = {
         "free_slots": allocator.available_size(),
         "evictable_slots": tree.evictable_size(),
         "protected_slots": tree.protected_size(),
-        "nodes": len(shape),
-        "tree": crc32(repr(shape).encode()),
+        "nodes": sum(1 for _ in tree.nodes()),
     }
     return [dict(zip(numbers, values, strict=True)) for values in tree.ranks.gather(list(numbers.values()))]
-
-
-def kept_map(span: Span, num_bins: int) -> dict[str, Any]:
-    """Return which tokens of a span each (layer, head) kept. Syncs with the device; only with ``expose_kept``.
-
-    ``share``: per (layer, head), layer-major, the share of tokens kept in each bin; at most one bin per token.
-    ``entries``: by the bits of their rows, the entries that each (layer, head) stores.
-    """
-    num_bins = min(num_bins, span.num_tokens)
-    share = [[round(value, 3) for value in row] for row in kept_share(span, num_bins).tolist()]
-    entries = {str(bits): counts.tolist() for bits, counts in entries_by_head(span).items()}
-    return {"start": span.start, "end": span.end, "num_bins": num_bins, "share": share, "entries": entries}
