@@ -15,7 +15,6 @@ from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.copies import CopiedTail
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.segments import CopiedEntries, Segment, SegmentPacker
 from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
 from sgl_kvevict.store.host import Piece
@@ -183,8 +182,6 @@ class Adoption:
             slots, copied, record.start, record.end, is_measured=record.is_measured, shadow=record.shadow
         )
         segment.splittable = record.splittable
-        if record.policy_state is not None:
-            segment.policy_state = PolicyState(record.policy_state.to(slots.device))
         return segment
 
 

@@ -12,7 +12,6 @@ from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.paths import Spans
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.copies import CopiedTail
-from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.segments import CopiedEntries, SegmentPacker, Sources, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 
@@ -78,8 +77,7 @@ def export_views(
 ) -> Leaving:
     """Copy consecutive views of packed segments, which end where a path ends, as if the last segment held them all."""
     last, sources = views[-1].segment, Sources(packer.geometry, views)
-    order = last.is_measured, last.policy_state
-    return export_sources(sources, path, packer, identity, last.splittable, *order, tail, evicted)
+    return export_sources(sources, path, packer, identity, last.splittable, last.is_measured, tail, evicted)
 
 
 def export_sources(
@@ -89,17 +87,15 @@ def export_sources(
     identity: StoreIdentity,
     splittable: bool,
     is_measured: bool,
-    state: object | None,
     tail: CopiedTail | None = None,
     evicted: CopiedEntries | None = None,
 ) -> Leaving:
     """Copy consecutive ranges, which end where a path ends, as if one segment held them, with the tail behind it.
 
-    ``splittable``, ``is_measured`` and ``state``, that of the policy, are as in :class:`~sgl_kvevict.segments.Segment`.
+    ``splittable`` and ``is_measured`` are as in :class:`~sgl_kvevict.segments.Segment`.
     """
     tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
     copied = packer.copy(sources)
-    assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
         key=namespace.segment(tokens, sources.start),
         identity=identity.digest,
@@ -110,7 +106,6 @@ def export_sources(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         parts=copied.parts,
         order=copied.order,
-        policy_state=None if state is None else state.threshold,
         tail=tail,
         shadow=packer.copy_shadow(sources),
         evicted=None if evicted is None else evicted.parts[0],

@@ -65,7 +65,7 @@ class HostMemory:
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment would be here once it was dropped, and push out nothing that the pool does not have."""
         is_found = segment.num_tokens >= self._min_tokens
-        beside = self._packer.slot_bytes  # for the lengths of its runs, and the policy's state
+        beside = self._packer.slot_bytes  # for the lengths of its runs
         return is_found and self.segments.has_room(self._packer.bytes_of(segment) + beside)
 
     # ---- out --------------------------------------------------------------------------------------------------
@@ -149,11 +149,9 @@ class HostMemory:
         sources = Sources(self._packer.geometry, [TokenRange(slots, start, order.keys)])
         is_cut = self._packer.geometry.has_windows and num_slots < end - start
         splittable = self._compressor.policy.splittable and not is_cut
-        above = self._spans.at(node.parent)
-        state = None if above is None else above.segment.policy_state
         identity = self.segments.identity
         best = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
-        leaving = export_sources(best, path, self._packer, identity, splittable, order.is_measured, state)
+        leaving = export_sources(best, path, self._packer, identity, splittable, order.is_measured)
         return leaving.copied, self._complements.evicted(best)
 
     # ---- in ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import Guard, Place, accounting
-from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments import (
     CacheObservation,
@@ -423,7 +422,7 @@ class Resizer:
             sources = Sources(self._packer.geometry, list(map(self._source, segments)))
             if num_slots < held:
                 sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
-            merge, state = self._merge(segments, sources, num_slots)
+            merge = self._merge(segments[0], sources, num_slots)
             evicted = self.complements.evicted(sources)
             written = self._packer.rewrite(sources, sources.fewest_slots if is_new else num_slots, merge)
         if attempt.failed:
@@ -431,7 +430,6 @@ class Resizer:
         segment, num_freed = segments[0], written.freed.numel()
         self.exchange(nodes, segment, readers, written, sources.end)
         self._tree.free(written.freed)
-        segment.policy_state = state
         segment.is_joined = segment.is_joined or len(segments) > 1
         self.complements.shrunk(segment, segments[1:], self.complements.put(evicted, segment.start, segment.end))
         if is_new:
@@ -532,21 +530,13 @@ class Resizer:
         keys = None if segment.order is None else segment.order.keys
         return TokenRange(slots, segment.start, keys, segment.attention)
 
-    def _merge(
-        self, segments: Sequence[Segment], sources: Sources, num_slots: int
-    ) -> tuple[MergePlan | None, PolicyState | None]:
-        """What is merged into the kept entries of a segment that leaves its place, and the policy's state after it."""
-        first, (source, *_) = segments[0], sources.ranges
-        above = self._spans.at(self._table.nodes_of(first)[0].parent)
-        state = None if above is None else above.segment.policy_state
-        if isinstance(source, View):
-            state = segments[-1].policy_state
-        assert state is None or isinstance(state, PolicyState)
-        selection = sources.selection
-        if isinstance(source, View) or num_slots == first.num_slots or selection is None:
-            return None, state
-        prompt = first.prompt or CacheObservation()
-        return self._compressor.merge(source.token_slots, source.start, prompt, selection, state)
+    def _merge(self, segment: Segment, sources: Sources, num_slots: int) -> MergePlan | None:
+        """What is merged into the kept entries of a segment that leaves its place."""
+        (source, *_), selection = sources.ranges, sources.selection
+        if isinstance(source, View) or num_slots == segment.num_slots or selection is None:
+            return None
+        prompt = segment.prompt or CacheObservation()
+        return self._compressor.merge(source.token_slots, source.start, prompt, selection)
 
 
 def is_launched(segment: Segment) -> bool:

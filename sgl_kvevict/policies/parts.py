@@ -98,26 +98,14 @@ class RangeScores:
 
 
 @dataclass(frozen=True, eq=False)
-class PolicyState:
-    """State that a path passes from one compression to the next (D2O only).
-
-    ``threshold``, [num_layers, num_kv_heads], float32: similarity threshold; NaN before a head's first eviction.
-    """
-
-    threshold: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Decision:
     """Outcome of one compression.
 
-    ``state`` is for the path's next compression; ``order`` (:meth:`Policy.order`) is of all entries, None of a range
-    that is kept whole.
+    ``order`` (:meth:`Policy.order`) is of all entries, None of a range that is kept whole.
     """
 
     selection: Selection
     merge: MergePlan | None = None
-    state: PolicyState | None = None
     order: Tensor | None = None
 
 
@@ -201,7 +189,5 @@ class Merger(ABC):
         """Whether kept entries hold nothing of later tokens, so that their span may be split at any token."""
 
     @abstractmethod
-    def merge(
-        self, views: Sequence[LayerView], kept: Tensor, state: PolicyState | None
-    ) -> tuple[MergePlan, PolicyState]:
+    def merge(self, views: Sequence[LayerView], kept: Tensor) -> MergePlan:
         """Plan the merge of one view per layer; ``kept`` is [num_layers, num_kv_heads, num_tokens], bool."""

@@ -17,7 +17,6 @@ from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
     Merger,
-    PolicyState,
     RangeScores,
     Scorer,
     Selector,
@@ -113,16 +112,13 @@ class Policy:
             raise ValueError(f"policy kept {num_kept} entries instead of {total}")  # nothing was moved yet
         return order_of(scores, kept, comparable=Trait.COMPARABLE in self.scorer.traits)
 
-    def merge(
-        self, show: Show, geometry: KVGeometry, selection: Selection, state: PolicyState | None
-    ) -> tuple[MergePlan | None, PolicyState | None]:
-        """How the other tokens of a range are merged into the selected ones, and the state for the path's next range.
+    def merge(self, show: Show, geometry: KVGeometry, selection: Selection) -> MergePlan | None:
+        """How the other tokens of a range are merged into the selected ones; None without a merger.
 
-        ``show`` is called once per layer; ``state`` is that of the path's previous compression. Without a merger, None
-        twice.
+        ``show`` is called once per layer.
         """
         if self.merger is None:
-            return None, None
+            return None
         views = [show(layer) for layer in range(geometry.num_layers)]
         lens = selection.keep_lens.flatten().long()
         runs = torch.repeat_interleave(
@@ -130,11 +126,9 @@ class Policy:
         )
         kept = torch.zeros(lens.numel(), views[0].num_tokens, dtype=torch.bool, device=lens.device)
         kept[runs, selection.indices] = True
-        return self.merger.merge(views, kept.view(geometry.num_layers, geometry.num_kv_heads, -1), state)
+        return self.merger.merge(views, kept.view(geometry.num_layers, geometry.num_kv_heads, -1))
 
-    def select(
-        self, show: Show, geometry: KVGeometry, total: int, protected: int, state: PolicyState | None = None
-    ) -> Decision:
+    def select(self, show: Show, geometry: KVGeometry, total: int, protected: int) -> Decision:
         """Choose exactly ``total`` entries of a range: the best of :meth:`order`, with :meth:`merge`.
 
         Each layer is shown once. A range that is kept whole is neither scored nor ordered.
@@ -145,11 +139,11 @@ class Policy:
         if total == num_tokens * runs:
             indices = torch.arange(num_tokens, dtype=torch.int32, device=lens.device).repeat(runs)
             keep_lens = lens.diff().int().view(geometry.num_layers, -1)
-            return Decision(Selection(keep_lens, indices, total), state=state)
+            return Decision(Selection(keep_lens, indices, total))
         order = self.order(shown, geometry, total, protected)
         numbers, keep_lens = largest_entries(order.flatten(), lens, total)
         selection = Selection(keep_lens.view(geometry.num_layers, -1), (numbers % num_tokens).int(), total)
-        return Decision(selection, *self.merge(shown, geometry, selection, state), order)
+        return Decision(selection, self.merge(shown, geometry, selection), order)
 
     def _score(self, views: list[LayerView], per_head: int, protected: int) -> RangeScores:
         first = views[0]

@@ -12,7 +12,6 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.order import measured_order, scores_of
-from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import joint_attention
 from sgl_kvevict.ragged import MergePlan, Selection
@@ -137,12 +136,11 @@ class Compressor:
         return Order(lambda: keys, is_measured, start, end)
 
     def merge(
-        self, token_slots: Tensor, start: int, observation: Observation, selection: Selection, state: object
-    ) -> tuple[MergePlan | None, PolicyState | None]:
+        self, token_slots: Tensor, start: int, observation: Observation, selection: Selection
+    ) -> MergePlan | None:
         """How the other tokens of a range are merged into the selected ones: :meth:`Policy.merge`."""
-        assert state is None or isinstance(state, PolicyState)
         show = self._show(observation, start, token_slots)
-        return self.policy.merge(show, self.packer.geometry, selection, state)
+        return self.policy.merge(show, self.packer.geometry, selection)
 
     def _order(self, token_slots: Tensor, start: int, observation: Observation) -> Tensor:
         """The order of a range; the entries that the policy keeps at the budget are the best of it."""

@@ -189,7 +189,6 @@ class Segment:
         prompt: observation of a prompt by which it can be ranked; opaque here; None: unknown.
         splittable: False if an entry may hold information of later tokens (merging in any direction), or if layers with
             sliding windows keep only their last tokens.
-        policy_state: of the path, for its next compression; opaque here.
         is_joined: it was written from several packed segments of one prompt. A request that reads all of its views
             reads them as one, see :meth:`Spans.runs`.
         is_rest: the end of an unsplittable segment was dropped; the rest is never found again.
@@ -207,7 +206,6 @@ class Segment:
     readers: object | None = None
     prompt: Any = None
     splittable: bool = True
-    policy_state: object | None = None
     is_joined: bool = False
     is_rest: bool = False
     num_spans: int = 0

@@ -72,7 +72,7 @@ def _resize(
     merge, selection = None, sources.selection
     if observation is not None and isinstance(source, TokenRange):
         if selection is not None:
-            merge, _ = compressor.merge(source.token_slots, 0, observation, selection, None)
+            merge = compressor.merge(source.token_slots, 0, observation, selection)
         segment.splittable = compressor.splittable
     written = packer.rewrite(sources, max(sources.fewest_slots, 1), merge)
     segment.pack(written.packed, sources.end, written.kept)

@@ -65,7 +65,6 @@ class SegmentRecord:
         tokens: [end], int64, all tokens of its path.
         parts: its entries, the widest first.
         order: [num_entries], int16, keys of the order, part after part; None: unknown.
-        policy_state: [num_layers, num_kv_heads], float32, the policy's state.
         tail: uncompressed tokens that follow in the prompt.
         shadow: rows of this server's draft model.
         evicted: entries that had been evicted from it, of one width; None: it has none of them.
@@ -81,7 +80,6 @@ class SegmentRecord:
     tokens: Tensor
     parts: tuple[CopiedRows, ...]
     order: Tensor | None = None
-    policy_state: Tensor | None = None
     tail: CopiedTail | None = None
     shadow: CopiedShadow | None = None
     evicted: CopiedRows | None = None
@@ -186,7 +184,7 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
         tensors = {name: each for name, each in tensors.items() if not name.startswith(("shadow.", "tail.draft_"))}
         draft = None
     layout = _layout(header, tensors, identity, draft)
-    names, required = tensors.keys(), layout.keys() - {"order", "policy_state"}
+    names, required = tensors.keys(), layout.keys() - {"order"}
     _require(required <= names <= layout.keys(), f"tensors: got {shown(sorted(names))}; expected {sorted(required)}")
     for name, tensor in tensors.items():
         found, (dtype, shape) = (str(tensor.dtype), tuple(tensor.shape)), layout[name]
@@ -207,7 +205,7 @@ def most_bytes(key: str, num_tail: int, *models: StoreIdentity) -> int:
     num_bytes = PREFIX_BYTES + 8 + MAX_HEADER_BYTES + 8 * (end + num_tail)
     for model in models:
         row = 4 * (model.head_dim + model.own_value_dim) + 8  # with its position, and its order or what it was paid
-        run = 20  # lengths of three parts and of what was evicted, and the policy's state
+        run = 16  # lengths of three parts and of what was evicted
         num_bytes += model.num_layers * model.num_kv_heads * ((end - start + num_tail) * row + run)
     return num_bytes
 
@@ -267,7 +265,7 @@ def _grouped(tensors: Mapping[str, Tensor], bits: Sequence[int], bits_evicted: i
 
     tail, shadow = group("tail."), group("shadow.")
     return {
-        **{name: tensors.get(name) for name in ("tokens", "order", "policy_state", "evicted_order")},
+        **{name: tensors.get(name) for name in ("tokens", "order", "evicted_order")},
         "parts": tuple(CopiedRows(width, **group(f"parts.{number}.")) for number, width in enumerate(bits)),
         "tail": CopiedTail(**tail) if tail else None,
         "shadow": CopiedShadow(**shadow) if shadow else None,
@@ -302,7 +300,7 @@ def _layout(
         is_known = header.evicted in identity.row_bits
         _require(is_known, f"evicted: got {header.evicted}; expected one of {identity.row_bits}, or 0")
         layout["evicted_order"] = "torch.int16", (entries("evicted.", header.evicted),)
-    layout |= {"order": ("torch.int16", (num_entries,)), "policy_state": ("torch.float32", runs)}
+    layout["order"] = "torch.int16", (num_entries,)
     if "tail.tokens" in tensors:
         _require(num_tail > 0, "tail.tokens: got 0 tokens")
         layout["tail.tokens"] = "torch.int64", (num_tail,)

@@ -63,7 +63,7 @@ def compress(
     if num_slots < num_tokens:
         sources = sources.best(num_slots)
         assert sources.selection is not None
-        merge, segment.policy_state = compressor.merge(token_slots, start, observation, sources.selection, None)
+        merge = compressor.merge(token_slots, start, observation, sources.selection)
     written = packer.rewrite(sources, sources.fewest_slots, merge)
     segment.pack(written.packed, sources.end, written.kept)
     is_cut = packer.geometry.has_windows and num_slots < num_tokens

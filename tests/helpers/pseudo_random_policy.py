@@ -36,10 +36,10 @@ class PseudoRandomPolicy:
         shape = geometry.num_layers, geometry.num_kv_heads, tokens
         return order_of(RangeScores(score.view(shape), None, None, 0, 0), kept.view(shape), comparable=True)
 
-    def merge(self, show, geometry, selection, state):
+    def merge(self, show, geometry, selection):
         if self.splittable:
-            return None, None
+            return None
         runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
         layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
         indptr = torch.arange(selection.num_entries + 1, dtype=torch.int32)
-        return MergePlan(indptr, layers, heads, selection.indices, torch.ones(selection.num_entries)), None
+        return MergePlan(indptr, layers, heads, selection.indices, torch.ones(selection.num_entries))

@@ -97,7 +97,7 @@ VARIANTS = [
     ("chunkkv", {"reuse_layers": 3}),
     ("chunkkv", {"reuse_layers": 2, "chunk_length": 4}),
     ("chunkkv", {"chunk_score": "mean", "share_heads": True}),
-    ("d2o", {"direction": "any", "beta": 0.5}),
+    ("d2o", {"direction": "any"}),
     ("h2o", {"normalize": "queries", "recent_ratio": 0.3}),
     ("k-vec", {"protected_share": 0.5, "bonus": 3.0}),
     ("snapkv", {"kernel_size": 1, "keep_window": False}),

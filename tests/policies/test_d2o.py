@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import Decision, LayerView, Policy, PolicyState, Signal, build_policy
-from sgl_kvevict.policies.methods.d2o import D2O, NearestKeyMerger, nearest_kept
+from sgl_kvevict.policies import Decision, LayerView, Policy, Signal, build_policy
+from sgl_kvevict.policies.methods.d2o import D2O, NearestKeyMerger, mean_similarity, merge_plan, nearest_kept
 from sgl_kvevict.ragged import MergePlan
 
 Run = Callable[..., Any]
@@ -32,13 +32,22 @@ def view_of(keys: Tensor, values: Tensor | None = None, sums: Tensor | None = No
     )
 
 
-def merge(
-    keys: list[list[float]], kept: list[int], state: PolicyState | None = None, **options: Any
-) -> tuple[MergePlan, PolicyState]:
-    tensor = torch.tensor(keys)[:, None]
-    mask = torch.zeros(1, 1, len(keys), dtype=torch.bool)
+def mask_of(num_tokens: int, kept: list[int]) -> Tensor:
+    mask = torch.zeros(1, 1, num_tokens, dtype=torch.bool)
     mask[0, 0, kept] = True
-    return NearestKeyMerger(D2O(**{"direction": "any", **options})).merge([view_of(tensor)], mask, state)
+    return mask
+
+
+def merge(keys: list[list[float]], kept: list[int], **options: Any) -> MergePlan:
+    view = view_of(torch.tensor(keys)[:, None])
+    return NearestKeyMerger(D2O(**{"direction": "any", **options})).merge([view], mask_of(len(keys), kept))
+
+
+def threshold(keys: list[list[float]], kept: list[int], *, causal: bool = False) -> float:
+    """Below which tokens are not merged."""
+    mask = mask_of(len(keys), kept)[0]
+    similarity, _ = nearest_kept(torch.tensor(keys)[None], mask, len(kept), causal=causal)
+    return float(mean_similarity(similarity, ~mask & similarity.isfinite()))
 
 
 def sources(plan: MergePlan) -> list[dict[int, float]]:
@@ -76,8 +85,8 @@ def test_golden_trace() -> None:
     decision, policy, keys = golden("any")
     assert not policy.splittable and policy.num_sink_tokens == 1
     assert decision.selection.indices.tolist() == [0, 2, 4, 5]
-    assert decision.merge is not None and decision.state is not None
-    assert float(decision.state.threshold) == pytest.approx(0.88)
+    assert decision.merge is not None
+    assert threshold(GOLDEN_KEYS, [0, 2, 4, 5]) == pytest.approx(0.88)
     assert sources(decision.merge) == [
         {0: 1.0},
         {2: pytest.approx(0.509999, abs=1e-6), 3: pytest.approx(0.490001, abs=1e-6)},
@@ -91,47 +100,24 @@ def test_golden_trace() -> None:
 def test_causal_merges_go_to_later_tokens_only() -> None:
     """The same prompt: 1 may join {2, 4, 5}, 3 may join {4, 5}."""
     decision, policy, _ = golden("causal")
-    assert policy.splittable and decision.merge is not None and decision.state is not None
+    assert policy.splittable and decision.merge is not None
     # best later cosines: 1 -> 2: 0.6; 3 -> 4: 0.28; threshold 0.44
-    assert float(decision.state.threshold) == pytest.approx(0.44, abs=1e-6)
+    assert threshold(GOLDEN_KEYS, [0, 2, 4, 5], causal=True) == pytest.approx(0.44, abs=1e-6)
     assert [sorted(entry) for entry in sources(decision.merge)] == [[0], [1, 2], [4], [5]]
 
 
-def test_threshold_of_the_first_event_is_the_mean_and_equality_recalls() -> None:
+def test_threshold_is_the_mean_and_equality_recalls() -> None:
     """10.9, 10.10: maxima .9, .5, .7 -> tau .7; tokens 1 and 3 merge."""
-    plan, state = merge([[1.0, 0], unit(0.9), unit(0.5), unit(0.7)], [0])
-    assert float(state.threshold) == pytest.approx(0.7)
-    assert sorted(sources(plan)[0]) == [0, 1, 3]
-    same, _ = merge([[1.0, 0], unit(0.6), unit(0.6)], [0])
+    keys = [[1.0, 0], unit(0.9), unit(0.5), unit(0.7)]
+    assert threshold(keys, [0]) == pytest.approx(0.7)
+    assert sorted(sources(merge(keys, [0]))[0]) == [0, 1, 3]
+    same = merge([[1.0, 0], unit(0.6), unit(0.6)], [0])
     assert sorted(sources(same)[0]) == [0, 1, 2]  # all equal: all recalled
 
 
-@pytest.mark.parametrize(("cosine", "before", "after", "merges"), [
-    (0.8, 0.7, 0.77, True), (0.6, 0.77, 0.651, False), (0.95, 0.651, 0.8603, True),
-])  # fmt: skip
-def test_threshold_moves_over_a_path(cosine: float, before: float, after: float, merges: bool) -> None:
-    """10.9: the three decode events."""
-    plan, state = merge([[1.0, 0], unit(cosine)], [0], PolicyState(torch.tensor([[before]])))
-    assert float(state.threshold) == pytest.approx(after, abs=1e-6)
-    assert (1 in sources(plan)[0]) == merges
-
-
-def test_threshold_extremes() -> None:
-    """10.19, 10.22."""
-    state = PolicyState(torch.tensor([[0.7]]))
-    frozen, after = merge([[1.0, 0], unit(0.6)], [0], state, beta=0.0)
-    assert float(after.threshold) == pytest.approx(0.7) and 1 not in sources(frozen)[0]
-    always, after = merge([[1.0, 0], unit(0.6)], [0], state, beta=1.0)
-    assert float(after.threshold) == pytest.approx(0.6) and 1 in sources(always)[0]
-    nothing, after = merge([[1.0, 0], unit(0.6)], [0, 1], state)
-    assert after.threshold.tolist() == state.threshold.tolist() and len(nothing.indices) == 2
-
-
-def test_threshold_is_undefined_until_something_is_evicted() -> None:
-    plan, state = merge([[1.0, 0], unit(0.6)], [0, 1])
-    assert bool(state.threshold.isnan().all()) and plan.weights.tolist() == [1.0, 1.0]
-    plan, state = merge([[1.0, 0], unit(0.6)], [0], state)
-    assert float(state.threshold) == pytest.approx(0.6) and 1 in sources(plan)[0]
+def test_nothing_is_merged_if_nothing_is_evicted() -> None:
+    plan = merge([[1.0, 0], unit(0.6)], [0, 1])
+    assert plan.indices.tolist() == [0, 1] and plan.weights.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -140,14 +126,14 @@ def test_threshold_is_undefined_until_something_is_evicted() -> None:
 )
 def test_pair_weights(cosine: float, own: float, other: float) -> None:
     """10.11."""
-    plan, _ = merge([[1.0, 0], unit(cosine)], [0])
+    plan = merge([[1.0, 0], unit(cosine)], [0])
     assert plan.weights.tolist() == pytest.approx([own, other], abs=1e-6)
 
 
 def test_pair_rows() -> None:
     """10.12."""
     rows = torch.tensor([[1.0, 0], [0.6, 0.8]])
-    plan, _ = merge(rows.tolist(), [0])
+    plan = merge(rows.tolist(), [0])
     torch.testing.assert_close(apply(plan, rows)[0], torch.tensor([0.839475, 0.321050]), atol=1e-6, rtol=0)
     values = torch.tensor([[2.0, 0], [0, 4.0]])
     torch.testing.assert_close(apply(plan, values)[0], torch.tensor([1.197375, 1.605249]), atol=2e-6, rtol=0)
@@ -156,19 +142,21 @@ def test_pair_rows() -> None:
 def test_two_into_one() -> None:
     """10.13, with the corrected Eq. 12."""
     rows = torch.tensor([[1.0, 0], [0.6, 0.8], [0.8, 0.6]])
-    plan, _ = merge(rows.tolist(), [0], PolicyState(torch.tensor([[0.6]])), beta=0.0)  # both reach the threshold
+    kept = mask_of(3, [0])
+    plan = merge_plan(kept, ~kept, rows[None, None, :, 0], torch.zeros(1, 1, 3, dtype=torch.int32))  # both are merged
     assert plan.weights.tolist() == pytest.approx([0.401760, 0.269307, 0.328933], abs=1e-6)
     torch.testing.assert_close(apply(plan, rows)[0], torch.tensor([0.826490, 0.412806]), atol=1e-6, rtol=0)
 
 
 def test_cosine_ignores_the_length_of_keys() -> None:
     """10.21; a zero key has cosine 0 with everything, not NaN."""
-    base, state = merge([[1.0, 0], unit(0.9), unit(0.5), unit(0.7)], [0])
+    keys = [[1.0, 0], unit(0.9), unit(0.5), unit(0.7)]
+    base = merge(keys, [0])
     scaled = [[3.0, 0], [0.5 * x for x in unit(0.9)], [7 * x for x in unit(0.5)], unit(0.7)]
-    other, other_state = merge(scaled, [0])
+    other = merge(scaled, [0])
     assert sources(other) == [pytest.approx(entry) for entry in sources(base)]
-    torch.testing.assert_close(other_state.threshold, state.threshold)
-    zero, _ = merge([[1.0, 0], [0.0, 0.0]], [0])
+    assert threshold(scaled, [0]) == pytest.approx(threshold(keys, [0]))
+    zero = merge([[1.0, 0], [0.0, 0.0]], [0])
     assert bool(zero.weights.isfinite().all())
 
 
@@ -181,9 +169,7 @@ def test_values_follow_keys(random_prompt: Run) -> None:
     assert all(torch.equal(getattr(first, f), getattr(second, f)) for f in ("indptr", "indices", "weights"))
 
 
-def plain_merge(
-    prompt: Any, decision: Decision, layer: int, head: int, causal: bool
-) -> tuple[float, dict[int, dict[int, float]]]:
+def plain_merge(prompt: Any, decision: Decision, layer: int, head: int, causal: bool) -> dict[int, dict[int, float]]:
     """D2O of one head in plain Python: threshold, and sources of every kept token."""
     lens = decision.selection.keep_lens.flatten().tolist()
     run = layer * 3 + head
@@ -202,7 +188,7 @@ def plain_merge(
     for token, (similarity, target) in found.items():
         if similarity >= threshold - 1e-6:
             raw[target][token] = math.exp(similarity)
-    return threshold, {k: {t: w / sum(entry.values()) for t, w in entry.items()} for k, entry in raw.items()}
+    return {k: {t: w / sum(entry.values()) for t, w in entry.items()} for k, entry in raw.items()}
 
 
 @pytest.mark.parametrize("direction", ["causal", "any"])
@@ -215,8 +201,7 @@ def test_equals_a_plain_oracle(random_prompt: Run, kept: Run, direction: str) ->
     assert len(bounds) == 9 * 24 + 1
     for layer in range(3):
         for head in range(3):
-            threshold, expected = plain_merge(prompt, decision, layer, head, direction == "causal")
-            assert float(decision.state.threshold[layer, head]) == pytest.approx(threshold, abs=1e-5)
+            expected = plain_merge(prompt, decision, layer, head, direction == "causal")
             for token in runs[layer][head]:
                 entry = next(entries)
                 assert entry == pytest.approx(expected[token], abs=1e-5)
@@ -249,10 +234,8 @@ def test_ablations_equal_h2o_with_sinks(random_prompt: Run) -> None:
 
 
 def test_room_for_everything_merges_nothing(random_prompt: Run) -> None:
-    """10.19; the path's state carries on."""
-    state = PolicyState(torch.full((3, 3), 0.4))
-    decision = random_prompt().run(build_policy("d2o", {}), 9 * 72, state=state)
-    assert decision.merge is None and decision.state is state
+    """10.19."""
+    assert random_prompt().run(build_policy("d2o", {}), 9 * 72).merge is None
 
 
 def test_unequal_heads_merge_too(random_prompt: Run, kept: Run) -> None:
@@ -278,5 +261,5 @@ def test_blocks_do_not_change_the_match(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_equal_similarities_go_to_the_lower_position() -> None:
     """A11."""
-    plan, _ = merge([[1.0, 0], [1.0, 0], [0.6, 0.8], [1.0, 0]], [0, 1, 3])
+    plan = merge([[1.0, 0], [1.0, 0], [0.6, 0.8], [1.0, 0]], [0, 1, 3])
     assert [sorted(entry) for entry in sources(plan)] == [[0, 2], [1], [3]]

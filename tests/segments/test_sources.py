@@ -103,14 +103,13 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
 def test_sums_of_readers_and_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
     segment.attention, segment.readers = torch.arange(5.0), packer
-    segment.policy_state, segment.splittable = object(), False
-    state, order = segment.policy_state, segment.order
+    segment.splittable, order = False, segment.order
     written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1)
     segment.pack(written.packed, segment.end, written.kept)
     assert segment.attention is not None and segment.attention.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert segment.order is not None and order is not None and segment.order.ranking is order.ranking
     assert segment.order.keys.tolist() == [1, 2, 3, 4] and segment.num_live_entries == 4
-    assert segment.policy_state is state and not segment.splittable
+    assert not segment.splittable
 
 
 def test_tokens_in_place_have_an_order_and_sums_by_run_and_token(packer: SegmentPacker) -> None:

@@ -36,7 +36,6 @@ def test_every_field_comes_back(dtype, block_bytes):
     names, path = own.namespace("tenant", "salt"), tokens(40)
     rows = {name: torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])) for name in ("k", "v")}
     extra = {
-        "policy_state": torch.rand(2, 2),
         "tail": CopiedTail(torch.tensor([1, 2, 3]), **rows),
         "shadow": SHADOW,
     }
@@ -78,7 +77,7 @@ def test_neighbouring_blocks_are_one_copy(more):
     for number in (3, 1):  # their blocks are free, those between are not
         assert segments.delete(ours[number].key)
     segments.largest = lambda number: number
-    large = record(OURS, NAMES, tokens(44, seed=7), seed=7, policy_state=torch.rand(2, 2), tail=TAIL)
+    large = record(OURS, NAMES, tokens(44, seed=7), seed=7, tail=TAIL)
     with Copies() as copies:
         assert segments.put(large, NAMES) > 0
     check_host(segments)

@@ -106,7 +106,7 @@ class PolicyRun:
         order = self.policy.order(show, prompt.geometry, total, SINK_TOKENS)
         sources = Sources(prompt.geometry, [TokenRange(self.token_slots, 0, order)]).best(self.num_slots)
         assert sources.selection is not None
-        merge, _ = self.policy.merge(show, prompt.geometry, sources.selection, None)
+        merge = self.policy.merge(show, prompt.geometry, sources.selection)
         return sources, merge
 
     def compact(self, sources: Sources, merge: MergePlan | None, store: SegmentPacker) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.methods.streaming_llm import NumSinkTokens
 from sgl_kvevict.policies.options import BudgetOptions, BudgetRule
-from sgl_kvevict.policies.parts import Merger, PolicyState
+from sgl_kvevict.policies.parts import Merger
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
 from sgl_kvevict.policies.selectors import HeavyHitterSelector
@@ -28,15 +28,15 @@ _BLOCK_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class NearestKeyMerger(Merger):
-    """Cosine matching of keys, a moving threshold, and a similarity-weighted mean of keys and values.
+    """Cosine matching of keys, a threshold, and a similarity-weighted mean of keys and values.
 
-    The threshold of a head starts as the mean of its evicted tokens' best similarities and moves with later
-    compressions of the same path: ``beta * mean + (1 - beta) * previous``. Evicted tokens below it are not merged.
+    The threshold of a head is the mean of its evicted tokens' best similarities. Tokens below it are not merged.
 
     Source: D2O (arXiv 2406.13035), Eq. 9-12.
     Differs: Eq. 12 as printed gives weights that sum to more than 1; here the numerator is the token's own term. A
-        compression evicts many tokens at once, so the threshold moves by the mean of their best similarities. Merge
-        targets are tokens of the same compression, because published spans never change. Keys carry RoPE.
+        compression evicts many tokens at once, so the threshold is that of the paper's prefill (Eq. 10), and starts
+        anew with each compression; the paper's moves with each decoded token. Merge targets are tokens of the same
+        compression, because published spans never change. Keys carry RoPE.
     """
 
     options: D2O
@@ -47,9 +47,7 @@ class NearestKeyMerger(Merger):
         """Whether merges are causal."""
         return self.options.direction == "causal"
 
-    def merge(
-        self, views: Sequence[LayerView], kept: Tensor, state: PolicyState | None
-    ) -> tuple[MergePlan, PolicyState]:
+    def merge(self, views: Sequence[LayerView], kept: Tensor) -> MergePlan:
         """Plan the merge; see :class:`Merger`."""
         # sync: similarity blocks are sized by the longest run; once per compression
         longest = kept.sum(-1).amax(-1).tolist()
@@ -60,19 +58,9 @@ class NearestKeyMerger(Merger):
                 view.keys.transpose(0, 1), kept[row], longest[row], causal=self.splittable
             )
         candidates = ~kept & similarity.isfinite()
-        threshold = self._threshold(similarity, candidates, state)
+        threshold = mean_similarity(similarity, candidates)
         merged = candidates & (similarity >= threshold.unsqueeze(-1) - _SLACK)
-        return merge_plan(kept, merged, similarity, target), PolicyState(threshold)
-
-    def _threshold(self, similarity: Tensor, candidates: Tensor, state: PolicyState | None) -> Tensor:
-        """[num_layers, num_kv_heads], float32: the threshold after this compression; NaN before a first eviction."""
-        total = torch.where(candidates, similarity, 0.0).sum(-1, dtype=torch.float64)
-        count = candidates.sum(-1)
-        mean = (total / count).float()  # NaN without candidates
-        if state is None:
-            return mean
-        moved = self.options.beta * mean + (1 - self.options.beta) * state.threshold
-        return torch.where(mean.isnan(), state.threshold, torch.where(state.threshold.isnan(), mean, moved))
+        return merge_plan(kept, merged, similarity, target)
 
 
 class D2O(BudgetOptions):
@@ -92,13 +80,21 @@ class D2O(BudgetOptions):
         "causal",
         description="merge evicted tokens into later kept tokens only, so that spans can be split, or into any (paper)",
     )
-    beta: float = Field(0.7, ge=0, le=1, description="weight of new similarities in the moving threshold")
 
     def build(self) -> Policy:
         """Make the policy."""
         selector = HeavyHitterSelector(self.recent_ratio)
         sinks = self.num_sink_tokens
         return self.policy(AccumulatedAttentionScorer(), selector, NearestKeyMerger(self), num_sink_tokens=sinks)
+
+
+def mean_similarity(similarity: Tensor, candidates: Tensor) -> Tensor:
+    """[...], float32: mean of the candidates' best similarities, [..., num_tokens], over tokens; NaN without any.
+
+    Source: D2O (arXiv 2406.13035), Eq. 10, its first case.
+    """
+    total = torch.where(candidates, similarity, 0.0).sum(-1, dtype=torch.float64)
+    return (total / candidates.sum(-1)).float()
 
 
 def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:
