@@ -1,4 +1,4 @@
-"""``sgl-kvevict inspect``: a snapshot of a server's tree, as text, JSON or a self-contained page."""
+"""``sgl-kvevict inspect``: a snapshot of a server's tree, as text or JSON; and the page of ``top --web``."""
 
 from __future__ import annotations
 
@@ -30,20 +30,17 @@ T = TypeVar("T")
 class Snapshot:
     """A server's tree and sizes at one moment.
 
-    ``maps``: tokens kept by each head, by node id. ``tokens``: by node id; empty unless the server exposes them.
+    ``tokens``: by node id; empty unless the server exposes them.
     """
 
     endpoint: str
     about: Description
     tree: TreeReport
     status: StatusReport
-    maps: Mapping[int, KeptReport] = field(default_factory=dict)
     tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
-async def ask_snapshot(
-    client: InspectClient, *, limit: int, num_maps: int = 0, bins: int = 256, with_tokens: bool = False
-) -> Snapshot:
+async def ask_snapshot(client: InspectClient, *, limit: int, with_tokens: bool = False) -> Snapshot:
     """Ask a server about its tree, node by node; it answers between two of its steps.
 
     Nodes that are dropped meanwhile are left out.
@@ -51,8 +48,6 @@ async def ask_snapshot(
     Args:
         client: connected to the server.
         limit: nodes at most.
-        num_maps: number of compressed nodes, largest first, to fetch maps of.
-        bins: resolution of these maps.
         with_tokens: ask for token ids if the server exposes them.
 
     Raises:
@@ -61,14 +56,11 @@ async def ask_snapshot(
     about = await client.ask(questions.Describe(), Description)
     tree = await client.ask(questions.Tree(limit), TreeReport)
     status = await client.ask(questions.Status(limit=0), StatusReport)
-    compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
-    kept = await client.ask_each([questions.Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
-    maps = {node.id: report for node, report in zip(compressed, kept, strict=False) if report}
     tokens: dict[int, Sequence[int]] = {}
     if with_tokens and about.expose_tokens:
         texts = await client.ask_each([questions.Tokens(node.id) for node in tree.nodes], questions.TokensReport)
         tokens = {node.id: report.token_ids for node, report in zip(tree.nodes, texts, strict=True) if report}
-    return Snapshot(client.endpoint, about, tree, status, maps, tokens)
+    return Snapshot(client.endpoint, about, tree, status, tokens)
 
 
 async def ask_node(
@@ -159,19 +151,12 @@ def heads_as_json(about: Description, kept: KeptReport) -> str:
 
 
 def as_json(snapshot: Snapshot) -> str:
-    """Return the snapshot as one JSON object, without maps."""
+    """Return the snapshot as one JSON object."""
     tree = msgspec.to_builtins(snapshot.tree)
     content = {"endpoint": snapshot.endpoint, "about": snapshot.about, **tree}
     if snapshot.tokens:
         content["tokens"] = {str(node): list(ids) for node, ids in snapshot.tokens.items()}
     return msgspec.json.encode(content).decode()
-
-
-def as_page(snapshot: Snapshot, decode: Decode | None) -> str:
-    """Return the snapshot as one self-contained HTML page; without ``decode``, tokens are shown as ids."""
-    maps = {str(node): report for node, report in snapshot.maps.items()}
-    tokens = {str(node): (decode or as_numbers)(ids) for node, ids in snapshot.tokens.items()}
-    return page(tree_content(snapshot) | {"maps": maps, "tokens": tokens})
 
 
 def tree_content(snapshot: Snapshot) -> dict[str, object]:
@@ -182,12 +167,10 @@ def tree_content(snapshot: Snapshot) -> dict[str, object]:
     return {"about": about, "ts": tree.ts, **sizes, "nodes": tree.nodes, "omitted": tree.omitted}
 
 
-def page(content: Mapping[str, object]) -> str:
-    """Return the page of a content; ``{"live": seconds}`` makes it ask for ``tree`` that often, and for ``node/ID``."""
-    # Only "<" could end the data of a script element early; as an escape it is the same JSON.
-    data = msgspec.json.encode(content).decode().replace("<", "\\u003c")
+def page(interval_s: float) -> str:
+    """Return the page, which asks its server for ``tree`` that often, and for ``node/ID``."""
     template = files("sgl_kvevict.cli").joinpath("inspect_page.html").read_text(encoding="utf-8")
-    return template.replace("@DATA@", data)
+    return template.replace("@INTERVAL@", repr(float(interval_s)))
 
 
 def as_numbers(ids: Sequence[int]) -> list[str]:

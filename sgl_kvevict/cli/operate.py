@@ -52,7 +52,6 @@ def top(
 def inspect(
     endpoint: Endpoint = "127.0.0.1:5659",
     as_json: Json = False,
-    html: Annotated[Path | None, typer.Option(help="Write a self-contained page with pictures to this file.")] = None,
     node: Annotated[
         int | None,
         typer.Option(
@@ -60,19 +59,12 @@ def inspect(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=20_000, help="Nodes at most, root side first.")] = 5000,
-    maps: Annotated[int, typer.Option(min=0, help="Page: nodes, largest first, whose kept tokens are shown.")] = 100,
-    bins: Annotated[int, typer.Option(min=1, max=1024, help="Page: resolution of these pictures.")] = 256,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Page: tokenizer of the token texts; default: the server's own.")
-    ] = None,
     timeout: Annotated[float, typer.Option(min=0.05, help="Seconds to wait for each answer.")] = 10.0,
     is_long: Long = False,
 ) -> None:
     """Take one look at the tree of a running server."""
     from sgl_kvevict.cli import inspect as inspection
 
-    if html is not None and (as_json or node is not None):
-        raise ConfigError(f"{'--json' if as_json else '--node'} and --html: give one of them")
     if node is not None:
         about, kept, _ = inspection.asked(endpoint, timeout, lambda client: inspection.ask_node(client, node, bins=1))
         if kept is None:
@@ -84,26 +76,15 @@ def inspect(
 
         print_table(inspection.HEAD_COLUMNS, inspection.head_rows(about, kept))
         return
-    num_maps, with_tokens = 0 if html is None else maps, as_json or html is not None
     snapshot = inspection.asked(
-        endpoint,
-        timeout,
-        lambda client: inspection.ask_snapshot(
-            client, limit=limit, num_maps=num_maps, bins=bins, with_tokens=with_tokens
-        ),
+        endpoint, timeout, lambda client: inspection.ask_snapshot(client, limit=limit, with_tokens=as_json)
     )
     if as_json:
         typer.echo(inspection.as_json(snapshot))
-    elif html is None:
-        from sgl_kvevict.cli.output import print_shaped
+        return
+    from sgl_kvevict.cli.output import print_shaped
 
-        print_shaped(inspection.as_text(snapshot, is_long=is_long))
-    else:
-        decode = inspection.load_decoder(tokenizer or snapshot.about.tokenizer) if snapshot.tokens else None
-        if snapshot.tokens and decode is None:
-            typer.echo("sgl-kvevict: no tokenizer found, the page shows token ids (--tokenizer)", err=True)
-        html.write_text(inspection.as_page(snapshot, decode), encoding="utf-8")
-        typer.echo(f"{html}: {len(snapshot.tree.nodes):,} nodes, {len(snapshot.maps):,} pictures")
+    print_shaped(inspection.as_text(snapshot, is_long=is_long))
 
 
 def warm(

@@ -1,4 +1,4 @@
-"""``sgl-kvevict top --web``: the page of ``inspect --html``, live, on this machine's loopback only.
+"""``sgl-kvevict top --web``: a page that shows the tree, live, on this machine's loopback only.
 
 All open pages ask the watched server over one connection to its event socket. Three answers: ``/`` is the page,
 ``/tree`` and ``/node/ID`` are the JSON that it asks for. Nothing is read from disk by name, and nothing can be changed.
@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(HTTPStatus.FORBIDDEN, "this page is for 127.0.0.1 and localhost only")
         node = _NODE.fullmatch(self.path)
         if self.path == "/":
-            page = inspection.page({"live": self.server.interval_s})
+            page = inspection.page(self.server.interval_s)
             self._send(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
         elif self.path == "/tree":
             self._send_json(self.server.tree)

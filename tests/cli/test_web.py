@@ -80,7 +80,7 @@ def nodes(server: WebServer) -> list[dict]:
 
 def test_the_page_the_tree_and_a_node(web):
     status, page = get(web, "/")
-    assert status == 200 and b'{"live":1.0}' in page and b"@DATA@" not in page
+    assert status == 200 and b"INTERVAL_S = 1.0;" in page and b"@INTERVAL@" not in page
     root = next(node for node in nodes(web) if node["start"] == 0)
     assert root["tokens"] == 20 and root["compressed"] and root["hits"] >= 2 and root["namespace"] == "tenant"
     status, body = get(web, f"/node/{root['id']}", host=f"127.0.0.1:{web.server_port}")
@@ -198,7 +198,7 @@ PROBE = """
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian package chromium)")
 def test_the_live_page_in_a_browser(web, tmp_path, monkeypatch):
     plain = inspection.page
-    monkeypatch.setattr(inspection, "page", lambda content: plain(content).replace("</body>", PROBE + "</body>"))
+    monkeypatch.setattr(inspection, "page", lambda seconds: plain(seconds).replace("</body>", PROBE + "</body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     flags += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=120000"]
     command = [CHROMIUM, *flags, "--dump-dom", f"http://127.0.0.1:{web.server_port}/"]

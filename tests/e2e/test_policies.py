@@ -22,7 +22,7 @@ from helpers.dense_attention import accumulated_attention
 from helpers.policy_serving import CONFIG, ENV, FLAGS, TAIL_TOKENS, Served, assert_nothing_is_lost, serve_everything
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
-from sgl_kvevict.cli.inspect import ask_snapshot, asked
+from sgl_kvevict.cli.inspect import ask_node, ask_snapshot, asked
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy, list_policies
 
@@ -109,8 +109,9 @@ def test_policy_serves_a_tiny_model(start, tiny_llama, monkeypatch, tmp_path, ca
     assert served.leaked == 0
     if case.policy == "d2o":
         generate(server, document, 0)
-        snapshot = asked(endpoint, 60.0, lambda client: ask_snapshot(client, limit=1000, num_maps=1, bins=200))
-        (kept,) = snapshot.maps.values()
+        tree = asked(endpoint, 60.0, lambda client: ask_snapshot(client, limit=1000)).tree
+        largest = max((node for node in tree.nodes if node.compressed), key=lambda node: node.tokens)
+        _, kept, _ = asked(endpoint, 60.0, lambda client: ask_node(client, largest.id, bins=200))
         served_share = torch.frombuffer(bytearray(kept.share), dtype=torch.uint8).view(-1, kept.num_bins) / 255
         share = dense_share(tiny_llama, case, document, kept.start, kept.end, kept.num_bins)
         assert (served_share - share).abs().gt(0.01).float().mean() < 0.01
