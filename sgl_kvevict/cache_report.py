@@ -21,7 +21,6 @@ PERCENT = {bits: f"kvevict_percent_{bits}_bits" for bits in WIDTHS}
 RANKED_BY_PASSES = "kvevict_ranked_by_passes"
 COMPUTED_AGAIN = "kvevict_computed_again"
 PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
-RETAINED = "kvevict_retained"
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class CacheReport:
         computed_again: of a request with ``exact``: prompt tokens that it has computed although the pool had them.
         prefilled_compressed: prompt tokens that the request has computed, and that were compressed before its prefill
             was complete (prompts longer than the pool, ``prefill_budget``).
-        retained: of a request with ``retain``: tokens of its prompt that stay, 0 if it was not done; None: not asked.
     """
 
     device: int = 0
@@ -78,7 +76,6 @@ class CacheReport:
     compressed: CompressedRead = CompressedRead()
     computed_again: int = 0
     prefilled_compressed: int = 0
-    retained: int | None = None
 
     @staticmethod
     def of(meta_info: Mapping[str, object]) -> CacheReport:
@@ -114,8 +111,7 @@ class CacheReport:
         )
         places = number("device"), number("host"), number("storage")
         costs = number(COMPUTED_AGAIN), number(PREFILLED_COMPRESSED)
-        retained = number(RETAINED) if RETAINED in details else None
-        return CacheReport(*places, compressed, *costs, retained)
+        return CacheReport(*places, compressed, *costs)
 
     @cached_property
     def details(self) -> dict[str, int]:
@@ -126,5 +122,4 @@ class CacheReport:
             details |= {PERCENT[bits]: round(100 * share) for bits, share in zip(WIDTHS, read.shares, strict=True)}
             details[RANKED_BY_PASSES] = read.num_ranked_by_passes
         costs = {COMPUTED_AGAIN: self.computed_again, PREFILLED_COMPRESSED: self.prefilled_compressed}
-        details |= {key: num_tokens for key, num_tokens in costs.items() if num_tokens}
-        return details if self.retained is None else details | {RETAINED: self.retained}
+        return details | {key: num_tokens for key, num_tokens in costs.items() if num_tokens}

@@ -188,13 +188,6 @@ class KVEvictConfig(BaseModel):
             "allowed": "null (twice the pool), 0 (off), or an amount like 64MiB, 40GB or a number of bytes"
         },
     )
-    retain_share: float = Field(
-        default=0.25,
-        ge=0,
-        le=0.9,
-        description="part of the pool's token slots that prefixes take at most while requests with `retain` hold them; "
-        "those of one namespace at most half of it. 0: `retain` holds nothing (docs/clients.md#retain)",
-    )
     store: _Path | None = Field(
         default=None,
         description="where prefixes are written when they reach `budget`, so that they outlive the server, and other "

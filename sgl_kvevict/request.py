@@ -25,26 +25,6 @@ MAX_RETAIN_S = 86_400
 _NUMBER = "a number above 0, at most {}"
 
 
-class Retain(BaseModel):
-    """How long, and at which share of its bytes at least, a prefix stays; see :class:`RequestOptions`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    seconds: float = Field(
-        gt=0,
-        le=MAX_RETAIN_S,
-        description="from the end of the prefill",
-        json_schema_extra={"allowed": _NUMBER.format(MAX_RETAIN_S)},
-    )
-    share: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="null: the server's budget",
-        json_schema_extra={"allowed": _NUMBER.format("the server's budget") + ", or null"},
-    )
-
-
 class RequestOptions(BaseModel):
     """Options of one request; :func:`parse_request_options` turns a ``ValidationError`` into a :class:`ConfigError`."""
 
@@ -67,10 +47,12 @@ class RequestOptions(BaseModel):
         default=False,
         description="read nothing compressed: match what is uncompressed, compute the rest again",
     )
-    retain: Retain | None = Field(
+    retain: float | None = Field(
         default=None,
-        description="for so long the prompt is not dropped, and does not shrink below a share",
-        json_schema_extra={"allowed": "an object with 'seconds' and maybe 'share', or null"},
+        gt=0,
+        le=MAX_RETAIN_S,
+        description="seconds from the end of the prefill for which the prompt counts as used",
+        json_schema_extra={"allowed": _NUMBER.format(MAX_RETAIN_S) + ", or null"},
     )
     complete: bool = Field(
         default=False,
@@ -100,8 +82,7 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
     if values is None:
         return None
     if isinstance(values, Mapping):
-        _check_size(_FIELD, values, RequestOptions)
-        _check_size(f"{_FIELD}.retain", values.get("retain"), Retain)
+        _check_size(values)
         _check_questions(values.get("questions"), config)
     try:
         options = RequestOptions.model_validate(values)
@@ -116,10 +97,6 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
     for name, other in _EXCLUSIVE:
         if getattr(options, name) and getattr(options, other):
             raise ConfigError(f"{_FIELD}.{name}: got {shown(values[name])} together with {other}; allowed: one of them")
-    share = None if options.retain is None else options.retain.share
-    if share is not None and (config.budget == 1 or share > config.budget):
-        allowed = "null" if config.budget == 1 else f"above 0 and at most {config.budget} (the server's budget)"
-        raise ConfigError(f"{_FIELD}.retain.share: got {shown(share)}; allowed: {allowed}")
     return options
 
 
@@ -130,21 +107,18 @@ def ticket_digest(ticket: str) -> str:
 
 def _allowed(location: tuple[int | str, ...]) -> str:
     """What is allowed where a value is wrong: ``location`` as in pydantic's errors, () for the whole object."""
-    model: type[BaseModel] = RequestOptions
-    if location[:1] == ("retain",) and len(location) > 1:
-        model, location = Retain, location[1:]
-    field = model.model_fields.get(str(location[0])) if location else None
+    field = RequestOptions.model_fields.get(str(location[0])) if location else None
     if field is not None:
         return "a string" if len(location) > 1 else allowed(field)
-    names = ", ".join(model.model_fields)
+    names = ", ".join(RequestOptions.model_fields)
     return names if location else f"an object with any of: {names}"
 
 
-def _check_size(field: str, values: object, model: type[BaseModel]) -> None:
+def _check_size(values: Mapping[str, object]) -> None:
     """Refuse an object with more options than there are before each of them is validated."""
-    if isinstance(values, Mapping) and len(values) > len(model.model_fields):
-        names = ", ".join(model.model_fields)
-        raise ConfigError(f"{field}: got {len(values)} options ({shown(values)}); allowed: any of {names}")
+    if len(values) > len(RequestOptions.model_fields):
+        names = ", ".join(RequestOptions.model_fields)
+        raise ConfigError(f"{_FIELD}: got {len(values)} options ({shown(values)}); allowed: any of {names}")
 
 
 def _check_questions(questions: object, config: KVEvictConfig) -> None:

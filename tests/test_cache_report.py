@@ -42,7 +42,6 @@ def test_the_least_that_was_read_counts() -> None:
 
 def test_what_is_written() -> None:
     assert CacheReport().details == {"kvevict_compressed": 0}
-    assert CacheReport(retained=0).details == {"kvevict_compressed": 0, "kvevict_retained": 0}
     assert CacheReport(compressed=FIFTH, computed_again=7, prefilled_compressed=8).details == {
         "kvevict_compressed": 100,
         "kvevict_percent_16_bits": 1,
@@ -60,12 +59,11 @@ def test_what_is_written() -> None:
     st.tuples(*[st.integers(0, 33)] * 3),
     st.integers(0, 10**6),
     st.integers(0, 10**6),
-    st.none() | st.integers(0, 10**6),
 )
-def test_what_is_written_is_what_is_read(places, num_tokens, percent, again, prefilled, retained) -> None:
+def test_what_is_written_is_what_is_read(places, num_tokens, percent, again, prefilled) -> None:
     """Through the type that SGLang's messages have: anything but whole numbers and strings would end its processes."""
     read = CompressedRead(num_tokens, num_tokens // 2, tuple(each / 100 for each in percent))
-    report = CacheReport(*places, read, again, prefilled, retained)
+    report = CacheReport(*places, read, again, prefilled)
     details = dict(zip(("device", "host", "storage"), places, strict=True)) | report.details
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(details), type=CachedTokensDetails)
     assert of(sent) == report

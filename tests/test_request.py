@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import MAX_SHOWN_CHARS, ConfigError, shown
-from sgl_kvevict.request import RequestOptions, Retain, parse_request_options, ticket_digest
+from sgl_kvevict.request import RequestOptions, parse_request_options, ticket_digest
 
 CONFIG = KVEvictConfig(max_questions=3, max_question_chars=50)
 json_values = st.recursive(
@@ -24,7 +24,7 @@ almost_options = st.fixed_dictionaries(
         "warm": st.booleans() | json_values,
         "questions": st.lists(st.text(max_size=60), max_size=5) | json_values,
         "ticket": st.text(min_size=10, max_size=140) | json_values,
-        "retain": st.fixed_dictionaries({}, optional={"seconds": json_values, "share": json_values}) | json_values,
+        "retain": json_values,
         "x\n": json_values,
     },
 )
@@ -96,47 +96,22 @@ def test_how_much_a_request_wants_to_read(values: dict[str, object], share: floa
         ({"warm": True, "questions": ["a"] * 4}, "kvevict.questions: got 4 questions; allowed: at most 3"),
         ({"warm": True, "questions": ["a", "b" * 51]}, 'kvevict.questions.1: got 51 characters ("bbb'),
         ({"x\ny": 1}, "custom_params.kvevict.x\\ny: got 1"),
-        ({"retain": 600}, "custom_params.kvevict.retain: got 600; allowed: an object with 'seconds'"),
-        ({"retain": {}}, "custom_params.kvevict.retain.seconds: got {}; allowed: a number above 0, at most 86400"),
-        ({"retain": {"share": 0.2}}, "custom_params.kvevict.retain.seconds: got"),
-        (
-            {"retain": {"seconds": 1, "minutes": 1}},
-            "custom_params.kvevict.retain.minutes: got 1; allowed: seconds, share",
-        ),
-        ({"retain": {"seconds": 1, "share": 0.1, "x": 1}}, "custom_params.kvevict.retain: got 3 options"),
         *(
-            ({"retain": {"seconds": seconds}}, "custom_params.kvevict.retain.seconds: got")
-            for seconds in (0, -1, True, "600", None, [600], 86_401, float("nan"), float("inf"), 10**400)
+            ({"retain": seconds}, "custom_params.kvevict.retain: got")
+            for seconds in (0, -1, True, "600", [600], {"seconds": 600}, 86_401, float("nan"), float("inf"), 10**400)
         ),
-        *(
-            ({"retain": {"seconds": 1, "share": share}}, "custom_params.kvevict.retain.share: got")
-            for share in (0, -0.1, True, "0.1", 0.21, 1.5, float("nan"), -(10**400))
-        ),
-        ({"retain": {"seconds": 1}, "exact": True}, 'kvevict.retain: got {"seconds": 1} together with exact; allowed'),
+        ({"retain": 0}, "retain: got 0; allowed: a number above 0, at most 86400, or null"),
+        ({"retain": 1, "exact": True}, "kvevict.retain: got 1 together with exact; allowed"),
     ],
 )
 def test_a_refusal_names_field_value_and_what_is_allowed(values: object, message: str) -> None:
     assert message in refusal(values)
 
 
-@pytest.mark.parametrize(
-    ("retain", "expected"),
-    [
-        ({"seconds": 600}, Retain(seconds=600.0)),
-        ({"seconds": 0.5, "share": 0.2}, Retain(seconds=0.5, share=0.2)),
-        ({"seconds": 86_400, "share": 0.01}, Retain(seconds=86_400.0, share=0.01)),
-        (None, None),
-    ],
-)
-def test_a_time_to_stay(retain: object, expected: Retain | None) -> None:
+@pytest.mark.parametrize(("retain", "expected"), [(600, 600.0), (0.5, 0.5), (86_400, 86_400.0), (None, None)])
+def test_a_time_to_stay(retain: object, expected: float | None) -> None:
     options = parse_request_options({"kvevict": {"retain": retain, "warm": True}}, CONFIG)
     assert options is not None and options.retain == expected
-
-
-def test_where_nothing_shrinks_no_share_can_be_asked_for() -> None:
-    config = KVEvictConfig(budget=1.0)
-    assert "retain.share: got 0.1; allowed: null" in refusal({"retain": {"seconds": 1, "share": 0.1}}, config)
-    assert parse_request_options({"kvevict": {"retain": {"seconds": 1}}}, config) is not None
 
 
 def nested(depth: int) -> list[object]:
@@ -159,8 +134,8 @@ def nested(depth: int) -> list[object]:
         {"warm": nested(800)},
         {"warm": 10**9000},
         {"retain": {str(i): i for i in range(100_000)}},
-        {"retain": {"seconds": 10**9000}},
-        {"retain": {"seconds": 1, "share": nested(800)}},
+        {"retain": 10**9000},
+        {"retain": nested(800)},
     ],
     ids=range(12),
 )

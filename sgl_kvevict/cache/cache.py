@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.growth import Growth
-from sgl_kvevict.cache.hints import Hints
 from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.loading import Loading
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
@@ -21,7 +21,7 @@ from sgl_kvevict.cache.ports import PassPort, TreePort
 from sgl_kvevict.cache.prefills import Prefills, RequestPrefills, SampleText
 from sgl_kvevict.cache.pressure import Pressure
 from sgl_kvevict.cache.readers import ReaderTable, Released
-from sgl_kvevict.cache.recency import CostAwareRecency, StatefulRecency
+from sgl_kvevict.cache.recency import MS, CostAwareRecency, StatefulRecency
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
 from sgl_kvevict.cache.saving import Saving, StoreAccess
@@ -45,7 +45,6 @@ class PrefixCache:
         state_slots: see :class:`StatefulRecency`; None: the model has no recurrent layers.
 
     Attributes:
-        hints: prefixes that clients want to stay.
         saving: None without a store.
         loading: None if nothing is loaded from it.
         max_sharers: most requests that ever read one span in one forward.
@@ -70,9 +69,9 @@ class PrefixCache:
         table = self.table = PrefixTable(packer.geometry, shrinks=len(config.shares) > 1)
         self.spans = table.spans
         readers = self.readers = ReaderTable(tree, all_shrink=config.prefill_budget is not None)
-        self.recency = CostAwareRecency(self.spans, clock)
+        self.recency = CostAwareRecency(table, clock, self._now)
         if state_slots is not None:
-            self.recency = StatefulRecency(self.spans, clock, state_slots)
+            self.recency = StatefulRecency(table, clock, self._now, state_slots)
         complements = self.complements = Complements(compressor, guard, host)
         resizer = self.resizer = Resizer(tree, table, readers, compressor, guard, complements)
         pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
@@ -84,9 +83,6 @@ class PrefixCache:
         adoption = Adoption(tree, table, readers, packer, resizer)
         self.host = HostMemory(tree, table, readers, compressor, guard, adoption, complements, host)
         self.recency.has_host_room = self.host.has_room_for
-        self.recency.retained = table.retained
-        num_slots = packer.geometry.num_token_slots
-        self.hints = Hints(tree, table, readers, config, resizer, pressure, num_slots)
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if access is not None:
@@ -107,6 +103,10 @@ class PrefixCache:
     def observation_bytes(self) -> int:
         """Bytes outside the pool of observations and kept prompts."""
         return self.table.prompts.num_bytes + self.passes.num_bytes
+
+    def _now(self) -> int:
+        """Milliseconds, the same on all ranks, whose clocks differ: the largest reading of theirs."""
+        return self._tree.largest(int(time.monotonic() * MS))
 
     def sample_text(self, prompt: PromptObservation) -> SampleText:
         """Return what observes prefills while scores are learned from a text; it takes the place of ``prefills``."""
@@ -151,7 +151,6 @@ class PrefixCache:
         self.resizer.between_steps()
         self.growth.between_steps()
         self.passes.between_steps(passes)
-        self.hints.between_steps(passes.now)
         if self.saving is not None:
             self.saving.between_steps()
         for watch in self.watchers:
@@ -187,7 +186,6 @@ class PrefixCache:
             assert drop.span is not None
             self.complements.end_at(drop.span.segment, drop.span.start)
             slots = self.resizer.repack(drop.owner, drop.span.start)
-            self.pressure.lower(drop.owner)
         num_slots = len(node.key) if slots is None else slots.numel()
         released = num_slots if drop.owner is None else 0
         self.totals.dropped_nodes += 1
@@ -208,7 +206,6 @@ class PrefixCache:
             record.observation = None
         self.passes.clear()
         self.host.clear()
-        self.hints.clear()
         self.table.forget()
         self.pressure.clear()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
@@ -83,8 +81,6 @@ class Pressure:
     They shrink in steps (``KVEvictConfig.shares``). A segment in place is ranked, and packed at the first share. A
     packed one gives up bits and entries by the order that it has, down to the budget and to ``min_budget``. Segments in
     place of one path shrink from the root down.
-
-    A segment of a retained prefix does not shrink below its share (:class:`~sgl_kvevict.cache.hints.Hints`).
     """
 
     def __init__(
@@ -152,12 +148,10 @@ class Pressure:
 
     # ---- reclaimable slots ------------------------------------------------------------------------------------
 
-    def reclaimable(self, *, with_retained: bool = False) -> int:
+    def reclaimable(self) -> int:
         """Token slots of nodes with readers that shrinking would release, so that others can have them at any time.
 
         Nodes without readers do not count: they can be dropped. :meth:`reclaim` releases at least as many.
-
-        ``with_retained``: count also slots that retentions keep, which must end before these can be released.
         """
         if not self._shrinking:
             return 0
@@ -166,14 +160,13 @@ class Pressure:
             if node in self._shrinking:
                 span = self._spans.of(node)
                 assert span is not None
-                num_reclaimable += self.reclaimable_of(span.segment, with_retained=with_retained)
+                num_reclaimable += self._reclaimable_of(span.segment)
         return num_reclaimable
 
-    def reclaimable_of(self, segment: Segment, *, with_retained: bool = False) -> int:
-        """Token slots that a segment which may shrink would release; ``with_retained`` as in :meth:`reclaimable`."""
+    def _reclaimable_of(self, segment: Segment) -> int:
+        """Token slots that a segment which may shrink would release."""
         if segment.packed is not None:
-            nodes, start = self._nodes_with_retained(segment) if not with_retained else (), segment.start
-            least = self._least_slots(nodes, start, segment.num_tokens)
+            least = self._least_slots(segment.start, segment.num_tokens)
             return 0 if segment.order is None else max(segment.num_slots - least, 0)
         if not self._resizer.is_long_enough(segment.num_tokens):
             return 0  # it shrinks only together with the segment below it
@@ -185,44 +178,15 @@ class Pressure:
             parts[-1].append(node)
         for part in parts:
             num_tokens = length_of(part)
-            num_reclaimable += num_tokens - self._least_slots(() if with_retained else part, start, num_tokens)
+            num_reclaimable += num_tokens - self._least_slots(start, num_tokens)
             start += num_tokens
         return num_reclaimable
 
-    def _least_slots(self, nodes: Sequence[Node], start: int, num_tokens: int) -> int:
-        """Token slots of a segment that begins at ``start``, once it has shrunk as far as its ``nodes`` allow."""
-        config = self._config
-        return max(config.num_slots(num_tokens, start, config.shares[-1]), self._kept(nodes, start))
-
-    def _kept(self, nodes: Sequence[Node], start: int) -> int:
-        """Token slots that a segment of these nodes keeps: as many as the shares of the retained ones take.
-
-        Those come first, and no share is larger than the one before.
-        """
-        num_slots, retained = 0, [node for node in nodes if node in self._table.retained]
-        for share, group in groupby(retained, lambda node: self._table.retained[node].share):
-            num_tokens = length_of(list(group))
-            num_slots += self._config.num_slots(num_tokens, start, share)
-            start += num_tokens
-        return num_slots
-
-    def _nodes_with_retained(self, segment: Segment) -> Sequence[Node]:
-        """Nodes of a packed segment if its first one is retained: otherwise none is."""
-        first = self._table.packed[segment]
-        return self._table.nodes_of(segment) if first in self._table.retained else ()
-
-    def _slots_at(self, segment: Segment, share: float) -> int:
-        """Token slots to which a packed segment shrinks at a share: not fewer than its retained tokens keep."""
-        kept = self._kept(self._nodes_with_retained(segment), segment.start)
-        return max(self._resizer.slots_at(segment, share), kept)
+    def _least_slots(self, start: int, num_tokens: int) -> int:
+        """Token slots of a segment that begins at ``start``, once it has shrunk as far as it may."""
+        return self._config.num_slots(num_tokens, start, self._config.shares[-1])
 
     # ---- shrinking --------------------------------------------------------------------------------------------
-
-    def lower(self, node: Node) -> None:
-        """A node is no longer retained, or less of its segment is, so that this may shrink further."""
-        span = self._spans.of(node)
-        if span is not None:
-            self._heap.lower(self._spans.owner_of(node) if span.is_packed else self._table.in_place[span.segment])
 
     def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0, below: Priority | None = None) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
@@ -245,8 +209,6 @@ class Pressure:
         while num_released < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top
             priority = tuple(rank)
-            if priority[0] == math.inf:  # it is retained, like all that follow
-                break
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
                 break
             if below is not None and priority >= below:
@@ -273,8 +235,6 @@ class Pressure:
         segment = span.segment
         if segment.packed is None:
             return False, *self._recency.priority(node, self._losses.packing)
-        if node in self._table.retained and self._next_share(segment) is None:
-            return True, math.inf, node.last_access_time
         is_above_budget = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
         loss = self._loss_of_step(segment) * self._recency.saved(node)
         if not is_above_budget:
@@ -296,7 +256,7 @@ class Pressure:
         ``num_slots``: as if it had so many; None: as many as it has.
         """
         shares, held = () if segment.order is None else self._config.shares, num_slots or segment.num_slots
-        return next((share for share in shares if self._slots_at(segment, share) < held), None)
+        return next((share for share in shares if self._resizer.slots_at(segment, share) < held), None)
 
     def _loss_of_step(self, segment: Segment, num_slots: int | None = None) -> float:
         """Loss of a packed segment's next step from so many slots, relative to the loss of dropping it there."""
@@ -320,7 +280,7 @@ class Pressure:
         if share is None:
             self._shrinking.discard(node)
             return 0
-        slots = self._slots_at(segment, share)
+        slots = self._resizer.slots_at(segment, share)
         if segment.is_joined:
             slots = max(slots, segment.num_slots - max(wanted, self._round))
         return self._resizer.resize([segment], slots)

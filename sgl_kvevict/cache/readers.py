@@ -73,10 +73,6 @@ class ReaderRecord:
         """Note how many tokens that it computed were compressed before its prefill was complete."""
         self.report = replace(self.report or CacheReport(), prefilled_compressed=num_tokens)
 
-    def was_retained(self, num_tokens: int) -> None:
-        """Note how many tokens of its prompt stay, because it asked for it."""
-        self.report = replace(self.report or CacheReport(), retained=num_tokens)
-
     def sources(self, num_tokens: int) -> tuple[int, int, int]:
         """How many of the first ``num_tokens`` tokens, which it has found, came from pool, host and store."""
         store_start = num_tokens if self.store_start is None else min(self.store_start, num_tokens)
@@ -130,11 +126,6 @@ class ReaderTable:
         if len(readers) != self._tree.num_locks(node) or any(self[reader].is_exact for reader in readers):
             return None
         return readers
-
-    @property
-    def num_running(self) -> int:
-        """Readers that lock a path; those that wait for admission do not."""
-        return sum(self._tree.locked_by(reader) is not None for reader in self)
 
     def movable_nodes(self) -> list[Node]:
         """Locked nodes whose readers, and those of all nodes above, are movable; root side first.

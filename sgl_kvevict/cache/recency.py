@@ -5,21 +5,25 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Sequence
 
 from sgl_kvevict.cache.nodes import Node, NodeSet
-from sgl_kvevict.segments import Segment, Span
+from sgl_kvevict.cache.records import PrefixTable
+from sgl_kvevict.segments import Segment
 
 MAX_LEVELS = 1024
 """Remembered levels; a node that was last used before the oldest one counts as used then."""
 SPARE_ENTRIES = 64
 """A heap is rebuilt if it has more than two entries for each node, and these beside: most of them are out of date."""
 
+MS = 1000
+"""Milliseconds of a second."""
 LOSS_OF_LOADING = 0.03
 """Loss of dropping a prefix that comes back from the host's memory, relative to computing it again."""
 
 Priority = tuple[float, ...]
-"""(credit, number of the last access), preceded by a flag in :class:`Pressure`'s heap; the smallest goes first."""
+"""(credit, number of the last access), preceded by a flag in :class:`Pressure`'s heap; the smallest goes first. Of a
+retained prefix the number is infinity."""
 
 
 class CostAwareRecency:
@@ -33,25 +37,28 @@ class CostAwareRecency:
     Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
     Differs: a prefix shrinks in steps before it is dropped, each with a loss of its own.
 
-    ``clock`` gives the number of the last access, as nodes note it.
+    A retained prefix counts as used until its time has come: its credit rises with the level until then, and of nodes
+    with the same credit it goes last. Nothing is kept from others: what is worth more a slot stays longer all the same.
+
+    ``clock`` gives the number of the last access, as nodes note it. ``now``: milliseconds, the same on all ranks.
 
     Attributes:
         has_host_room: whether a segment would be in the host's memory once it was dropped.
-        retained: nodes that are dropped after all others (:class:`~sgl_kvevict.cache.hints.Hints`).
     """
 
-    def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
+    def __init__(self, table: PrefixTable, clock: Callable[[], float], now: Callable[[], int]) -> None:
         self.has_host_room: Callable[[Segment], bool] = lambda segment: False
-        self.retained: Container[Node] = frozenset()
-        self._spans = spans
+        self._table = table
+        self._spans = table.spans
         self._clock = clock
+        self._read_now = now
+        self._now = self._last_end = 0
         self._times: list[float] = []
+        self._moments: list[int] = []
         self._levels: list[float] = [0.0]
 
     def get_priority(self, node: Node) -> Priority:
         """Priority of dropping a leaf; grows when the leaf is used."""
-        if node in self.retained:
-            return math.inf, node.last_access_time
         return self.priority(node, self._loss_of_dropping(node))
 
     def _loss_of_dropping(self, node: Node) -> float:
@@ -75,10 +82,23 @@ class CostAwareRecency:
         """Raise the level to the credit of a node that shrank or was dropped."""
         if priority[0] <= self._levels[-1]:
             return
+        if self._now < self._last_end:  # ranks exchange the time only while it matters
+            self._now = self._read_now()
         self._times.append(self._clock())
+        self._moments.append(self._now)
         self._levels.append(priority[0])
         if len(self._times) > MAX_LEVELS:
-            del self._times[0], self._levels[0]
+            del self._times[0], self._moments[0], self._levels[0]
+
+    def retain(self, path: Sequence[Node], num_tokens: int, seconds: float) -> None:
+        """Let those nodes of a path that begin before ``num_tokens`` count as used for so long from now on."""
+        self._now = self._read_now()
+        until, start = self._now + int(seconds * MS), 0
+        self._last_end = max(self._last_end, until)
+        for node in path:
+            if start < num_tokens:
+                self._table.retain(node, until)
+            start += len(node.key)
 
     def saved(self, node: Node) -> float:
         """Tokens of prefill that each slot of a node saves."""
@@ -86,8 +106,11 @@ class CostAwareRecency:
 
     def priority(self, node: Node, loss: float) -> Priority:
         """Priority of a step that loses ``loss`` tokens of prefill, or as many in answers, per slot released."""
-        accessed = node.last_access_time
-        return self._levels[bisect_right(self._times, accessed)] + loss, accessed
+        accessed, until = node.last_access_time, self._table.retained_until(node)
+        used = bisect_right(self._times, accessed)
+        if until and (kept := bisect_right(self._moments, until)) >= used:
+            return self._levels[kept] + loss, math.inf
+        return self._levels[used] + loss, accessed
 
 
 class StatefulRecency(CostAwareRecency):
@@ -102,9 +125,13 @@ class StatefulRecency(CostAwareRecency):
     """
 
     def __init__(
-        self, spans: Mapping[Node, Span], clock: Callable[[], float], state_slots: Callable[[Node], float | None]
+        self,
+        table: PrefixTable,
+        clock: Callable[[], float],
+        now: Callable[[], int],
+        state_slots: Callable[[Node], float | None],
     ) -> None:
-        super().__init__(spans, clock)
+        super().__init__(table, clock, now)
         self._state_slots = state_slots
 
     def _loss_of_dropping(self, node: Node) -> float:
@@ -129,7 +156,7 @@ class NodeHeap:
     """Nodes by priority, kept between evictions, so that an eviction takes a few steps however many nodes wait.
 
     A node that is used keeps its place; its priority is computed again when it reaches the top. The owner of ``nodes``
-    keeps the set up to date. The ``priority`` of a node in it only grows, unless :meth:`lower` is called.
+    keeps the set up to date. The ``priority`` of a node in it only grows.
     """
 
     def __init__(self, nodes: NodeSet, priority: Callable[[Node], Priority]) -> None:
@@ -159,11 +186,6 @@ class NodeHeap:
             return None
         heapq.heappop(self._heap)
         return top[1]
-
-    def lower(self, node: Node) -> None:
-        """The priority of a node fell; nothing happens if it is not in the set."""
-        if node in self._nodes:
-            self.push(node)
 
     def push(self, node: Node) -> None:
         """Add a node, or put it back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,18 +20,6 @@ from sgl_kvevict.segments import Observation, Order, ReaderObservation, Segment,
 T = TypeVar("T")
 
 
-class Retention(NamedTuple):
-    """A prefix that a request wants to stay; see :class:`~sgl_kvevict.cache.hints.Hints`.
-
-    Attributes:
-        until: milliseconds of the ranks' common clock.
-        share: part of the bytes that its tokens take uncompressed, of which its segments keep at least as much.
-    """
-
-    until: int
-    share: float
-
-
 @dataclass(eq=False, slots=True)
 class PrefixRecord:
     """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
@@ -40,13 +28,13 @@ class PrefixRecord:
         span: the node's part of a segment, in place or packed; None: it belongs to none.
         matches: how many prompts have found the prefix.
         job: its scoring passes, waiting or under way.
-        retention: for how long it stays at least, and how much of it. No node has more than the one above it.
+        retained_until: it counts as used until then (:meth:`CostAwareRecency.retain`); 0: it is not retained.
     """
 
     span: Span | None = None
     matches: int = 0
     job: ScoringJob | None = None
-    retention: Retention | None = None
+    retained_until: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +163,7 @@ class PrefixTable:
             move, with those above them; oldest first.
         shrinking: one node of each segment that may shrink when slots are short: the last one of a segment in place,
             the owner of a packed one.
-        jobs: see :class:`PrefixRecord`, like ``retained``.
+        jobs: see :class:`PrefixRecord`.
     """
 
     def __init__(self, geometry: KVGeometry, *, shrinks: bool) -> None:
@@ -190,13 +178,22 @@ class PrefixTable:
         self.shrinking = NodeSet()
         self.prompts = Prompts()
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
-        self.retained: Queue[Retention] = Queue(self._records, "retention")
 
     def count_match(self, node: Node) -> int:
         """Count one more prompt that found the prefix; return the new count."""
         record = self._records.setdefault(node, PrefixRecord())
         record.matches += 1
         return record.matches
+
+    def retain(self, node: Node, until: int) -> None:
+        """Let a node count as used until then, or as long as it already does; see :class:`PrefixRecord`."""
+        record = self._records.setdefault(node, PrefixRecord())
+        record.retained_until = max(record.retained_until, until)
+
+    def retained_until(self, node: Node) -> int:
+        """See :class:`PrefixRecord`."""
+        record = self._records.get(node)
+        return 0 if record is None else record.retained_until
 
     @property
     def begun_jobs(self) -> list[ScoringJob]:
@@ -359,7 +356,7 @@ class PrefixTable:
 
     @accounting()
     def _divide(self, below: PrefixRecord, upper: Node, lower: Node) -> None:
-        above = self._records[upper] = PrefixRecord(matches=below.matches)
+        above = self._records[upper] = PrefixRecord(matches=below.matches, retained_until=below.retained_until)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
             if not below.span.is_packed:
@@ -369,8 +366,6 @@ class PrefixTable:
                 if lower in self.shrinking:
                     self.shrinking.discard(lower)
                     self.shrinking.add(upper)
-        if (retention := self.retained.get(lower)) is not None:
-            self.retained.put(upper, retention)
 
     @accounting()
     def drop(self, node: Node) -> DropResult:
@@ -385,8 +380,7 @@ class PrefixTable:
             return DropResult()
         span, above = record.span, node.parent
         assert above is not None
-        for queue in (self.jobs, self.retained):
-            queue.take(node)
+        self.jobs.take(node)
         may_shrink = node in self.shrinking
         self.shrinking.discard(node)
         del self._records[node]

@@ -102,7 +102,6 @@ class Gauges(msgspec.Struct, frozen=True):
     segments: Annotated[int, Meta(description="Segments that store them.")]
     dead_entries: Annotated[int, Meta(description="Entries stored that no span reads any more.")]
     pending_ranges: Annotated[int, Meta(description="Ranges that wait for their readers before they are compressed.")]
-    retained_slots: Annotated[int, Meta(description="Token slots that requests with `retain` keep from others.")]
     shared_spans: Annotated[int, Meta(description="Spans that two or more running requests read.")]
     readers: Annotated[int, Meta(description="Running requests that read a span, summed over spans.")]
     readers_per_span: Annotated[float, Meta(description="Running requests per span, on average.")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -134,15 +133,6 @@ def why_uncached(req: Req) -> str:
 
 
 def around_check(
-    original: Callable[..., tuple[bool, int | None]], adder: PrefillAdder, req: Req, **kwargs: Any
-) -> tuple[bool, int | None]:
-    """Hook around the check whether a request fits: retained prefixes give way only if nothing else runs."""
-    tree = adder.tree_cache
-    with tree.prefixes.hints.yielding(0) if isinstance(tree, KVEvictTree) else nullcontext():
-        return _check(original, adder, req, **kwargs)
-
-
-def _check(
     original: Callable[..., tuple[bool, int | None]],
     adder: PrefillAdder,
     req: Req,
@@ -152,7 +142,7 @@ def _check(
     chunk_limit: int | None,
     **kwargs: Any,
 ) -> tuple[bool, int | None]:
-    """Whether a request fits: a long prompt counts with what it holds at its peak.
+    """Hook around the check whether a request fits: a long prompt counts with what it holds at its peak.
 
     While one is prefilled no other request is admitted, as beside a prompt of SGLang's that fills every chunk. If a
     request does not fit although nothing runs, the part of its segment behind its own prefix is released: the
@@ -202,16 +192,9 @@ def around_available(original: Callable[..., int | None], budget: PrefillBudget,
 
 
 def before_allocation(batch: ScheduleBatch) -> None:
-    """Hook before SGLang allocates a prefill: make room before it reads the rows that it writes back afterwards.
-
-    Retained prefixes give way to any: SGLang has promised the slots, and a prefill without them would end the server.
-    """
-    tree = batch.tree_cache
-    if not isinstance(tree, KVEvictTree):
-        return
-    if tree.prefixes.table.retained or admission_of(batch.token_to_kv_pool_allocator) is not None:
-        with tree.prefixes.hints.yielding(tree.prefixes.readers.num_running):
-            evict_from_tree_cache(tree, batch.extend_num_tokens)
+    """Hook before SGLang allocates a prefill: make room before it reads the rows that it writes back afterwards."""
+    if admission_of(batch.token_to_kv_pool_allocator) is not None:
+        evict_from_tree_cache(batch.tree_cache, batch.extend_num_tokens)
 
 
 def after_admission(result: Any, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:

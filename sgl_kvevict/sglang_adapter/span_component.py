@@ -107,11 +107,6 @@ class SpanComponent(FullComponent):
         finally:
             self._below = None
 
-    def lowered(self, node: UnifiedTreeNode) -> None:
-        """A leaf, or what will be one, is to be dropped earlier than it was: it is no more retained."""
-        if self._heap is not None:
-            self._heap.lower(node)
-
     def evict_device_start(self, request_cnt: int) -> None:
         """Begin an eviction of ``request_cnt`` token slots."""
         self._wanted = request_cnt
@@ -129,23 +124,17 @@ class SpanComponent(FullComponent):
         """Shrink prefixes, or return the next leaf to drop; neither if enough slots came back or nothing is left."""
         if tracker[FULL] >= self._wanted:
             return None
-        while True:
-            top = None if self._heap is None else self._heap.top()
-            if top is not None and top[1] in self._prefixes.table.retained:  # like all leaves that follow
-                top = None
-            num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL], self._below)
-            if num_released:
-                tracker[FULL] += num_released
-                return None
-            if self._heap is None:
-                return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
-            if self._below is not None and (top is None or top[0] >= self._below or top[1] in self._spans):
-                return None
-            if top is not None:
-                leaf = self._heap.pop()
-                return None if leaf is None else leaf.id
-            if not self._prefixes.hints.give_way():
-                return None
+        top = None if self._heap is None else self._heap.top()
+        num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL], self._below)
+        if num_released:
+            tracker[FULL] += num_released
+            return None
+        if self._heap is None:
+            return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+        if self._below is not None and (top is None or top[0] >= self._below or top[1] in self._spans):
+            return None
+        leaf = self._heap.pop()
+        return None if leaf is None else leaf.id
 
     def evict_device_end(self) -> None:
         """End the eviction."""

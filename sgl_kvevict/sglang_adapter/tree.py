@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.adoption import Prompt
-from sgl_kvevict.cache.nodes import NamespaceKey, length_of, namespace_of, path_to, tokens_of
+from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.readers import ReaderRecord, Released
 from sgl_kvevict.cache.recency import Priority
 from sgl_kvevict.cache.saving import StoreAccess
@@ -233,9 +233,6 @@ class KVEvictTree(UnifiedRadixCache):
         super().__init__(params)
         self._weighs_recency = isinstance(self.tree_core.eviction_strategy, LRUStrategy)
         self._order_leaves()
-        full, hints = self.components[FULL], self.prefixes.hints
-        hints.on_lowered = full.lowered
-        hints.is_on = full.is_ordered and len(self.components) == 1 and compressor.splittable
         self.prefixes.totals.clears = 0  # SGLang's constructor has reset the empty tree
 
     @property
@@ -303,15 +300,12 @@ class KVEvictTree(UnifiedRadixCache):
         return int(self.components[FULL].reclaimable_value_len(node))
 
     def evictable_size(self) -> int:
-        """Token slots that can be released at any time: those of nodes without readers, and reclaimable ones.
-
-        Not those that retained prefixes keep; :meth:`protected_size` has these.
-        """
-        return int(super().evictable_size()) + self.prefixes.hints.reclaimable()
+        """Token slots that can be released at any time: those of nodes without readers, and reclaimable ones."""
+        return int(super().evictable_size()) + self.prefixes.pressure.reclaimable()
 
     def protected_size(self) -> int:
-        """Token slots of nodes with readers, without reclaimable ones, and those that retained prefixes keep."""
-        return int(super().protected_size()) - self.prefixes.hints.reclaimable()
+        """Token slots of nodes with readers, without reclaimable ones."""
+        return int(super().protected_size()) - self.prefixes.pressure.reclaimable()
 
     def held_slots(self) -> int:
         """Token slots that the tree holds, evictable or protected."""
@@ -419,17 +413,16 @@ class KVEvictTree(UnifiedRadixCache):
         node = self.tree_core.node_by_id(req.last_node)
         if record.is_complete:
             self._report_compressed(req, node)
-            options, num_tokens = self._options_of(req), min(len(req.origin_input_ids), length_of(path_to(node)))
             with self.guard.at(Place.PROMPT) as attempt:
-                self.prefixes.prefills.complete(req, node, options)
-                if options.retain is not None:
-                    num_tokens -= self.compressor.config.tail_tokens
-                    record.was_retained(self.prefixes.hints.retain(path_to(node), num_tokens, options.retain))
+                self.prefixes.prefills.complete(req, node, self._options_of(req))
             if attempt.failed:
                 record.observation = None
         elif not req.finished():
             with self.guard.at(Place.PROMPT):
                 self.prefixes.prefills.chunk_complete(req, node)
+        if up_to >= len(req.origin_input_ids) and (seconds := self._options_of(req).retain) is not None:
+            num_tokens = len(req.origin_input_ids) - self.compressor.config.tail_tokens
+            self.prefixes.recency.retain(path_to(node), num_tokens, seconds)
 
     def _is_kept_out(self, key: RadixKey) -> bool:
         """Whether a blocking node has readers; without readers it is dropped."""

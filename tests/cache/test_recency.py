@@ -107,6 +107,13 @@ def leaves(count: int) -> list[SimpleNamespace]:
     return [Leaf(name=i, last_access_time=time.monotonic()) for i in range(count)]
 
 
+def recency_of(spans, now=lambda: 0):
+    """The order over leaves with these spans."""
+    until = {}
+    table = SimpleNamespace(spans=spans, retained_until=lambda node: until.get(node, 0), retain=until.__setitem__)
+    return CostAwareRecency(table, time.monotonic, now)
+
+
 def credits(strategy, nodes):
     return [strategy.get_priority(node)[0] for node in nodes]
 
@@ -114,13 +121,13 @@ def credits(strategy, nodes):
 @pytest.mark.parametrize("max_levels", [1024, 3])
 def test_leaves_that_save_the_same_go_in_order_of_recency(monkeypatch, max_levels):
     monkeypatch.setattr(recency_module, "MAX_LEVELS", max_levels)
-    assert drop_all(leaves(60), CostAwareRecency({}, time.monotonic)) == drop_all(leaves(60), LRUStrategy())
+    assert drop_all(leaves(60), recency_of({})) == drop_all(leaves(60), LRUStrategy())
 
 
 def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
     nodes = leaves(2)
     span = SimpleNamespace(segment=SimpleNamespace(tokens_per_slot=5.0))
-    recency = CostAwareRecency({nodes[1]: span}, time.monotonic)
+    recency = recency_of({nodes[1]: span})
     assert credits(recency, nodes) == [1.0, 5.0]
     recency.raise_level((1.0, 0.0))
     nodes += leaves(1)
@@ -129,9 +136,22 @@ def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
     assert credits(recency, leaves(1)) == [2.0]
 
 
+def test_what_is_retained_has_the_credit_of_what_is_used_until_its_time_has_come():
+    (kept, other), seconds = leaves(2), [0]
+    recency = recency_of({}, lambda: 1000 * seconds[0])
+    kept.key = "12345"
+    recency.retain([kept], 1, 10.0)
+    for level in range(1, 5):
+        recency.raise_level((float(level), 0.0))
+        assert credits(recency, [kept, other, *leaves(1)]) == [level + 1.0, 1.0, level + 1.0]
+        seconds[0] += 3
+    recency.raise_level((5.0, 0.0))
+    assert credits(recency, [kept, other, *leaves(1)]) == [5.0, 1.0, 6.0]
+
+
 def test_the_levels_do_not_grow_without_bound(monkeypatch):
     monkeypatch.setattr(recency_module, "MAX_LEVELS", 4)
-    recency, old = CostAwareRecency({}, time.monotonic), leaves(1)
+    recency, old = recency_of({}), leaves(1)
     for level in range(1, 20):
         recency.raise_level((float(level), 0.0))
     assert credits(recency, [*old, *leaves(1)]) == [16.0, 20.0]

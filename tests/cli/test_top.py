@@ -56,7 +56,6 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> S
             segments=2,
             dead_entries=5,
             pending_ranges=1,
-            retained_slots=60,
             shared_spans=1,
             readers=4,
             readers_per_span=4 / 3,

@@ -110,9 +110,7 @@ class LongPromptScheduler:
         is_crowded = any(req not in self.found for req in self.harness.live)
         for req in adder.can_run_list:
             must_fit = not is_crowded or is_long(self.tree_cache, req)
-            prefixes = self.tree_cache.prefixes
-            with prefixes.hints.yielding(prefixes.readers.num_running):  # as before_allocation
-                assert self.harness.prefill(req, req.extend_end) or not must_fit, "admission promised the slots"
+            assert self.harness.prefill(req, req.extend_end) or not must_fit, "admission promised the slots"
         return adder.can_run_list
 
     def _settle(self) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from helpers.long_machine import HintsLongMachine, LongMachine, PrefillBudgetMachine
+from helpers.long_machine import LongMachine, PrefillBudgetMachine, RetainLongMachine
 from helpers.machines import (
-    BesideHintsMachine,
     BesideMachine,
     BesidePressureMachine,
+    BesideRetainMachine,
     CacheMachine,
     CoarsePressureMachine,
     ExactMachine,
     GrowthMachine,
-    HintsMachine,
     HostExactMachine,
     HostMachine,
     HostUnsplittableMachine,
     PressureMachine,
+    RetainMachine,
     SessionMachine,
     UnsplittablePressureMachine,
 )
@@ -40,15 +40,15 @@ BITS_MACHINES = (
             CoarsePressureMachine,
             SessionMachine,
             BesideMachine,
-            BesideHintsMachine,
+            BesideRetainMachine,
             BesidePressureMachine,
             HostMachine,
             GrowthMachine,
-            HintsMachine,
+            RetainMachine,
             HostUnsplittableMachine,
             HostExactMachine,
             LongMachine,
-            HintsLongMachine,
+            RetainLongMachine,
             PrefillBudgetMachine,
             VerifyPressureMachine,
             PairsHostMachine,

@@ -338,11 +338,8 @@ class Harness:
         """Drop leaves; return what came back, checked against the allocator."""
         before = self.tree.slot_allocator.available_size()
         promised = self.tree.evictable_size()
-        prefixes = self.tree.prefixes
-        staying = dict(prefixes.table.retained)
         released = self.tree.evict(EvictParams(num_tokens=num_slots)).num_tokens_evicted
         assert self.tree.slot_allocator.available_size() - before == released >= min(num_slots, promised)
-        assert dict(prefixes.table.retained) == staying or prefixes.hints.is_yielding
         self.check()
         return released
 
@@ -499,13 +496,12 @@ class Harness:
             owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
             assert owners == [True] + [False] * (len(spans) - 1)
         self._check_in_place()
-        self._check_retained()
         for req in self.live:
             if req.kv.holds_kv:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
                 held.update(row[req.kv.cache_protected_len : req.kv.kv_allocated_len].tolist())
         assert held == Counter(range(1, self.num_slots + 1))
-        reclaimable = self.tree.prefixes.hints.reclaimable()
+        reclaimable = self.tree.prefixes.pressure.reclaimable()
         counted = (self.tree.protected_size(), self.tree.evictable_size())
         assert counted == (sizes[True] - reclaimable, sizes[False] + reclaimable)
         assert cache_state(self.tree)["leaked_slots"] == 0
@@ -544,15 +540,6 @@ class Harness:
             assert segment.attention.numel() == segment.num_entries and not segment.attention.isnan().any()
         if segment.order is not None and segment.order.turn is None:
             assert segment.order.keys.numel() == segment.num_entries
-
-    def _check_retained(self) -> None:
-        """What is retained is in the tree, from its root on; nothing stays longer, or larger, than what is above."""
-        retained, nodes = self.tree.prefixes.table.retained, set(self.tree.nodes())
-        for node, (until, share) in retained:
-            assert node in nodes
-            if (above := node.parent) is not None and above is not self.tree.root_node:
-                assert retained[above].until >= until and retained[above].share >= share
-        assert 0 <= self.tree.prefixes.hints.retained_slots() <= self.tree.held_slots()
 
     def _check_in_place(self) -> None:
         """Segments in place have all tokens of consecutive nodes, below packed ones and above those without one."""

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
 from helpers.admission import LongPromptScheduler
-from helpers.machines import BASES, HintsMachine, PressureMachine
+from helpers.machines import BASES, PressureMachine, RetainMachine
 from sgl_kvevict.config import KVEvictConfig
 
 CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12)
@@ -72,13 +72,11 @@ class PrefillBudgetMachine(LongMachine):
     }
 
 
-class HintsLongMachine(HintsMachine, LongMachine):
-    """What others want to stay keeps no prompt from an idle pool; what a chunk has lost comes back."""
+class RetainLongMachine(RetainMachine, LongMachine):
+    """What others want to stay keeps no prompt from the pool; what a chunk has lost comes back."""
 
     num_slots = LongMachine.num_slots
-    options: ClassVar[dict[str, Any]] = (
-        HintsMachine.options | LongMachine.options | {"config": CONFIG.model_copy(update={"retain_share": 0.6})}
-    )
+    options: ClassVar[dict[str, Any]] = RetainMachine.options | LongMachine.options
 
 
-LONG_MACHINES = (LongMachine, PrefillBudgetMachine, HintsLongMachine)
+LONG_MACHINES = (LongMachine, PrefillBudgetMachine, RetainLongMachine)

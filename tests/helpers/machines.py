@@ -7,6 +7,7 @@ deep chains of turns, ranges that wait for other readers, both splittable and un
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, cast
 
 import hypothesis.strategies as st
@@ -301,36 +302,45 @@ class HostExactMachine(ExactMachine, HostMachine):
     options: ClassVar[dict[str, Any]] = HostMachine.options
 
 
-class Hinting(CacheMachine):
+class Retaining(CacheMachine):
     """Requests want their prefix to stay."""
 
+    def __init__(self):
+        super().__init__()
+        self.milliseconds = 0
+        self.credits = {}
+        self.harness.tree.prefixes.recency._read_now = lambda: self.milliseconds
+
     def _admit(self, req, first_chunk):
-        hints = [None, {"retain": {"seconds": 0.2}}, {"retain": {"seconds": 9, "share": 0.2}}]
-        hint = hints[sum(req.origin_input_ids) // 4 % 3]
-        req.sampling_params.custom_params = hint and {"kvevict": hint}
-        if hint is None and sum(req.origin_input_ids) % 5 == 0:
+        number, options = sum(req.origin_input_ids), dict((req.sampling_params.custom_params or {}).get("kvevict", {}))
+        if seconds := [None, 0.2, 9][number // 4 % 3]:
+            options["retain"] = seconds
+        elif number % 5 == 0:
             self.harness.tree.prefixes.readers[req].is_exact = True
+        req.sampling_params.custom_params = {"kvevict": options}
         super()._admit(req, first_chunk)
 
     @rule(number=st.integers(0, 2**20))
     def time_passes(self, number):
-        hints, before = self.harness.tree.prefixes.hints, len(self.harness.tree.prefixes.table.retained)
-        self.seconds = getattr(self, "seconds", 0.0) + number % 8 / 8
-        hints.between_steps(self.seconds)
-        assert len(self.harness.tree.prefixes.table.retained) <= before
+        self.milliseconds += number % 8 * 125
 
     @invariant()
-    def bounded(self):
-        hints = self.harness.tree.prefixes.hints
-        hints.between_steps(getattr(self, "seconds", 0.0))
-        assert hints.retained_slots() <= hints._most_slots
+    def counts_as_used(self):
+        """What is retained has the credit of what is used now, and keeps that when its time has come."""
+        prefixes, credits = self.harness.tree.prefixes, {}
+        for node in self.harness.tree.nodes():
+            credit = credits[node] = prefixes.recency.priority(node, 0.0)
+            assert credit >= self.credits.get(node, credit)
+            if prefixes.table.retained_until(node) > self.milliseconds:
+                assert credit == (prefixes.recency._levels[-1], math.inf)
+        self.credits = credits
 
 
-class HintsMachine(Hinting, GrowthMachine):
-    """What stays is not dropped beside others, and does not shrink; what has shrunk grows again, also if it stays."""
+class RetainMachine(Retaining, GrowthMachine):
+    """What counts as used leaves for the host's memory all the same, comes back, shrinks and grows again."""
 
 
-class HintsAloneMachine(Hinting, PressureMachine):
+class RetainAloneMachine(Retaining, PressureMachine):
     """The same without a host."""
 
 
@@ -447,11 +457,11 @@ class BesideHostMachine(BesideMachine):
     options: ClassVar[dict[str, Any]] = BesideMachine.options | {"scores_any_range": True, "host_blocks": 16}
 
 
-class BesideHintsMachine(BesideMachine, HintsMachine):
+class BesideRetainMachine(BesideMachine, RetainMachine):
     """What has shrunk meanwhile grows again; of what stays entries are still being chosen."""
 
-    policy = HintsMachine.policy
-    options: ClassVar[dict[str, Any]] = HintsMachine.options | BesideMachine.options
+    policy = RetainMachine.policy
+    options: ClassVar[dict[str, Any]] = RetainMachine.options | BesideMachine.options
 
 
 class BesidePressureMachine(BesideMachine, PressureMachine):
@@ -486,8 +496,8 @@ MACHINES = (
     HostUnsplittableMachine,
     HostExactMachine,
     WindowsHostMachine,
-    HintsMachine,
-    HintsAloneMachine,
+    RetainMachine,
+    RetainAloneMachine,
     WindowsMachine,
     WindowsUnderPressureMachine,
     ExactMachine,
@@ -501,7 +511,7 @@ MACHINES = (
     BesideMachine,
     BesideUnsplittableMachine,
     BesideHostMachine,
-    BesideHintsMachine,
+    BesideRetainMachine,
     BesidePressureMachine,
     StockMachine,
 )

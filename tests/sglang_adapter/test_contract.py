@@ -275,7 +275,6 @@ OURS = {
         "is_pass",
         "is_stale",
         "least_share",
-        "on_lowered",
         "prefills",
         "readers",
         "segment",

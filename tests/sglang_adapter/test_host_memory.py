@@ -6,7 +6,6 @@ import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.request import Retain
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENTS = [[(i * step + step) % 11 for i in range(60)] for step in (3, 5, 7, 9)]
@@ -278,9 +277,8 @@ def test_nothing_is_dropped_for_a_prefix_that_cannot_have_its_slots():
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-@pytest.mark.parametrize(("is_retained", "least"), [(False, 6), (True, 17)])
-def test_a_path_that_is_held_shrinks_for_slots_and_is_not_dropped(is_read, is_retained, least):
-    """All that is promised can be had, also of a prefix that readers hold or clients retain, and no slot more."""
+def test_a_path_that_is_held_shrinks_for_slots_and_is_not_dropped(is_read):
+    """All that is promised can be had, also of a prefix that readers hold, and no slot more."""
     config = KVEvictConfig(
         budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1
     )
@@ -288,10 +286,8 @@ def test_a_path_that_is_held_shrinks_for_slots_and_is_not_dropped(is_read, is_re
     harness = Harness(config=config, policy=policy, num_slots=160, scores_any_range=True)
     serve(harness, DOCUMENTS[0])
     prefixes, port = harness.tree.prefixes, harness.tree.port
-    path = port.find(DOCUMENTS[0][:56], (None, None))
+    path, least = port.find(DOCUMENTS[0][:56], (None, None)), 6
     assert prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.5) == 28
-    if is_retained:
-        assert prefixes.hints.retain(path, 56, Retain(seconds=60)) == 56
     if is_read:
         req = harness.request([*DOCUMENTS[0][:56], 3])
         assert harness.admit(req) and req.prefix_len == 56 and harness.prefill(req)

@@ -13,7 +13,6 @@ from helpers.harness import Harness
 from helpers.watched import DOCUMENT
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
-from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
@@ -64,17 +63,6 @@ def test_series_follow_the_cache(harness):
     assert value("dropped_spans_total") == totals.dropped_spans
     for req in readers:
         harness.finish(req)
-
-
-def test_slots_that_hints_keep_are_a_series(harness):
-    harness.flush()
-    harness.finish(harness.run(DOCUMENT[:40], options={"retain": {"seconds": 9}}))
-    kept = harness.tree.prefixes.hints.retained_slots()
-    harness.metrics.refresh()
-    assert value("retained_slots") == kept == cache_state(harness.tree)["retained_slots"] > 0
-    harness.tree.prefixes.hints.clear()
-    harness.metrics.refresh()
-    assert value("retained_slots") == 0
 
 
 def test_counters_are_written_at_most_once_a_second(harness, monkeypatch):
