@@ -183,9 +183,7 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
         room = (config.num_slots(compressed, share=above_least) + config.num_slots(compressed, share=least)) // 2
         log = log_of(server, pool_slots - (tokens - compressed) - room - OTHER_SLOTS) + question_text(LOG_QUESTION)
         with ExitStack() as log_is_read:
-            # Retained, because with room in the host's memory it would move there once nobody reads it.
-            retain = {"retain": {"seconds": 600, "share": least}}
-            with reading(server, prefix_text() + question_text(BRANCH_QUESTIONS[0]), options=retain):
+            with reading(server, prefix_text() + question_text(BRANCH_QUESTIONS[0])):
                 pressing = log_is_read.enter_context(reading(server, log, options=EXACT))
                 slots, grown = held_slots(server, tokens), grown_slots(server)
             screen.note(

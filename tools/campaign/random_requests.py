@@ -87,8 +87,8 @@ def _wish(rng: random.Random, seed: int, policy: str) -> Body:
     wishes: list[Body] = [
         {"warm": True, "ticket": f"the ticket of {seed:012}"},
         {"exact": True},
-        {"retain": {"seconds": rng.choice([0.5, 5.0])}},
-        {"retain": {"seconds": 2.0, "share": 0.15}, "share": 0.5},
+        {"retain": rng.choice([0.5, 5.0])},
+        {"retain": 2.0, "share": 0.5},
         {"complete": True},
     ]
     wish = rng.choice(wishes)
