@@ -6,10 +6,7 @@ Imports neither SGLang nor torch at the top.
 from __future__ import annotations
 
 import os
-import platform
 import re
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,19 +20,13 @@ from sgl_kvevict.paths import expanded, write_error
 SGLANG = "0.5.23"
 FLASHINFER = "0.7.2"
 """The version that this SGLang pins."""
-MIN_DRIVER = 580
-"""For CUDA 13, which SGLang's packages are built for."""
 MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 """Least compute capability that converts float8_e4m3fn."""
-MIN_GLIBC = (2, 34)
-"""Of SGLang's wheels for GPUs (manylinux_2_34)."""
 MIN_HOST_GIB = 4.0
 INSTALL = 'pip install ".[gpu]" in a checkout, or `make setup` for a CPU'
 PLUGIN, CPU_PLATFORM = "kvevict", "kvevict_cpu"
 """Names of our entry points."""
-BUILD_TOOLS = ("C compiler", "CUDA toolkit", "ninja", "C++ compiler")
-"""Checks of tools that compile kernels at the first start; not needed once kernels are cached."""
 GIB = 2**30
 
 
@@ -65,8 +56,6 @@ class Machine:
         numba_reason: why attention 'numba' cannot run here; None: it can.
         torch_cuda: CUDA version that torch is built for.
         gpus: visible to torch.
-        nvcc: path of the compiler that FlashInfer and SGLang would call.
-        tools: path by name of ``ninja``, ``c++`` and ``cc``.
     """
 
     packages: dict[str, str] = field(default_factory=dict)
@@ -77,13 +66,9 @@ class Machine:
     cache_error: str | None = None
     cpu_flags: frozenset[str] = frozenset()
     host_gib: float = 0.0
-    glibc: str = ""
     numba_reason: str | None = None
     torch_cuda: str | None = None
-    driver: str | None = None
     gpus: tuple[Gpu, ...] = ()
-    nvcc: str | None = None
-    tools: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,20 +123,14 @@ def read_machine(devices: Sequence[int] | None = None) -> Machine:
         shared = limits_of(torch.device("cuda", index)).shared_per_block // 1024
         gpus.append(Gpu(gpu.name, (gpu.major, gpu.minor), shared, free / GIB, total / GIB))
     names = ("sglang", "torch", "triton", "numba", "flashinfer-python", "flashinfer-jit-cache")
-    tools = {"ninja": ("ninja",), "c++": ("c++", "g++"), "cc": (os.environ.get("CC", "cc"), "gcc", "clang")}
-    paths = {tool: next(filter(None, map(shutil.which, commands)), None) for tool, commands in tools.items()}
     return replace(
         read_environment(),
         packages={name: found for name in names if (found := _version(name))},
         cpu_flags=_cpu_flags(),
         host_gib=free_host_gib(),
-        glibc=platform.libc_ver()[1],
         numba_reason=reason_not_to_run(),
         torch_cuda=torch.version.cuda,
-        driver=_driver(),
         gpus=tuple(gpus),
-        nvcc=_nvcc(),
-        tools={tool: path for tool, path in paths.items() if path},
     )
 
 
@@ -207,32 +186,17 @@ def _cpu_checks(machine: Machine, dtype: str) -> list[Check]:
 
 
 def _gpu_checks(machine: Machine) -> list[Check]:
-    packages, tools = machine.packages, machine.tools
-    driver = machine.driver or "not found"
-    driver_check = _wants if machine.gpus else _needs  # CUDA's compatibility packages run on older drivers
-    major = int(driver.split(".")[0]) if driver[:1].isdigit() else 0
+    packages = machine.packages
     torch_found = f"{packages.get('torch')}, " + (
         f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "built for a CPU"
     )
     flashinfer = packages.get("flashinfer-python")
     cached = packages.get("flashinfer-jit-cache")
     compiled = "kernels are compiled at the first start, for minutes"
-    glibc = tuple(int(part) for part in re.findall(r"\d+", machine.glibc)[:2])
     return [
-        _needs("glibc", glibc >= MIN_GLIBC, machine.glibc or "not found", "use a system with glibc 2.34 or newer"),
-        driver_check("driver", major >= MIN_DRIVER, driver, f"install NVIDIA driver {MIN_DRIVER} or newer (CUDA 13)"),
         _needs("torch", machine.torch_cuda is not None, torch_found, 'install torch for CUDA 13: pip install ".[gpu]"'),
         *_checks_of_gpus(machine.gpus),
         _needs("Triton", "triton" in packages, packages.get("triton", "not installed"), 'pip install ".[gpu]"'),
-        _needs("C compiler", "cc" in tools, tools.get("cc", "not found"), "install gcc: Triton calls it"),
-        _needs(
-            "CUDA toolkit",
-            machine.nvcc is not None,
-            machine.nvcc or "no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda",
-            f"install the CUDA 13 toolkit with nvcc: SGLang's and FlashInfer's {compiled}",
-        ),
-        _needs("ninja", "ninja" in tools, tools.get("ninja", "not on PATH"), "pip install ninja, its folder on PATH"),
-        _needs("C++ compiler", "c++" in tools, tools.get("c++", "not found"), "install g++: nvcc calls it"),
         _wants(
             "FlashInfer",
             flashinfer == FLASHINFER,
@@ -245,7 +209,7 @@ def _gpu_checks(machine: Machine) -> list[Check]:
 def _checks_of_gpus(gpus: Sequence[Gpu]) -> list[Check]:
     """Check the lowest value of each property among the GPUs."""
     if not gpus:
-        return [Check("GPU", "missing", "torch sees none", "see driver and torch above")]
+        return [Check("GPU", "missing", "torch sees none", "see torch above")]
     capability = min(gpu.capability for gpu in gpus)
     names = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
     fp8 = "" if capability >= FP8_CAPABILITY else ", no fp8 KV"
@@ -310,24 +274,3 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def _driver() -> str | None:
-    found = re.search(r"NVRM version:.*?\s(\d+\.\d[\d.]*)\s", _read(Path("/proc/driver/nvidia/version")))
-    if found:
-        return found[1]
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # WSL lacks the file
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return lines[0] if lines else None
-
-
-def _nvcc() -> str | None:
-    """The compiler, found as FlashInfer and SGLang find it: a wrong CUDA_HOME hides the others."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    on_path = shutil.which("nvcc")
-    folder = Path(home) if home else Path(on_path).parent.parent if on_path else Path("/usr/local/cuda")
-    nvcc = folder / "bin" / "nvcc"
-    return str(nvcc) if os.access(nvcc, os.X_OK) else None

@@ -15,7 +15,7 @@ AFTER_LOAD     :class:`AfterLoad`   the attention of the model, before it compil
 FIRST_FORWARD  :class:`LayerCall`   every layer, in SGLang's warm-up
 =============  ===================  ==================================================================================
 
-KERNELS, the part of AFTER_LOAD that needs no SGLang, also guards each implementation of attention; FIRST_START is what
+KERNELS, the part of AFTER_LOAD that needs no SGLang, also guards each implementation of attention; MACHINE is what
 ``sgl-kvevict check`` asks of a machine.
 """
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.machine import BUILD_TOOLS, FP8_CAPABILITY, Check
+from sgl_kvevict.machine import FP8_CAPABILITY, Check
 
 if TYPE_CHECKING:
     from sgl_kvevict.config import Bits, KVEvictConfig
@@ -398,14 +398,9 @@ RESOURCES: Table[BeforeLoad] = {
 BEFORE_LOAD: Table[BeforeLoad] = {**MODEL, **SETTINGS, **RESOURCES}
 
 MACHINE: Table[Check] = {
-    "part": (lambda f: f.state == "missing" and f.name not in BUILD_TOOLS, "{f.name}: {f.found} ({f.mend})"),
+    "part": (lambda f: f.state == "missing", "{f.name}: {f.found} ({f.mend})"),
 }
-"""What a machine may never lack."""
-FIRST_START: Table[Check] = {
-    **MACHINE,
-    "build tool": (lambda f: f.state == "missing" and f.name in BUILD_TOOLS, "{f.name}: {f.found} ({f.mend})"),
-}
-"""What it may not lack at the first start, when kernels are compiled."""
+"""What a machine may not lack."""
 
 IMPLEMENTATION: Table[Kernels] = {
     "device": (lambda f: f.device not in IN_WORDS, "the device is {f.device!r}; attention runs on 'cpu' and 'cuda'"),

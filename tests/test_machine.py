@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -25,12 +24,8 @@ COMPLETE = Machine(
     plugins=frozenset({"kvevict", "kvevict_cpu"}),
     cpu_flags=frozenset({"avx2", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile"}),
     host_gib=60.0,
-    glibc="2.39",
     torch_cuda="13.0",
-    driver="580.65.06",
     gpus=(H100, H100),
-    nvcc="/usr/local/cuda/bin/nvcc",
-    tools={"ninja": "/usr/bin/ninja", "c++": "/usr/bin/c++", "cc": "/usr/bin/cc"},
     home="/home/somebody",
     cache="/home/somebody/.cache/sglang",
 )
@@ -48,19 +43,12 @@ def test_a_complete_machine_needs_nothing() -> None:
 @pytest.mark.parametrize(
     ("device", "changed", "name", "state", "found", "mend"),
     [
-        ("cuda", {"glibc": "2.31"}, "glibc", "missing", "2.31", "glibc 2.34"),
-        ("cuda", {"driver": "550.54", "gpus": ()}, "driver", "missing", "550.54", "580 or newer"),
-        ("cuda", {"driver": "550.54"}, "driver", "warning", "550.54", "580 or newer"),
         ("cuda", {"torch_cuda": None}, "torch", "missing", "2.14.1, built for a CPU", "CUDA 13"),
-        ("cuda", {"gpus": ()}, "GPU", "missing", "torch sees none", "driver"),
+        ("cuda", {"gpus": ()}, "GPU", "missing", "torch sees none", "torch above"),
         ("cuda", {"gpus": (replace(H100, capability=(7, 5)),)}, "GPU", "missing", "7.5", "8.0"),
         ("cuda", {"gpus": (H100, replace(H100, free_gib=30.0))}, "free memory", "warning", "30.0 of 79.6", "end what"),
         ("cuda", {"packages": {"flashinfer-python": "0.7.2"}}, "Triton", "missing", "not installed", "pip install"),
         ("cuda", {"packages": {"triton": "3.8.0"}}, "FlashInfer", "warning", "not installed", "takes over"),
-        ("cuda", {"nvcc": None}, "CUDA toolkit", "missing", "no nvcc", "CUDA 13 toolkit"),
-        ("cuda", {"tools": {"cc": "/cc", "c++": "/c++"}}, "ninja", "missing", "not on PATH", "pip install ninja"),
-        ("cuda", {"tools": {"cc": "/cc", "ninja": "/n"}}, "C++ compiler", "missing", "not found", "g++"),
-        ("cuda", {"tools": {"c++": "/c++", "ninja": "/n"}}, "C compiler", "missing", "not found", "gcc"),
         ("cpu", {"cpu_flags": frozenset({"avx2"})}, "processor", "warning", "AVX2", "--dtype float32"),
         ("cpu", {"numba_reason": "no numba"}, "numba", "warning", "no numba", "pip install numba"),
         ("cpu", {"host_gib": 1.5}, "memory", "warning", "1.5 GiB", "--max-total-tokens"),
@@ -88,43 +76,6 @@ def test_float32_is_no_slower_without_avx512() -> None:
 
 def test_there_is_one_supported_sglang() -> None:
     assert SUPPORTED_SGLANG == (checks.SGLANG,)
-
-
-@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", None])
-def test_nvcc_is_looked_for_where_flashinfer_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None
-) -> None:
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.touch(mode=0o755)
-    if variable is None:
-        monkeypatch.setenv("PATH", str(nvcc.parent))
-    else:
-        monkeypatch.setenv(variable, str(tmp_path))
-    assert checks._nvcc() == str(nvcc)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))  # hides the others, as it does for FlashInfer
-    assert checks._nvcc() is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:17:59 UTC 2025",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)",
-    ],
-)
-def test_the_driver_is_read_from_the_kernel_module(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(checks, "_read", lambda path: text)
-    assert checks._driver() == "580.65.06"
-
-
-def test_without_a_kernel_module_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_read", lambda path: "")
-    answer = subprocess.CompletedProcess([], 0, stdout="580.65.06\n580.65.06\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
-    assert checks._driver() == "580.65.06"
 
 
 def test_the_machine_at_hand() -> None:

@@ -21,11 +21,11 @@ from sgl_kvevict.support import (
     BEFORE_LOAD,
     BITS,
     FIRST_FORWARD,
-    FIRST_START,
     FLAGS,
     IMPLEMENTATION,
     KERNELS,
     LAYERS,
+    MACHINE,
     MODEL,
     MODELS,
     RESOURCES,
@@ -139,13 +139,12 @@ SIXTEEN = {
 }
 MACHINES = {
     "part": Check("GPU", "missing", "torch sees none", "see driver"),
-    "build tool": Check("ninja", "missing", "not on PATH", "pip install ninja"),
 }
 MOMENTS: list[tuple[str, Table[Any], dict[str, Any]]] = [
     ("before", BEFORE_LOAD, BEFORE),
     ("after", AFTER_LOAD, AFTER),
     ("bits", BITS, SIXTEEN),
-    ("machine", FIRST_START, MACHINES),
+    ("machine", MACHINE, MACHINES),
     ("first forward", FIRST_FORWARD, {"extras": LayerCall("'sinks'")}),
 ]
 ROWS = [

@@ -13,19 +13,19 @@ from sgl_kvevict.cli.parameters import Json
 
 def check(
     device: Annotated[
-        Literal["auto", "cuda", "cpu"], typer.Option(help="Of the server; auto: cuda where there is a driver.")
+        Literal["auto", "cuda", "cpu"], typer.Option(help="Of the server; auto: cuda where torch sees a GPU.")
     ] = "auto",
     as_json: Json = False,
 ) -> None:
     """Say what this machine has and lacks; exit code 1: a server could not start."""
     from sgl_kvevict.machine import check_environment, check_machine, check_packages, read_machine
-    from sgl_kvevict.support import FIRST_START, reasons
+    from sgl_kvevict.support import MACHINE, reasons
 
     machine = read_machine()
-    chosen = device if device != "auto" else "cuda" if machine.driver or machine.gpus else "cpu"
+    chosen = device if device != "auto" else "cuda" if machine.gpus else "cpu"
     common = check_packages(machine) + check_environment(machine)
     checks = {name: common + check_machine(machine, name) for name in ("cuda", "cpu")}
-    can_start = {name: not any(reasons(FIRST_START, line) for line in lines) for name, lines in checks.items()}
+    can_start = {name: not any(reasons(MACHINE, line) for line in lines) for name, lines in checks.items()}
     if as_json:
         found = {name: [asdict(line) for line in lines] for name, lines in checks.items()}
         typer.echo(json.dumps({"device": chosen, "can_start": can_start[chosen], "checks": found}))

@@ -11,9 +11,7 @@ from sgl_kvevict.support import MACHINE, reasons
 
 BARE = Machine(
     packages={"triton": "3.8.0", "flashinfer-python": "0.7.2"},
-    glibc="2.39",
     torch_cuda="13.0",
-    driver="580.65.06",
     gpus=(Gpu("NVIDIA T4", (7, 5), 64, 1.0, 15.0),),
 )
 
@@ -22,16 +20,12 @@ def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     return [reason for check in model_facts.machine_of(device, dtype) for reason in reasons(MACHINE, check)]
 
 
-def test_an_old_gpu_is_refused_and_missing_compilers_are_warnings(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
     monkeypatch.setattr(model_facts, "read_machine", lambda devices: asked.append(devices) or BARE)
     (reason,) = machine_reasons(torch.device("cuda", 0), torch.bfloat16)
     assert "compute capability 7.5" in reason and "8.0 (Ampere) or newer" in reason
     assert asked == [[0]]
-    warned = [record.getMessage() for record in caplog.records]
-    assert [line.split(":")[1].strip() for line in warned] == ["C compiler", "CUDA toolkit", "ninja", "C++ compiler"]
 
 
 def test_a_cpu_is_never_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
