@@ -435,4 +435,4 @@ def _joined_order(segments: Sequence[Segment]) -> Order | None:
     orders = [segment.order for segment in segments if segment.order is not None]
     if len(orders) < len(segments) or any(one.ranking is not orders[0].ranking for one in orders):
         return None
-    return replace(orders[0], launched=lambda: torch.cat([order.keys for order in orders], dim=-1))
+    return replace(orders[0], launched=lambda: torch.cat([order.launched() for order in orders], dim=-1))

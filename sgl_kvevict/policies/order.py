@@ -12,6 +12,8 @@ of the entries that the head has in this half, so that all heads shrink alike.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,42 @@ _HALF = 2**14
 _SIGN = -(2**15)
 _LARGEST = 0x7BFF
 """Bits of the largest finite float16."""
+
+
+@dataclass(frozen=True, eq=False)
+class RangeOrder:
+    """The order of all entries of a range, and what tells whether it may be used.
+
+    Attributes:
+        policy: name of the policy that made it.
+        keys: [num_layers, num_kv_heads, num_tokens], int16.
+        total: entries that the policy had to keep at its budget.
+        facts: [2], int64, on the host: how many scores are NaN or infinite, and how many entries are kept. From a
+            device they are copied asynchronously: wait for the stream that computes them before :meth:`check`.
+    """
+
+    policy: str
+    keys: Tensor
+    total: int
+    facts: Tensor
+
+    def check(self) -> None:
+        """ValueError if a score is no finite number, or the policy kept another number of entries."""
+        num_wrong, num_kept = self.facts.tolist()
+        of_range = f"of a range of {tuple(self.keys.shape)} (layers, KV heads, tokens)"
+        if num_wrong:
+            raise ValueError(
+                f"policy {self.policy!r}: {num_wrong} scores {of_range} are NaN or infinite; allowed: finite numbers"
+            )
+        if num_kept != self.total:
+            raise ValueError(f"policy {self.policy!r} kept {num_kept} entries {of_range} instead of {self.total}")
+
+
+def facts_of(scores: RangeScores, kept: Tensor) -> Tensor:
+    """:attr:`RangeOrder.facts` of a policy's scores and choice; no host sync."""
+    given = [each for each in (scores.values, scores.tie_break, scores.importance) if each is not None]
+    num_wrong = torch.stack([each.isfinite().logical_not_().sum() for each in given]).sum()
+    return torch.stack([num_wrong, kept.sum()]).to("cpu", non_blocking=True)
 
 
 def order_of(scores: RangeScores, kept: Tensor, *, comparable: bool) -> Tensor:

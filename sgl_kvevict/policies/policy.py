@@ -12,7 +12,7 @@ from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError, InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView, Show
-from sgl_kvevict.policies.order import order_of
+from sgl_kvevict.policies.order import RangeOrder, facts_of, order_of
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
@@ -20,6 +20,7 @@ from sgl_kvevict.policies.parts import (
     RangeScores,
     Scorer,
     Selector,
+    TokenScores,
     Trait,
 )
 from sgl_kvevict.policies.signals import Signal
@@ -91,12 +92,13 @@ class Policy:
         """See :meth:`Scorer.caution`."""
         return self.scorer.caution(num_kv_heads)
 
-    def order(self, show: Show, geometry: KVGeometry, total: int, protected: int) -> Tensor:
+    def order(self, show: Show, geometry: KVGeometry, total: int, protected: int) -> RangeOrder:
         """Order all entries of a range, those first of which the policy keeps ``total``, over all layers and heads.
 
         ``show`` is called once per scored layer, in ascending order; the first ``protected`` tokens are kept in every
-        head. Returns [num_layers, num_kv_heads, num_tokens], int16 (:mod:`sgl_kvevict.policies.order`); no host sync on
-        a device, unless a part has one. ValueError if ``total`` does not fit the range or the protected tokens.
+        head. No host sync on a device, unless a part has one. ValueError if ``total`` does not fit the range or the
+        protected tokens, or if a part returns tensors of another shape or dtype than it has to; what their
+        numbers have to be, :meth:`RangeOrder.check` says.
         """
         views = [show(0)]
         num_tokens, runs = views[0].num_tokens, geometry.num_runs
@@ -108,9 +110,8 @@ class Policy:
         views += [show(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
         scores = self._score(views, total // runs, protected)
         kept = self._keep(scores, geometry, total)
-        if kept.device.type == "cpu" and (num_kept := int(kept.sum())) != total:
-            raise ValueError(f"policy kept {num_kept} entries instead of {total}")  # nothing was moved yet
-        return order_of(scores, kept, comparable=Trait.COMPARABLE in self.scorer.traits)
+        keys = order_of(scores, kept, comparable=Trait.COMPARABLE in self.scorer.traits)
+        return RangeOrder(self.name, keys, total, facts_of(scores, kept))
 
     def merge(self, show: Show, geometry: KVGeometry, selection: Selection) -> MergePlan | None:
         """How the other tokens of a range are merged into the selected ones; None without a merger.
@@ -141,9 +142,10 @@ class Policy:
             keep_lens = lens.diff().int().view(geometry.num_layers, -1)
             return Decision(Selection(keep_lens, indices, total))
         order = self.order(shown, geometry, total, protected)
-        numbers, keep_lens = largest_entries(order.flatten(), lens, total)
+        order.check()
+        numbers, keep_lens = largest_entries(order.keys.flatten(), lens, total)
         selection = Selection(keep_lens.view(geometry.num_layers, -1), (numbers % num_tokens).int(), total)
-        return Decision(selection, self.merge(shown, geometry, selection), order)
+        return Decision(selection, self.merge(shown, geometry, selection), order.keys)
 
     def _score(self, views: list[LayerView], per_head: int, protected: int) -> RangeScores:
         first = views[0]
@@ -152,7 +154,7 @@ class Policy:
         num_last = min(in_range, per_head - num_first)
         stacks: list[Tensor | None] = []
         for row, view in enumerate(views):
-            scores = self.scorer.score(view)
+            scores = self._scores_of(view)
             parts = (scores.values, scores.tie_break, scores.importance)
             if not stacks:
                 stacks = [None if part is None else part.new_empty(len(views), *part.shape) for part in parts]
@@ -163,6 +165,22 @@ class Policy:
         if values is None:
             raise InvariantError(f"policy {self.name!r}: no layer was scored")
         return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
+
+    def _scores_of(self, view: LayerView) -> TokenScores:
+        """Score one layer; ValueError if the scorer returns something else than :class:`TokenScores` says."""
+        scores, per_entry = self.scorer.score(view), (view.num_kv_heads, view.num_tokens)
+        made_by = f"{type(self.scorer).__name__}, layer {view.layer}"
+        self._check(f"values of {made_by}", scores.values, per_entry, torch.float32)
+        if scores.tie_break is not None:
+            self._check(f"tie_break of {made_by}", scores.tie_break, per_entry, torch.float32)
+        if scores.importance is not None:
+            self._check(f"importance of {made_by}", scores.importance, per_entry[1:], torch.float32)
+        return scores
+
+    def _check(self, what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            got = f"{tuple(tensor.shape)}, {tensor.dtype}"
+            raise ValueError(f"policy {self.name!r}: {what}: got a tensor of {got}; allowed: {shape}, {dtype}")
 
     def _kept_window(self, view: LayerView) -> tuple[int, int]:
         """Number of tokens of the kept window inside the range, and after it."""
@@ -183,7 +201,10 @@ class Policy:
                 raise ValueError(f"with layer reuse, total must be a multiple of the layers, got {total}")
             net = net // geometry.num_layers * scores.values.shape[0]
         keep_lens = self.allocator.allocate(scores, net)
+        scored = tuple(scores.values.shape)
+        self._check(f"budgets of {type(self.allocator).__name__}", keep_lens, scored[:2], torch.int64)
         kept = self.selector.select(scores, keep_lens)
+        self._check(f"choice of {type(self.selector).__name__}", kept, scored, torch.bool)
         if self.reuse_layers == 1:
             return kept
         return kept.repeat_interleave(self.reuse_layers, dim=0)[: geometry.num_layers]

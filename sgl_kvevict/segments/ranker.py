@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.policies.order import measured_order, scores_of
+from sgl_kvevict.policies.order import RangeOrder, measured_order, scores_of
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import joint_attention
 from sgl_kvevict.ragged import MergePlan, Selection
@@ -120,20 +121,26 @@ class Compressor:
         return lambda layer: observation.show(layer, start, k_arena[layer], v_arena[layer], token_slots)
 
     def rank(self, token_slots: Tensor, start: int, observation: Observation, turn: int) -> Order:
-        """Launch the order of all entries of a range in place, without a host sync.
+        """Launch the order of all entries of a range in place; on ``stream`` without a host sync.
+
+        ValueError here, or where the keys of the order are used, if the policy's scores or choice are wrong.
 
         The caller owns ``token_slots``, [num_tokens], int64, in token order, until the keys were read or are of no use.
         With learned scores, ``observation`` may lack other score signals. ``turn``: see :class:`Order`.
         """
 
-        def work() -> Tensor:
+        def work() -> RangeOrder:
             return self._order(token_slots, start, observation)
 
         is_measured, end = isinstance(observation, MeasuredRange), start + token_slots.numel()
         if self.stream is not None:
-            return Order(self.stream.launch(work), is_measured, start, end, turn)
-        keys = work()
-        return Order(lambda: keys, is_measured, start, end)
+            ranked = self.stream.launch(work)
+            return Order(lambda: ranked().keys, is_measured, start, end, turn, check=lambda: ranked().check())
+        order = work()
+        if order.keys.is_cuda:  # sync: only where no stream beside the scheduler's can rank
+            torch.cuda.current_stream(order.keys.device).synchronize()
+        order.check()
+        return Order(lambda: order.keys, is_measured, start, end)
 
     def merge(
         self, token_slots: Tensor, start: int, observation: Observation, selection: Selection
@@ -142,7 +149,7 @@ class Compressor:
         show = self._show(observation, start, token_slots)
         return self.policy.merge(show, self.packer.geometry, selection)
 
-    def _order(self, token_slots: Tensor, start: int, observation: Observation) -> Tensor:
+    def _order(self, token_slots: Tensor, start: int, observation: Observation) -> RangeOrder:
         """The order of a range; the entries that the policy keeps at the budget are the best of it."""
         config, geometry = self.config, self.packer.geometry
         show = self._show(observation, start, token_slots)

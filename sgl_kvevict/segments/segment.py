@@ -81,12 +81,13 @@ class Order:
 
     Attributes:
         launched: returns the keys, int16: in place [num_layers, num_kv_heads, num_tokens], packed [num_entries]. Where
-            they are computed beside the scheduler's stream, a call makes that stream, not the host, wait for them.
+            they are computed beside the scheduler's stream, the host waits until they are.
         is_measured: keys come from measured attention of readers, not from predicted scores.
         start: logical position of the first token of the range whose entries were ordered together.
         end: logical position after its last one. A part of the range has a part of the keys.
         turn: turn of the scheduler's loop in which they were launched beside its stream; None: they are here.
         ranking: the same of all parts of one range.
+        check: raises ValueError if the keys cannot be used; called once they are computed.
     """
 
     launched: Callable[[], Tensor]
@@ -95,15 +96,18 @@ class Order:
     end: int
     turn: int | None = None
     ranking: object = field(default_factory=object)
+    check: Callable[[], None] = lambda: None
 
     @property
     def keys(self) -> Tensor:
-        """The keys, for use on the scheduler's stream."""
-        return self.launched()
+        """The keys; ValueError if the policy's scores, or its choice, were wrong."""
+        keys = self.launched()
+        self.check()
+        return keys
 
     def with_keys(self, keys: Tensor) -> Order:
         """The same order of entries of which these are the keys."""
-        return replace(self, launched=lambda: keys, turn=None)
+        return replace(self, launched=lambda: keys, turn=None, check=lambda: None)
 
     def within(self, first: int, last: int) -> Order:
         """The keys of tokens ``[first, last)`` of a segment in place, counted from its start; no copy."""
@@ -316,7 +320,7 @@ class Segment:
     def end_at(self, position: int) -> None:
         """The last node of a segment in place was dropped: it ends before it."""
         if self.order is not None:
-            _ = self.order.keys  # the scheduler's stream waits for a ranking beside it that still reads the slots
+            self.order.launched()  # a ranking beside the scheduler's stream still reads the slots
         self.order, self.attention = self._within(0, position - self.start)
         self.end = position
         self._all_live()

@@ -16,12 +16,13 @@ from torch import Tensor
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.geometry import KVGeometry, KVScales
 from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.policies.order import RangeOrder
 from sgl_kvevict.policies.policy import Policy
 
 
 def order_beside_windows(
     policy: Policy, show: Show, geometry: KVGeometry, token_slots: Tensor, total: int, protected: int
-) -> Tensor:
+) -> RangeOrder:
     """Order all entries of a range, as :meth:`Policy.order` does; ``token_slots`` are the range's.
 
     The policy, which must not merge, orders the layers without a window, of which it keeps what is left of ``total``;
@@ -31,13 +32,14 @@ def order_beside_windows(
     shape = geometry.num_layers, geometry.num_kv_heads, num_tokens
     order = torch.zeros(shape, dtype=torch.int16, device=token_slots.device)
     if not layers:
-        return order
+        return RangeOrder(policy.name, order, 0, torch.zeros(2, dtype=torch.int64))
     kept = geometry.tokens_to_keep(num_tokens, total // geometry.num_runs)
     num_last = sum(count for count, window in zip(kept, geometry.windows, strict=True) if window)
     num_rest = min(total - num_last * geometry.num_kv_heads, num_tokens * len(layers) * geometry.num_kv_heads)
     num_rest -= num_rest % len(layers) if policy.reuse_layers > 1 else 0
     of_others = policy.order(lambda row: show(layers[row]), _without_windows(geometry, layers), num_rest, protected)
-    return order.index_copy_(0, to_device(torch.tensor(layers), order.device), of_others)
+    order.index_copy_(0, to_device(torch.tensor(layers), order.device), of_others.keys)
+    return replace(of_others, keys=order)
 
 
 def _without_windows(geometry: KVGeometry, layers: tuple[int, ...]) -> KVGeometry:

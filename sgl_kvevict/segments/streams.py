@@ -14,11 +14,14 @@ class ChoiceStream(Protocol):
     """A place to launch work that reads the arena and writes only what it allocates; the scheduler's stream goes on."""
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Launch work behind everything that the scheduler's stream has; the result, once called, is used there."""
+        """Launch work behind everything that the scheduler's stream has; the result, once called, is done."""
 
 
 class SideStream:
-    """A CUDA stream beside the scheduler's. The host never waits for it.
+    """A CUDA stream beside the scheduler's.
+
+    The host waits for work where its result is called: an order is checked before entries move by it. That is two turns
+    after the launch, when the work is done, or earlier if slots are short.
 
     Memory needs no ``record_stream``. Inputs are kept until the work was seen to be done. What work allocates belongs
     to this stream's pool, and is given out again to later work only, which waits for the scheduler's stream, and so for
@@ -43,7 +46,7 @@ class SideStream:
             self._running.append((done, work))
 
         def result() -> T:
-            torch.cuda.current_stream(self._device).wait_event(done)
+            done.synchronize()
             self._forget_done()
             return value
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -11,6 +14,9 @@ from helpers.passes import MiniScheduler
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.cache.resize import TURNS_OF_RANKING
 from sgl_kvevict.guard import Place
+from sgl_kvevict.policies import LayerView, Policy, Scorer, TokenScores
+from sgl_kvevict.policies.budgets import LayeredBudget, UniformHeads, UniformLayers
+from sgl_kvevict.policies.selectors import TopKSelector
 
 DOCUMENT = document(0, 20)
 
@@ -195,6 +201,48 @@ def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch, is_late):
     cache.turns()
     assert errors[Place.COMPRESSION] == 1 and not ranges(cache.harness) and not cache.stages
     cache.harness.decode(reader)
+
+
+@dataclass(frozen=True)
+class WrongScores(Scorer):
+    """Scores that cannot be compared."""
+
+    number: float
+
+    def score(self, view: LayerView) -> TokenScores:
+        return TokenScores(torch.full((view.num_kv_heads, view.num_tokens), self.number))
+
+
+def wrong_policy(number: float) -> Policy:
+    return Policy("mine", WrongScores(number), LayeredBudget(UniformLayers(), UniformHeads()), TopKSelector())
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_by_scores_that_are_no_numbers_nothing_is_compressed(caplog, number, is_beside):
+    """The range stays uncompressed, where slots are short, too; the error is counted, and names policy and shape."""
+    make_stream = LateStream if is_beside else None
+    harness = make_harness(options={"policy": wrong_policy(number), "make_stream": make_stream})
+    reader = harness.run(DOCUMENT)
+    for _ in range(TURNS_OF_RANKING):
+        harness.turn()
+    reclaim(harness)
+    assert harness.tree.guard.errors[Place.COMPRESSION] == 1 and not ranges(harness)
+    assert re.search(r"policy 'mine': \d+ scores of a range of \(\d+, \d+, 18\)", caplog.text)
+    harness.decode(reader)
+    harness.finish(reader)
+
+
+def test_a_range_whose_end_is_dropped_before_its_wrong_order_is_read():
+    """The drop is accounting, which an error would end the server in: the order is checked where it is used."""
+    harness = make_harness(options={"policy": wrong_policy(float("nan")), "make_stream": LateStream})
+    harness.finish(harness.run(DOCUMENT))
+    harness.finish(harness.run([*DOCUMENT[:10], 50]))
+    harness.tree.prefixes.pressure.reclaim = lambda *_: 0  # it would be read instead
+    for _ in range(3):
+        harness.evict(1)
+    harness.turn()
+    assert not ranges(harness)
 
 
 def test_what_passes_have_read_is_exchanged_in_turn():

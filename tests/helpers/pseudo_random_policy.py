@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvevict.policies.order import order_of
+from sgl_kvevict.policies.order import RangeOrder, facts_of, order_of
 from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.ragged import MergePlan
@@ -34,7 +34,8 @@ class PseudoRandomPolicy:
         kept = torch.zeros(runs * tokens, dtype=torch.bool)
         kept[score.flatten().topk(total).indices] = True
         shape = geometry.num_layers, geometry.num_kv_heads, tokens
-        return order_of(RangeScores(score.view(shape), None, None, 0, 0), kept.view(shape), comparable=True)
+        scores, kept = RangeScores(score.view(shape), None, None, 0, 0), kept.view(shape)
+        return RangeOrder(self.name, order_of(scores, kept, comparable=True), total, facts_of(scores, kept))
 
     def merge(self, show, geometry, selection):
         if self.splittable:

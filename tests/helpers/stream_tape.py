@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 class StreamTape(TorchDispatchMode):
     """Stands in for ``torch.cuda``'s streams; everything runs at once, and its stream is noted.
 
-    An event is not done before ``is_done``. There is no way to wait on the host: an attempt is an AttributeError.
+    An event is not done before ``is_done``. The host can wait for an event only, not for a stream: an attempt is an
+    AttributeError.
 
     Attributes:
-        entries: (stream, what): a torch operator, "wait for STREAM", "record N", "wait for event N", or as noted.
+        entries: (stream or "host", what): a torch operator, "wait for STREAM", "record N", "wait for event N", or as
+            noted.
         writes: (stream, storage) of each operator that wrote to memory.
     """
 
@@ -102,6 +104,10 @@ class TapeEvent:
     def record(self, stream: TapeStream) -> None:
         self.is_recorded = True
         self._tape.entries.append((stream.name, f"record {self.number}"))
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+        self._tape.entries.append(("host", f"wait for event {self.number}"))
 
     def query(self) -> bool:
         return self._tape.is_done

@@ -136,7 +136,7 @@ def test_order_and_choice_read_nothing_from_a_device(
         slots = torch.empty(100, dtype=torch.int64, device="meta")
         rows, attention = torch.empty(101, 2, 16, device="meta"), torch.empty(2, 100, device="meta")
         signals = {Signal.READER_ATTENTION: attention, Signal.ACCUMULATED_ATTENTION: attention}
-        order = policy.order(lambda layer: LayerView(layer, 0, rows, rows, slots, 0.3, signals), geometry, 160, 2)
+        order = policy.order(lambda layer: LayerView(layer, 0, rows, rows, slots, 0.3, signals), geometry, 160, 2).keys
         assert order.shape == (4, 2, 100)
         chosen = Sources(geometry, [TokenRange(slots, 0, order)]).best(20, bits, 2)
         assert [(part.bits, part.num_entries) for part in chosen.kept] == sizes

@@ -55,7 +55,7 @@ def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
     with recorded() as warm:
         warm_up(compressor, torch.float16)
     with recorded() as served:
-        for first, num_tokens, start in ((1, 97, 0), (5, 176, 301)):
+        for first, num_tokens, start in ((1, 97, 0), (101, 176, 301)):  # rows that were packed are no input
             slots = torch.arange(1003)[first : first + num_tokens]
             queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim).half()
             segment = Segment(geometry, start, start + num_tokens)
