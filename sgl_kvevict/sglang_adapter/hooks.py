@@ -293,7 +293,7 @@ FEATURES = (
             Hook(
                 target=f"{_SCHEDULER}.get_new_batch_prefill",
                 function=f"{_ADAPTER}.long_prompts.after_admission",
-                why="the prompt whose chunks wait for room is unknown to the hooks above, and could wait for ever",
+                why="a prompt whose chunks wait for room that nobody can release would wait for ever",
                 until=_LIMIT,
             ),
         ),

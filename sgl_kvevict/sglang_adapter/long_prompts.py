@@ -36,14 +36,22 @@ class LongPromptAdmission:
 
     Attributes:
         limit: prompts with at least so many tokens are long (SGLang's own limit).
-        prefilling: the long prompt whose chunks are being computed; others are admitted after its last chunk.
-        is_parked: in this turn there was no room for its next chunk.
+        is_parked: in this turn there was no room for the next chunk of the long prompt that is being prefilled.
     """
 
     plan: LongPrompts
     limit: int
-    prefilling: Req | None = None
+    scheduler: Scheduler
     is_parked: bool = False
+
+    @property
+    def prefilling(self) -> Req | None:
+        """The long prompt whose chunks are being computed; others are admitted after its last chunk.
+
+        Not kept between two turns: a pause that retracts, an abort or a flush ends the prefill meanwhile.
+        """
+        req = self.scheduler.chunked_req
+        return req if is_long(self.scheduler.tree_cache, req) else None
 
 
 def admission_of(allocator: BaseTokenToKVPoolAllocator) -> LongPromptAdmission | None:
@@ -67,7 +75,9 @@ def after_chunked_prefill(_result: None, scheduler: Scheduler) -> None:
     plan = LongPrompts.of(tree.compressor.config, num_slots, chunk)
     if plan is None or scheduler.model_config.context_len <= num_slots:
         return
-    scheduler.token_to_kv_pool_allocator.kvevict_long_prompts = LongPromptAdmission(plan, scheduler.max_req_input_len)
+    scheduler.token_to_kv_pool_allocator.kvevict_long_prompts = LongPromptAdmission(
+        plan, scheduler.max_req_input_len, scheduler
+    )
     scheduler.max_req_len = scheduler.model_config.context_len - 1
     scheduler.max_req_input_len = scheduler.max_req_len - 5  # as SGLang does
     if tree.ranks.is_first:
@@ -198,14 +208,13 @@ def before_allocation(batch: ScheduleBatch) -> None:
 
 
 def after_admission(result: Any, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
-    """Hook after the choice of the next prefill: note the long prompt under way; abort one that would wait for ever."""
+    """Hook after the choice of the next prefill: abort a long prompt that would wait for room for ever."""
     admission = admission_of(scheduler.token_to_kv_pool_allocator)
     if admission is None:
         return
-    req = scheduler.chunked_req
-    admission.prefilling = req if is_long(scheduler.tree_cache, req) else None
     was_parked, admission.is_parked = admission.is_parked, False  # a turn that tries no chunk says nothing about room
-    if admission.prefilling is None or not was_parked:
+    req = admission.prefilling
+    if req is None or not was_parked:
         return
     if result.batch_to_run is None and result.running_batch.is_empty():
         logger.error("kvevict: request %s: %s", shown(req.rid), STUCK)

@@ -52,7 +52,7 @@ class LongPromptScheduler:
         plan = LongPrompts.of(harness.config, harness.num_slots, chunk)
         assert plan is not None
         self.plan = plan
-        harness.allocator.kvevict_long_prompts = LongPromptAdmission(plan, harness.num_slots - 6)
+        harness.allocator.kvevict_long_prompts = LongPromptAdmission(plan, harness.num_slots - 6, self)
         harness.allocator.create_prefill_budget = lambda tree, **kwargs: HookedBudget(harness.allocator, tree, **kwargs)
         self.queue: list[Req] = []
         self.chunked_req: Req | None = None
@@ -117,4 +117,3 @@ class LongPromptScheduler:
         """Forget a prompt that was released in the middle."""
         if self.chunked_req not in self.harness.live:
             self.chunked_req = None
-            after_admission(SimpleNamespace(batch_to_run=None), self)

@@ -147,6 +147,22 @@ def test_with_prefill_budget_neither_exact_requests_nor_what_they_read_shrink():
     assert len(scheduler.tree_cache.spans) == 0
 
 
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_a_long_prompt_that_is_retracted_between_two_turns_lets_others_in(comes_again):
+    """As a pause that retracts does; SGLang forgets then how far its chunks have come."""
+    scheduler = serve()
+    long, other = submit(scheduler, text(3 * POOL)), submit(scheduler, text(30, seed=1))
+    for _ in range(3):
+        scheduler.round()
+    scheduler.harness.retract(long)
+    if comes_again:
+        scheduler.queue.append(long)
+    prefill(scheduler, other)
+    if comes_again:
+        prefill(scheduler, long)
+    assert not scheduler.aborted
+
+
 def test_two_at_once_are_served_one_after_the_other():
     scheduler = serve()
     first, second = (submit(scheduler, text(4 * POOL, seed)) for seed in (1, 2))
