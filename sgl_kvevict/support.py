@@ -235,10 +235,6 @@ class AfterLoad(Kernels, HasTraits):
         """What the machine lacks, one sentence per line."""
         return "\n".join(reason for check in self.machine for reason in reasons(MACHINE, check))
 
-    def needs(self, *signals: str) -> bool:
-        """Whether the policy reads one of some signals, by their values."""
-        return self.policy is not None and any(signal.value in signals for signal in self.policy.needs)
-
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -511,9 +507,6 @@ AFTER_LOAD: Table[AfterLoad] = {
     "images that see later tokens": (lambda f: f.is_multimodal and f.sees_later,
         "an image's tokens attend to later ones of the same image, which causal attention would leave out; "
         "--language-model-only serves the model's text"),
-    "images with query moments": (lambda f: f.is_multimodal and f.has_axes and f.needs("query_moments"),
-        "policy {f.policy.name!r} turns queries to the positions that follow, which after an image are not those that "
-        "it counts; --language-model-only serves the model's text"),
     "windows only": (lambda f: f.windows_class is not None and not f.has_full_layers,
         "every layer of the model has a sliding window and one KV pool: there is nothing to compress"),
     "mamba_radix_cache_strategy": (lambda f: f.has_states and f.settings.state_strategy == "extra_buffer_lazy",
@@ -557,9 +550,6 @@ AFTER_LOAD: Table[AfterLoad] = {
         "has at least one request: start with --cuda-graph-backend-decode disabled"),
     "prefill_budget with latents": (lambda f: f.is_latent and f.config.prefill_budget is not None,
         f"prefill_budget: {_UNMEASURED}"),
-    "policy with latents": (lambda f: f.is_latent and f.needs("output_gram"),
-        "policy {f.policy.name!r} weighs values by the output projection, but another projection lies between it and "
-        "a latent (MLA)"),
     "speculative_algorithm with latents": (lambda f: f.is_latent and f.speculates,
         "--speculative-algorithm: drafts of a model with latents (MLA) keep latents, too, and a segment's slots "
         "hold a draft's keys and values"),

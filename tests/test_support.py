@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from helpers.own_policies import OWN_POLICIES
 from helpers.settings import loaded, settings
 from sgl_kvevict import support
 from sgl_kvevict.config import Bits, KVEvictConfig
@@ -100,9 +99,6 @@ AFTER = {
     "speculative_algorithm with a pool of windows": loaded(own=DRAFTS, windows_class=WINDOWS),
     "speculative_num_draft_tokens with windows": loaded(own=DRAFTS, windows=(0, 11)),
     "images that see later tokens": loaded(is_multimodal=True, sees_later=True),
-    "images with query moments": loaded(
-        policy=build_policy(OWN_POLICIES["expected-attention"], {}), is_multimodal=True, has_axes=True
-    ),
     "windows only": loaded(windows_class=WINDOWS, has_full_layers=False),
     "mamba_radix_cache_strategy": loaded(own=settings(state_strategy="extra_buffer_lazy"), has_states=True),
     "speculative_algorithm with states": loaded(own=DRAFTS, has_states=True),
@@ -122,7 +118,6 @@ AFTER = {
     "attn_dp_size with states": loaded(own=settings(attn_dp_size=2), has_states=True),
     "attn_dp_size with captured steps": loaded(own=settings(attn_dp_size=2), decode_graphs="full"),
     "prefill_budget with latents": loaded(EARLY, is_latent=True),
-    "policy with latents": loaded(policy=build_policy(OWN_POLICIES["defensive"], {}), is_latent=True),
     "speculative_algorithm with latents": loaded(own=DRAFTS, is_latent=True),
 }
 SIXTEEN = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import NO_ROTARY, Harness, publish_server_args
 from helpers.harness_store import Server
 from helpers.learned import random_scores
 from helpers.stored import identity
@@ -384,7 +384,7 @@ def make_harness(**options: Any) -> Harness:
     config = KVEvictConfig(score_after_matches=1)
     harness = Harness(POOL, max_tokens=POOL, config=config, policy=policy, bits="auto", **options)
     compressor: Any = harness.tree.compressor
-    compressor.learned = random_scores(harness.geometry, compressor.rotary)
+    compressor.learned = random_scores(harness.geometry, NO_ROTARY)
     return harness
 
 

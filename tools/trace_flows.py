@@ -35,7 +35,7 @@ import sglang
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import NO_ROTARY, Harness, publish_server_args
 from helpers.learned import random_scores
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
@@ -226,7 +226,7 @@ def make(policy: str, **options: Any) -> Driver:
     driver = Driver(num_slots=2000, max_tokens=1000, config=config, policy=build_policy(policy, {}), **options)
     if policy == LEARNED:
         compressor = driver.tree.compressor
-        compressor.learned = random_scores(driver.geometry, compressor.rotary)
+        compressor.learned = random_scores(driver.geometry, NO_ROTARY)
     return driver
 
 

@@ -175,7 +175,7 @@ def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
     rotary = Rotary(torch.ones(num_tokens, 64), is_neox=True)
     learned = random_scores(geometry, rotary)
     packer = SegmentPacker(geometry, k, k.clone(), statistics=None if bits == 16 else random_statistics(geometry))
-    compressor = Compressor(config, built, packer, rotary, learned=learned)
+    compressor = Compressor(config, built, packer, learned=learned)
     observation = compressor.new_observation()
     window = max(built.window_size, 1)
     observation.begin_chunk(num_tokens - window, num_tokens, is_last=True)

@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LargestOfRanks(Protocol):
-    """All-reduce over tensor-parallel ranks."""
-
-    def __call__(self, value: int, *same: int) -> int:
-        """The largest ``value`` of all ranks; InvariantError if ``same`` are not equal on all of them."""
-
-
 class TreePort(Protocol):
     """The tree: nodes, locks, slots and rows."""
 
@@ -106,7 +99,7 @@ class TreePort(Protocol):
         """From the reader's next forward on, its tokens ``[0, end)`` are read from spans."""
 
     def largest(self, value: int, *same: int) -> int:
-        """See :class:`LargestOfRanks`."""
+        """The largest ``value`` of all tensor-parallel ranks; InvariantError if ``same`` differ between them."""
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Exchange numbers between tensor-parallel ranks, equally many on each; the result is by rank."""

@@ -22,8 +22,6 @@ from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.paths import cache_folder, replace_file
 
 FORMAT = "sgl-kvevict score weights 2"
-FORMATS = ("sgl-kvevict score weights 1", FORMAT)
-"""What is read; in the first one there are no statistics."""
 _SCORES = ("cache", "window")
 ROTARY_TOLERANCE = 0.01
 """Some models store their tables in bfloat16."""
@@ -106,9 +104,8 @@ def check_format(path: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"score weights {str(path)!r} cannot be read: {error}") from error
     has_parts = [names.issuperset(part) for part in (_SCORES, STATISTICS)]
-    if metadata.get("format") not in FORMATS or "rotary" not in names or not any(has_parts):
-        allowed = " or ".join(map(repr, FORMATS))
-        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {allowed}")
+    if metadata.get("format") != FORMAT or "rotary" not in names or not any(has_parts):
+        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {FORMAT!r}")
 
 
 def load_learned(path: Path, model: ModelIdentity) -> Learned:

@@ -14,7 +14,7 @@ from torch import Tensor
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.ranking import order_keys
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.ragged import MergePlan
 
 
 class Trait(Enum):
@@ -95,18 +95,6 @@ class RangeScores:
     def with_pinned(self, kept: Tensor) -> Tensor:
         """Extend a mask over candidates to the whole range, pinned tokens kept."""
         return torch.nn.functional.pad(kept, (self.num_first, self.num_last), value=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Decision:
-    """Outcome of one compression.
-
-    ``order`` (:meth:`Policy.order`) is of all entries, None of a range that is kept whole.
-    """
-
-    selection: Selection
-    merge: MergePlan | None = None
-    order: Tensor | None = None
 
 
 class Scorer(ABC):

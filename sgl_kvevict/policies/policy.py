@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError, InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.order import RangeOrder, facts_of, order_of
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
-    Decision,
     Merger,
     RangeScores,
     Scorer,
@@ -128,24 +125,6 @@ class Policy:
         kept = torch.zeros(lens.numel(), views[0].num_tokens, dtype=torch.bool, device=lens.device)
         kept[runs, selection.indices] = True
         return self.merger.merge(views, kept.view(geometry.num_layers, geometry.num_kv_heads, -1))
-
-    def select(self, show: Show, geometry: KVGeometry, total: int, protected: int) -> Decision:
-        """Choose exactly ``total`` entries of a range: the best of :meth:`order`, with :meth:`merge`.
-
-        Each layer is shown once. A range that is kept whole is neither scored nor ordered.
-        """
-        shown = cache(show)
-        num_tokens, runs = shown(0).num_tokens, geometry.num_runs
-        lens = torch.arange(runs + 1, device=shown(0).token_slots.device) * num_tokens
-        if total == num_tokens * runs:
-            indices = torch.arange(num_tokens, dtype=torch.int32, device=lens.device).repeat(runs)
-            keep_lens = lens.diff().int().view(geometry.num_layers, -1)
-            return Decision(Selection(keep_lens, indices, total))
-        order = self.order(shown, geometry, total, protected)
-        order.check()
-        numbers, keep_lens = largest_entries(order.keys.flatten(), lens, total)
-        selection = Selection(keep_lens.view(geometry.num_layers, -1), (numbers % num_tokens).int(), total)
-        return Decision(selection, self.merge(shown, geometry, selection), order.keys)
 
     def _score(self, views: list[LayerView], per_head: int, protected: int) -> RangeScores:
         first = views[0]

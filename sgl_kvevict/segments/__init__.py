@@ -3,7 +3,6 @@
 Nothing here knows SGLang or the tree; :mod:`sgl_kvevict.cache` decides when which range is ranked and written.
 """
 
-from sgl_kvevict.segments.collectors import needs_rotary
 from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
 from sgl_kvevict.segments.prompt_observation import CacheObservation, Observation, ObservationSpec, PromptObservation
 from sgl_kvevict.segments.ranker import Compressor
@@ -40,6 +39,5 @@ __all__ = [
     "TokenRange",
     "View",
     "bytes_of",
-    "needs_rotary",
     "warm_up",
 ]

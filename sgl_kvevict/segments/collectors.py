@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.key_scores import accumulated_attention
-from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
-from sgl_kvevict.policies.signals import QueryMoments, QueryWindow, Signal
+from sgl_kvevict.policies.signals import QueryWindow, Signal
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class Chunk:
         sm_scale: softmax scale of the layer.
         k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.
         window_size: maximum number of queries to keep.
-        rotary: the model's rotary embedding; None if unused.
     """
 
     queries: Tensor
@@ -46,19 +44,12 @@ class Chunk:
     sm_scale: float
     k_scale: float
     window_size: int
-    rotary: Rotary | None
 
     @property
     def key_slots(self) -> Tensor:
         """``token_slots``, for a collector whose ``needs_slots`` is set."""
         assert self.token_slots is not None
         return self.token_slots
-
-    @property
-    def model_rotary(self) -> Rotary:
-        """``rotary``, for a collector whose ``needs_rotary`` is set."""
-        assert self.rotary is not None
-        return self.rotary
 
     def last(self, earlier: Tensor | None, rows: Tensor) -> Tensor:
         """The last ``window_size`` of the earlier rows and this chunk's; contiguous."""
@@ -73,8 +64,6 @@ class Collector(ABC):
 
     needs_slots: ClassVar[bool] = False
     """Whether :attr:`Chunk.token_slots` is required."""
-    needs_rotary: ClassVar[bool] = False
-    """Whether :attr:`Chunk.rotary` is required."""
 
     @property
     def num_bytes(self) -> int:
@@ -187,39 +176,14 @@ class AccumulatedAttention(PerToken):
         numbers += earlier
 
 
-class Moments(Collector):
-    """Mean and covariance of all queries; their size is constant and not counted."""
-
-    needs_rotary = True
-
-    def __init__(self) -> None:
-        self._moments: QueryMoments | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        """Add the chunk's queries."""
-        _, num_qo_heads, head_dim = chunk.queries.shape
-        moments = self._moments or QueryMoments.empty(num_qo_heads, head_dim, chunk.model_rotary)
-        self._moments = moments.add(chunk.queries, chunk.query_start)
-
-    def value(self, first: int, num_tokens: int) -> QueryMoments | None:
-        """The moments; independent of the range."""
-        return self._moments
-
-
 COLLECTORS: Mapping[Signal, type[Collector]] = {
     Signal.WINDOW_QUERIES: WindowQueries,
     Signal.WINDOW_KEYS: WindowKeys,
     Signal.ACCUMULATED_ATTENTION: AccumulatedAttention,
-    Signal.QUERY_MOMENTS: Moments,
 }
-"""Collectors of the signals of a prefill. Other signals come from the pool, from readers or from the model."""
+"""Collectors of the signals of a prefill. Other signals come from the pool or from readers."""
 
 
 def collected(signals: frozenset[Signal]) -> dict[Signal, type[Collector]]:
     """The collectors of some signals, in a fixed order."""
     return {signal: kind for signal, kind in COLLECTORS.items() if signal in signals}
-
-
-def needs_rotary(signals: frozenset[Signal]) -> bool:
-    """Whether collecting these signals requires the model's rotary embedding."""
-    return any(collector.needs_rotary for collector in collected(signals).values())

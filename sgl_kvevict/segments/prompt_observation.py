@@ -8,7 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import Signal
@@ -28,17 +27,11 @@ class Observation(Protocol):
 
 @dataclass(frozen=True)
 class ObservationSpec:
-    """Signals to collect, and the data that collectors need.
-
-    ``window_size`` limits the window signals; ``output_grams``, for :attr:`Signal.OUTPUT_GRAM`, is [num_layers,
-    num_kv_heads, head_dim, head_dim], float32.
-    """
+    """Signals to collect; ``window_size`` limits the window signals."""
 
     geometry: KVGeometry
     signals: frozenset[Signal]
     window_size: int = 0
-    rotary: Rotary | None = None
-    output_grams: Tensor | None = None
 
     @cached_property
     def collectors(self) -> dict[Signal, type[Collector]]:
@@ -135,7 +128,6 @@ class PromptObservation:
             sm_scale=sm_scale,
             k_scale=self.spec.geometry.scales.of(layer)[0],
             window_size=self.spec.window_size,
-            rotary=self.spec.rotary,
         )
         for collector in self._layers[layer].values():
             collector.add(chunk)
@@ -145,8 +137,6 @@ class PromptObservation:
         first, num_tokens = start - self._key_start, token_slots.numel()
         collectors = self._layers[layer].items()
         signals = {signal: value for signal, one in collectors if (value := one.value(first, num_tokens)) is not None}
-        if self.spec.output_grams is not None:
-            signals[Signal.OUTPUT_GRAM] = self.spec.output_grams[layer]
         k_scale, v_scale = self.spec.geometry.scales.of(layer)
         return LayerView(
             layer=layer,

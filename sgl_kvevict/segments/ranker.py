@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
@@ -29,16 +28,14 @@ from sgl_kvevict.widths import rows_that_fit
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    Without statistics of the model in ``packer``, rows have 16 bits, whatever ``config`` says. ``rotary`` and
-    ``output_grams`` are as in :class:`ObservationSpec`; ``learned`` is for ``distilled``; ``slot_positions`` as in
-    :class:`CachedRange`; entries are ranked on ``stream`` (None: at once, on the scheduler's).
+    Without statistics of the model in ``packer``, rows have 16 bits, whatever ``config`` says. ``learned`` is for
+    ``distilled``; ``slot_positions`` as in :class:`CachedRange`; entries are ranked on ``stream`` (None: at once, on
+    the scheduler's).
     """
 
     config: KVEvictConfig
     policy: Policy
     packer: SegmentPacker
-    rotary: Rotary | None = None
-    output_grams: Tensor | None = None
     learned: LearnedScores | None = None
     slot_positions: Tensor | None = None
     stream: ChoiceStream | None = None
@@ -47,7 +44,7 @@ class Compressor:
         policy, geometry = self.policy, self.packer.geometry
         if self.packer.statistics is None:
             self.config = self.config.model_copy(update={"bits": 16})
-        self.observes = ObservationSpec(geometry, policy.needs, policy.window_size, self.rotary, self.output_grams)
+        self.observes = ObservationSpec(geometry, policy.needs, policy.window_size)
 
     @property
     def scores_any_range(self) -> bool:

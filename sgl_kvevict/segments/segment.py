@@ -143,12 +143,6 @@ class Rows:
         """Starts and lengths, [num_runs], int32 each, of the runs' entries of the tokens ``[start, end)``."""
         return cut_runs(self.positions, self.indptr, start, end)
 
-    def run_of_entries(self) -> Tensor:
-        """[num_entries], int64: each entry's run, ``layer * num_kv_heads + head``."""
-        lens = self.indptr.diff()
-        runs = torch.arange(lens.numel(), device=lens.device)
-        return torch.repeat_interleave(runs, lens, output_size=self.num_entries)
-
 
 @dataclass(frozen=True, eq=False)
 class Packed:
@@ -329,10 +323,6 @@ class Segment:
         """What is known of the entries of tokens ``[first, last)``, counted from the start; in place."""
         order = None if self.order is None else self.order.within(first, last)
         return order, None if self.attention is None else self.attention[..., first:last]
-
-    def run_of_entries(self) -> Tensor:
-        """[num_entries], int64: each entry's run, ``layer * num_kv_heads + head``."""
-        return torch.cat([part.run_of_entries() for part in self.storage.parts])
 
     def runs(self) -> tuple[SpanRuns, ...]:
         """All entries, by the width of their rows; the same objects until it is resized."""

@@ -15,14 +15,13 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import NO_POLICY, configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.segments import Compressor, SegmentPacker, SideStream, needs_rotary, warm_up
+from sgl_kvevict.segments import Compressor, SegmentPacker, SideStream, warm_up
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.draft_attention import DraftAttentionBackend, draft_attention_of
 from sgl_kvevict.sglang_adapter.host_memory import open_host
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of, window_pool_of
-from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
 from sgl_kvevict.sglang_adapter.settings import ServerSettings, published
@@ -100,11 +99,7 @@ def _assemble(
     distilling = access = None
     compressor = Compressor(config, NO_POLICY, packer)
     if policy is not None:
-        model = ctx.tp_worker.model_runner.model
-        output_grams = (
-            find_output_grams(model, geometry, backend.places) if Signal.OUTPUT_GRAM in policy.needs else None
-        )
-        rotary = learned = None
+        learned = None
         needs_scores = Signal.LEARNED_SCORES in policy.needs
         if needs_scores or backend.statistics is not None:
             distilling = Distilling(
@@ -112,13 +107,11 @@ def _assemble(
             )
         if needs_scores:
             assert distilling is not None
-            learned, rotary = distilling.learned, distilling.learned.rotary
-        elif needs_rotary(policy.needs):
-            rotary = find_rotary(model, backend.places)
+            learned = distilling.learned
         # A pool for windows may replace an uncompressed node's slots, which a choice would still be reading.
         is_alone = arena.k.is_cuda and window_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()) is None
         stream = SideStream(arena.k.device) if is_alone else None
-        compressor = Compressor(config, policy, packer, rotary, output_grams, learned, backend.slot_positions, stream)
+        compressor = Compressor(config, policy, packer, learned, backend.slot_positions, stream)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         elif backend.statistics is not None:

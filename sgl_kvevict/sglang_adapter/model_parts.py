@@ -1,4 +1,4 @@
-"""Finds parts of a model: rotary embedding, output projections, sliding windows, FP8 KV scales.
+"""Finds parts of a model: rotary embedding, sliding windows, FP8 KV scales.
 
 ``places`` is {layer number in the model: index in the KV pool} everywhere.
 """
@@ -9,17 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor, nn
 
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
-from sgl_kvevict.policies.signals import output_gram
-
-PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Weight dtypes without separate scales."""
+from sgl_kvevict.geometry import UNSCALED, KVScales
 
 
 def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
@@ -104,30 +99,3 @@ def find_sink_dtype(model: nn.Module) -> torch.dtype | None:
         if isinstance(sinks, Tensor) and any(isinstance(child, RadixAttention) for child in module.children()):
             return sinks.dtype
     return None
-
-
-def find_output_grams(model: nn.Module, geometry: KVGeometry, places: Mapping[int, int]) -> Tensor:
-    """Return :func:`output_gram` of every layer: [num_layers, num_kv_heads, head_dim, head_dim], float32.
-
-    Raises:
-        UnsupportedSetupError: an attention layer lacks a single unquantised output projection beside it.
-    """
-    grams: dict[int, Tensor] = {}
-    for module in model.modules():
-        children = list(module.children())
-        layers = [child for child in children if isinstance(child, RadixAttention)]
-        outputs = [child for child in children if isinstance(child, RowParallelLinear)]
-        if len(layers) != 1 or layers[0].layer_id not in places:
-            continue
-        weight = getattr(outputs[0], "weight", None) if len(outputs) == 1 else None
-        if isinstance(weight, Tensor) and weight.dtype in PLAIN_DTYPES:
-            gram = output_gram(weight, geometry.num_kv_heads, geometry.head_dim)
-            grams[places[layers[0].layer_id]] = gram
-    if len(grams) != geometry.num_layers:
-        raise UnsupportedSetupError(
-            [
-                "the policy weighs values, which needs one unquantised output projection beside each attention; "
-                f"found {len(grams)} in {geometry.num_layers} layers"
-            ]
-        )
-    return torch.stack([grams[layer] for layer in sorted(grams)])

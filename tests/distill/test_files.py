@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from kvevict_tools.models import model_path
 from sgl_kvevict.distill import (
@@ -30,7 +31,6 @@ from sgl_kvevict.distill import (
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Rotary
 
 ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
 MODEL = ModelIdentity("mine", "ab" * 32, 3, 2, 8, Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=-1), is_neox=True))
@@ -63,10 +63,9 @@ def _umask() -> int:
     return mask
 
 
-def test_a_file_of_the_first_format_has_scores_and_is_completed(tmp_path: Path) -> None:
+def test_a_file_of_scores_alone_is_completed(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_learned(path, Learned(SCORES), MODEL)
-    path.write_bytes(path.read_bytes().replace(b"score weights 2", b"score weights 1"))
     known = load_learned(path, MODEL)
     assert known.scores is not None and known.statistics is None
     save_learned(path, known.completed_by(Learned(None, STATISTICS)), MODEL)
@@ -123,9 +122,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_learned(path, MODEL)
     save_file({"cache": torch.zeros(3)}, path)
-    with pytest.raises(
-        ConfigError, match="got format None; allowed: 'sgl-kvevict score weights 1' or 'sgl-kvevict score weights 2'"
-    ):
+    with pytest.raises(ConfigError, match="got format None; allowed: 'sgl-kvevict score weights 2'"):
         load_learned(path, MODEL)
     save_learned(path, LEARNED, MODEL)
     path.write_bytes(path.read_bytes()[:-5])

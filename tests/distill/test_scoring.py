@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill import CachedRange, ScoreWeights, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
 from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, score_range
 from sgl_kvevict.geometry import KVScales
-from sgl_kvevict.policies import LayerView, QueryWindow, Rotary, Signal
+from sgl_kvevict.policies import LayerView, QueryWindow, Signal
 
 LAYERS, SLOTS, HEADS, DIM = 3, 90, 2, 16
 

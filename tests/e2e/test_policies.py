@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from helpers.decisions import decide
 from helpers.dense_attention import accumulated_attention
 from helpers.policy_serving import CONFIG, ENV, FLAGS, TAIL_TOKENS, Served, assert_nothing_is_lost, serve_everything
 from helpers.tiny_model import VOCAB_SIZE
@@ -74,8 +75,6 @@ ROUTINE = [
     Case("chunkkv", 0.2, {"reuse_layers": 2}),
     # a user's own, from examples/policies
     Case("value_aware:value_aware", 0.2, {"window_size": 16}),
-    Case("expected_attention:expected_attention", 0.2),
-    Case("defensive:defensive", 0.2, {"budget_rule": "adaptive", "window_size": 16}),
 ]
 
 
@@ -137,7 +136,7 @@ def dense_share(model: Path, case: Case, document: list[int], start: int, end: i
     policy = build_policy(case.policy, case.options)
     assert policy is not None
     total = math.ceil(Fraction(str(case.budget)) * num_tokens) * 12
-    selection = policy.select(show, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4).selection
+    selection = decide(policy, show, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4).selection
     runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
     inside = (selection.indices >= start) & (selection.indices < end)
     cells = runs[inside] * num_bins + (selection.indices[inside].long() - start) * num_bins // (end - start)

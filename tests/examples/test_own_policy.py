@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.decisions import decide
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, QueryWindow, Signal, build_policy
@@ -49,7 +50,7 @@ def test_it_keeps_what_attention_times_value_says(view: LayerView) -> None:
     scores = policy.scorer.score(view).values
     attention = WindowAttentionScorer(8).score(view).values
     torch.testing.assert_close(scores, attention * view.values.norm(dim=-1).T)
-    decision = policy.select(lambda _: view, KVGeometry(1, 6, 3, 8, NUM_TOKENS + 1), 30, 2)
+    decision = decide(policy, lambda _: view, KVGeometry(1, 6, 3, 8, NUM_TOKENS + 1), 30, 2)
     assert decision.selection.keep_lens.sum() == 30
     for run in decision.selection.indices.split(decision.selection.keep_lens[0].tolist()):
         assert run[:2].tolist() == [0, 1]

@@ -36,6 +36,7 @@ from helpers.host import check_complements, check_host
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from helpers.statistics import random_statistics
+from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import decode_rows, encode_rows, load_rows
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import length_of, path_to
@@ -43,7 +44,7 @@ from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.cache_report import WIDTHS
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import Policy, Rotary
+from sgl_kvevict.policies import Policy
 from sgl_kvevict.policies.by_name import NO_POLICY
 from sgl_kvevict.segments import Compressor, DraftRows, Packed, Segment, SegmentPacker, Span
 from sgl_kvevict.segments.streams import ChoiceStream
@@ -162,7 +163,7 @@ class Harness:
         policy = cast("Policy", self.policy or NO_POLICY)
         if self.policy is None:
             self.config = self.config.model_copy(update={"policy": "none"})
-        compressor = kind(self.config, policy, store, NO_ROTARY, stream=stream)
+        compressor = kind(self.config, policy, store, stream=stream)
         ranks = TensorRanks(self.group)
         identity = host_identity(store, self.config.min_prefix_tokens, ranks)
         block_bytes = 2 * store.slot_bytes

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from helpers.decisions import run_of_entries
 from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.store.host import ALIGNMENT, HostSegments, Piece
@@ -49,7 +50,9 @@ def check_complements(complements: Complements, table: PrefixTable) -> None:
     assert complements.found.keys() <= complements._of.keys() <= table.packed.keys()
     for segment, complement in complements._of.items():
         assert complement.pieces
-        parts = [segment.run_of_entries() << 32 | segment.storage.positions]
+        parts = [
+            torch.cat([run_of_entries(part.indptr) for part in segment.storage.parts]) << 32 | segment.storage.positions
+        ]
         for piece in complement.pieces:
             assert segment.start <= piece.start < piece.end <= segment.end
             if not piece.is_lost:

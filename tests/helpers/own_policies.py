@@ -9,8 +9,6 @@ FOLDER = Path(__file__).parents[2] / "examples" / "policies"
 OWN_POLICIES = {
     "knorm": "knorm:knorm",
     "keydiff": "keydiff:keydiff",
-    "expected-attention": "expected_attention:expected_attention",
-    "defensive": "defensive:defensive",
 }
 """Paths by the policies' names; importable once this module is imported."""
 

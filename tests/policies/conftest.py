@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.decisions import Decision, decide
 from helpers.dense_attention import accumulated_attention, dense_attention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import Decision, LayerView, Policy, QueryWindow, RangeScores, Signal
+from sgl_kvevict.policies import LayerView, Policy, QueryWindow, RangeScores, Signal
 
 
 class Prompt:
@@ -67,8 +68,8 @@ class Prompt:
             num_prompt_tokens=self.length,
         )
 
-    def run(self, policy: Policy, total: int, protected: int = 0, **kwargs: object) -> Decision:
-        return policy.select(self.show, self.geometry, total, protected, **kwargs)
+    def run(self, policy: Policy, total: int, protected: int = 0) -> Decision:
+        return decide(policy, self.show, self.geometry, total, protected)
 
 
 def kept_lists(decision: Decision) -> list[list[list[int]]]:

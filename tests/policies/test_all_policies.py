@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.decisions import decide
 from helpers.own_policies import OWN_POLICIES
 from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import (
     LayerView,
     Policy,
-    QueryMoments,
-    Rotary,
     Signal,
     build_policy,
     list_policies,
@@ -29,7 +28,7 @@ from sgl_kvevict.ragged import Selection
 
 Run = Callable[..., Any]
 NAMES = [*(info.name for info in list_policies() if info.name != "none"), *OWN_POLICIES]
-WITH_WINDOW = ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv", "defensive")
+WITH_WINDOW = ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv")
 WINDOWS = {
     "k-vec": {"base_window": 4, "extended_window": 8},
     **{name: {"window_size": 8} for name in WITH_WINDOW},
@@ -49,14 +48,7 @@ def combinations() -> list[tuple[str, str]]:
 
 
 def shows(prompt: Any) -> Callable[[int], LayerView]:
-    table = Rotary(torch.randn(200, 8, generator=torch.Generator().manual_seed(0)), True)
-
-    def show(layer: int) -> LayerView:
-        moments = QueryMoments.empty(6, 8, table).add(prompt.queries[layer], 0)
-        gram = torch.randn(prompt.num_heads, 8, 8, generator=torch.Generator().manual_seed(layer))
-        signals = {Signal.QUERY_MOMENTS: moments, Signal.OUTPUT_GRAM: gram @ gram.transpose(1, 2)}
-        return prompt.show(layer).with_signals(signals)
-
+    show: Callable[[int], LayerView] = prompt.show
     return show
 
 
@@ -84,7 +76,7 @@ def test_exact_total_ascending_protected(random_prompt: Run, kept: Run, name: st
     prompt = random_prompt(length=60, tail=tail, start=0)
     policy = build(name, rule)
     for slots, protected in ((3, 3), (13, 4), (41, 0), (51 - tail + 8, 2)):
-        decision = policy.select(shows(prompt), prompt.geometry, slots * 9, protected)
+        decision = decide(policy, shows(prompt), prompt.geometry, slots * 9, protected)
         runs = [run for layer in kept(decision) for run in layer]
         assert sum(map(len, runs)) == slots * 9 == decision.selection.num_entries
         for run in runs:
@@ -155,7 +147,7 @@ def test_one_order_has_the_choice_at_the_budget_and_all_others_around_it(
         order = policy.order(shows(prompt), prompt.geometry, total, protected).keys
         assert order.dtype == torch.int16 and order.shape == kept.shape
         assert torch.equal(order >= 0, kept) and torch.equal(best(order, total), kept)
-        decision = policy.select(shows(prompt), prompt.geometry, total, protected)
+        decision = decide(policy, shows(prompt), prompt.geometry, total, protected)
         assert torch.equal(mask_of(decision.selection, 57), kept)
         assert decision.order is not None and torch.equal(decision.order, order)
         pinned = order == PINNED
@@ -202,7 +194,7 @@ def test_keys_and_values_in_float8_count_as_what_they_stand_for(random_prompt: R
         buffers[0, prompt.slots], buffers[1, prompt.slots] = stored[0][layer], stored[1][layer]
         return replace(meant(layer), k_buffer=buffers[0], v_buffer=buffers[1], k_scale=0.5, v_scale=2.0)
 
-    want, got = (build(name).select(show, prompt.geometry, 17 * 9, 2) for show in (meant, as_stored))
+    want, got = (decide(build(name), show, prompt.geometry, 17 * 9, 2) for show in (meant, as_stored))
     assert kept(got) == kept(want)
 
 
@@ -210,9 +202,9 @@ def test_keys_and_values_in_float8_count_as_what_they_stand_for(random_prompt: R
 def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, name: str) -> None:
     """Not a law for merging or coverage, whose choices depend on the budget; sizes grow for all."""
     prompt = random_prompt(length=60)
-    small, large = (build(name).select(shows(prompt), prompt.geometry, 9 * n, 2) for n in (12, 30))
+    small, large = (decide(build(name), shows(prompt), prompt.geometry, 9 * n, 2) for n in (12, 30))
     assert bool((large.selection.keep_lens >= small.selection.keep_lens).all())
-    if name in ("snapkv", "knorm", "keydiff", "random", "streaming-llm", "chunkkv", "expected-attention"):
+    if name in ("snapkv", "knorm", "keydiff", "random", "streaming-llm", "chunkkv"):
         pairs = zip(kept(small), kept(large), strict=True)
         assert all(set(a) <= set(b) for fewer, more in pairs for a, b in zip(fewer, more, strict=True))
 
@@ -233,8 +225,8 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
             v_buffer=seen.v_buffer if Signal.VALUES in policy.needs else poison,
         )
 
-    full = policy.select(show, prompt.geometry, 9 * 20, 2)
-    bare = policy.select(stripped, prompt.geometry, 9 * 20, 2)
+    full = decide(policy, show, prompt.geometry, 9 * 20, 2)
+    bare = decide(policy, stripped, prompt.geometry, 9 * 20, 2)
     assert torch.equal(full.selection.indices, bare.selection.indices)
     assert (policy.window_size > 0) == (Signal.WINDOW_QUERIES in policy.needs)
 
@@ -242,7 +234,7 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_are_shown_once_in_ascending_order(random_prompt: Run, name: str) -> None:
     prompt = random_prompt(length=60)
-    build(name).select(shows(prompt), prompt.geometry, 9 * 20, 2)
+    decide(build(name), shows(prompt), prompt.geometry, 9 * 20, 2)
     assert prompt.shown == [0, 1, 2]
 
 
@@ -258,7 +250,7 @@ def test_half_precision_arenas(random_prompt: Run, name: str) -> None:
         seen = replace(seen, k_buffer=seen.k_buffer.bfloat16(), v_buffer=seen.v_buffer.bfloat16())
         return seen.with_signals({Signal.WINDOW_QUERIES: window})
 
-    decision = build(name).select(half, prompt.geometry, 9 * 20, 2)
+    decision = decide(build(name), half, prompt.geometry, 9 * 20, 2)
     assert int(decision.selection.keep_lens.sum()) == 180
     assert decision.merge is None or decision.merge.weights.dtype == torch.float32
 
@@ -266,9 +258,9 @@ def test_half_precision_arenas(random_prompt: Run, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_token_and_one_head(random_prompt: Run, kept: Run, name: str) -> None:
     prompt = random_prompt(num_layers=1, num_heads=1, group=6, length=9, tail=7)
-    decision = build(name).select(shows(prompt), prompt.geometry, 1, 0)
+    decision = decide(build(name), shows(prompt), prompt.geometry, 1, 0)
     assert [len(run) for run in kept(decision)[0]] == [1]
-    nothing = build(name).select(shows(prompt), prompt.geometry, 0, 0)
+    nothing = decide(build(name), shows(prompt), prompt.geometry, 0, 0)
     assert nothing.selection.indices.numel() == 0
 
 

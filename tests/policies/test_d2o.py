@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.decisions import Decision, decide
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import Decision, LayerView, Policy, Signal, build_policy
+from sgl_kvevict.policies import LayerView, Policy, Signal, build_policy
 from sgl_kvevict.policies.methods.d2o import D2O, NearestKeyMerger, mean_similarity, merge_plan, nearest_kept
 from sgl_kvevict.ragged import MergePlan
 
@@ -78,7 +79,7 @@ def golden(direction: str) -> tuple[Decision, Policy, Tensor]:
     keys = torch.tensor(GOLDEN_KEYS)[:, None]
     values = torch.arange(6.0)[:, None, None].expand(6, 1, 2).contiguous()
     seen = view_of(keys, values, torch.tensor([GOLDEN_SUMS]))
-    return policy.select(lambda _: seen, KVGeometry(1, 1, 1, 2, 6), 4, 0), policy, keys[:, 0]
+    return decide(policy, lambda _: seen, KVGeometry(1, 1, 1, 2, 6), 4, 0), policy, keys[:, 0]
 
 
 def test_golden_trace() -> None:
@@ -231,11 +232,6 @@ def test_ablations_equal_h2o_with_sinks(random_prompt: Run) -> None:
     prompt = random_prompt()
     first, second = (prompt.run(policy, 9 * 24, protected=4).selection for policy in (d2o, h2o))
     assert torch.equal(first.indices, second.indices)
-
-
-def test_room_for_everything_merges_nothing(random_prompt: Run) -> None:
-    """10.19."""
-    assert random_prompt().run(build_policy("d2o", {}), 9 * 72).merge is None
 
 
 def test_unequal_heads_merge_too(random_prompt: Run, kept: Run) -> None:

@@ -58,4 +58,4 @@ def test_missing_sums_are_refused(random_prompt: Run, num_tokens: int | None, me
 
     assert policy is not None
     with pytest.raises(ValueError, match=f"needs accumulated_attention {message}"):
-        policy.select(show, prompt.geometry, 90, 0)
+        policy.order(show, prompt.geometry, 90, 0)

@@ -40,7 +40,7 @@ def test_golden_run_of_algorithm_2(make_prompt: Run, kept: Run, order: str, expe
     decision = prompt.run(ada, 18)
     assert decision.selection.keep_lens.tolist() == [[5, 6, 7]]
     assert kept(decision) == [expected]
-    assert decision.merge is None and decision.state is None
+    assert decision.merge is None
 
 
 @pytest.mark.parametrize("order", ["pool-mean", "mean-pool"])
@@ -154,7 +154,6 @@ def test_room_for_everything_keeps_everything(random_prompt: Run) -> None:
     prompt = random_prompt()
     decision = prompt.run(policy("ada-snapkv"), 72 * 9)
     assert torch.equal(decision.selection.indices, torch.arange(72, dtype=torch.int32).repeat(9))
-    assert prompt.shown == [0]
 
 
 @pytest.mark.parametrize(("total", "protected"), [(72 * 9 + 1, 0), (35, 4), (-9, 0)])

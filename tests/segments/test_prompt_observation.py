@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from helpers.dense_attention import accumulated_attention, dense_attention
-from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.segments.collectors import COLLECTORS, collected, needs_rotary
+from sgl_kvevict.segments.collectors import COLLECTORS, collected
 from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=8, num_token_slots=64)
 NUM_TOKENS = 40
 SM_SCALE = 0.3
-ANGLES = torch.arange(2000.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
-ROTARY = Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=1), is_neox=True)
 
 
 @pytest.fixture
@@ -33,7 +30,7 @@ def prompt():
 def observe(prompt, cuts, signals, window_size=16, key_starts=()):
     """Observe a prompt in chunks; from each of the key starts on, a chunk finds the tokens before it compressed."""
     queries, lse, keys, slots = prompt
-    observation = PromptObservation(ObservationSpec(GEOMETRY, frozenset(signals), window_size, ROTARY))
+    observation = PromptObservation(ObservationSpec(GEOMETRY, frozenset(signals), window_size))
     for start, end in zip([0, *cuts], [*cuts, NUM_TOKENS], strict=True):
         first = max((key_start for key_start in key_starts if key_start <= start), default=0)
         observation.begin_chunk(start, end, is_last=end == NUM_TOKENS, key_start=first, token_slots=slots[first:end])
@@ -98,14 +95,6 @@ def test_accumulated_attention_adds_up_over_chunks(prompt, cuts):
         torch.testing.assert_close(seen, accumulated_attention(weights, 3)[:, 5:25])
 
 
-@pytest.mark.parametrize("cuts", [[], [17], [1, 2, 39]])
-def test_moments_are_those_of_all_queries(prompt, cuts):
-    moments = show(observe(prompt, cuts, [Signal.QUERY_MOMENTS]), prompt, 1, 5, 25)[Signal.QUERY_MOMENTS]
-    plain = ROTARY.apply(prompt[0][1], torch.arange(NUM_TOKENS), inverse=True)[4:]  # the first four are left out
-    assert moments.count == NUM_TOKENS - 4
-    torch.testing.assert_close(moments.mean, plain.mean(0), rtol=1e-4, atol=1e-5)
-
-
 def test_numbers_of_tokens_that_were_compressed_meanwhile_are_forgotten(prompt):
     observation = observe(prompt, [10, 20, 30], [Signal.ACCUMULATED_ATTENTION], key_starts=[8, 23])
     queries, _, keys, slots = prompt
@@ -119,7 +108,6 @@ def test_memory_of_what_was_recorded(prompt):
         Signal.WINDOW_QUERIES: 16 * 6 * (8 + 1) * 4,
         Signal.WINDOW_KEYS: 16 * 3 * 8 * 4,
         Signal.ACCUMULATED_ATTENTION: 3 * NUM_TOKENS * 4,
-        Signal.QUERY_MOMENTS: 0,  # does not grow with the prompt
     }
     for signal, num_bytes in per_layer.items():
         assert observe(prompt, [30], [signal]).num_bytes == 2 * num_bytes
@@ -130,4 +118,3 @@ def test_each_signal_has_one_collector():
     signals = {Signal.WINDOW_QUERIES, Signal.WINDOW_KEYS, Signal.ACCUMULATED_ATTENTION, Signal.KEYS}
     assert collected(frozenset(signals)).keys() == signals - {Signal.KEYS}
     assert len(set(COLLECTORS.values())) == len(COLLECTORS)
-    assert needs_rotary(frozenset({Signal.QUERY_MOMENTS})) and not needs_rotary(frozenset(signals))

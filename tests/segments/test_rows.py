@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.decisions import run_of_entries
 from helpers.packing import ordered
 from kvevict_kernels.row_codec import RowStatistics, decode_rows, encode_rows, load_rows
 from sgl_kvevict.config import Bits
@@ -71,7 +72,7 @@ class World:
         check_places(self.geometry, packed)
         assert known is not None
         for part in packed.parts:
-            runs = part.run_of_entries()
+            runs = run_of_entries(part.indptr)
             tokens = part.positions.long() - START
             ascends = (part.positions.diff() > 0) | (runs.diff() > 0)
             assert ascends.all()
@@ -225,7 +226,7 @@ def test_passes_score_keys_as_they_are_read(world: World, bits: Bits) -> None:
     assert segment.attention is not None
     first = 0
     for part in segment.storage.parts:
-        runs = part.run_of_entries()
+        runs = run_of_entries(part.indptr)
         keys = load_rows(world.arenas[0], part.rows, part.bits, world.statistics.of_runs(runs)[0])
         for entry, (run, key) in enumerate(zip(runs.tolist(), keys, strict=True)):
             head = run % 2
@@ -266,7 +267,7 @@ def test_sinks_have_16_bits_in_every_head(world: World, bits: Bits) -> None:
         first = segment.storage.parts[0]
         assert first.bits == 16 and first.positions.tolist() == [0, 1] * RUNS
         rows = world.arenas[0].view(-1, 32)[first.rows.long()]
-        layers, heads = first.run_of_entries() // 2, first.run_of_entries() % 2
+        layers, heads = run_of_entries(first.indptr) // 2, run_of_entries(first.indptr) % 2
         assert rows.equal(world.before[0][layers, world.token_slots[first.positions.long()], heads])
     assert 16 not in {kept.bits for kept in Sources(world.geometry, [world.tokens()]).best(8, bits, 2).kept}
 

@@ -8,11 +8,12 @@ from torch import Tensor
 from helpers.own_policies import OWN_POLICIES
 from helpers.packing import compress, squeeze
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, ScoreWeights, with_learned_scores
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerView, Rotary, Signal
+from sgl_kvevict.policies import LayerView, Signal
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.segments import Compressor, Segment, SegmentPacker
 from sgl_kvevict.segments.prompt_observation import CacheObservation, ObservationSpec, PromptObservation

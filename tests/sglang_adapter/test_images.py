@@ -11,17 +11,14 @@ from sglang.srt.layers.rotary_embedding import MRotaryEmbedding, base
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
 from sglang.srt.models.gemma4_mm import Gemma4ForConditionalGeneration
-from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from torch import nn
 
 from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.own_policies import OWN_POLICIES
 from helpers.passes import MiniScheduler
 from helpers.settings import refused
 from sgl_kvevict.cache.nodes import FIRST_IMAGE_TOKEN
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.policies import build_policy
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.model_parts import find_rotary
@@ -185,12 +182,3 @@ def test_attention_to_later_tokens_of_an_image_is_refused(kind):
     (reason,) = refused(is_multimodal=True, sees_later=sees_later)
     assert reason.startswith("an image's tokens attend to later ones of the same image")
     assert refused(sees_later=sees_later) == []
-
-
-def test_queries_of_the_future_are_not_guessed_where_images_move_positions():
-    assert not hasattr(model_of(Qwen2_5_VLForConditionalGeneration), "prepare_attn_masks")
-    expected = build_policy(OWN_POLICIES["expected-attention"], {})
-    (reason,) = refused(None, expected, is_multimodal=True, has_axes=True)
-    assert reason.startswith("policy 'expected-attention' turns queries to the positions that follow")
-    assert refused(None, build_policy("distilled", {}), is_multimodal=True, has_axes=True) == []
-    assert refused(None, expected, is_multimodal=True) == []

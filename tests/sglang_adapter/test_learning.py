@@ -10,12 +10,13 @@ import torch
 
 from helpers.harness import Harness
 from helpers.passes import Letters, MiniScheduler
+from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import Learned, LearnedScores, RowSums, ScoreLearner, ScoreWeights
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import Rotary, build_policy
+from sgl_kvevict.policies import build_policy
 from sgl_kvevict.policies.methods.distilled import DistilledScorer
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import learning
@@ -82,7 +83,6 @@ class LearnedCache:
         self.prefixes = self.harness.tree.prefixes
         compressor = self.prefixes.compressor
         self.learned = compressor.learned = LearnedScores(ROTARY)
-        compressor.observes = replace(compressor.observes, rotary=ROTARY)
         if is_known:
             self.learned.weights = ScoreWeights.zeros(self.harness.geometry)
         self.scheduler = MiniScheduler(self.harness)

@@ -18,7 +18,7 @@ KEPT_SHARES = (0.5, 0.2)
 WINDOW = 32
 SINKS = 4
 CHUNK = 10
-OWN_POLICIES = ("knorm", "keydiff", "expected-attention")
+OWN_POLICIES = ("knorm", "keydiff")
 """Policies of ``examples/policies``."""
 
 
@@ -238,9 +238,6 @@ def _ada_snapkv(setting: Setting) -> list[Case]:
 
 def _agnostic(setting: Setting) -> list[Case]:
     ratio = {"compression_ratio": setting.ratio}
-    expected = Press("ExpectedAttentionPress", dict(ratio))
-    mean_only = Press("ExpectedAttentionPress", {**ratio, "use_covariance": False, "use_vnorm": False})
-    plain = {"use_covariance": False, "use_value_norm": False}
     tail = f"the tail of {WINDOW} is kept within the budget; in kvpress it competes"
     return [
         Case("knorm", "Knorm", Press("KnormPress", ratio), "knorm", {}, 0, True, "smallest key norms"),
@@ -250,10 +247,4 @@ def _agnostic(setting: Setting) -> list[Case]:
              "least cosine similarity to the mean key direction of the prompt"),
         Case("keydiff, as served", "KeyDiff", Press("KeyDiffPress", ratio), "keydiff", {}, WINDOW, False,
              f"{tail}, as do {SINKS} sinks; our mean is over the range", SINKS),
-        Case("expected-attention", "ExpectedAttention", expected, "expected-attention", {}, 0, True,
-             "query moments before RoPE, mean rotation of 512 positions, value norm, 4 sinks"),
-        Case("expected-attention, mean only", "ExpectedAttention", mean_only, "expected-attention", plain, 0, True,
-             "the same without covariance and value norm"),
-        Case("expected-attention, as served", "ExpectedAttention", expected, "expected-attention", {}, WINDOW, False,
-             f"{tail}; our normalisation is over the range", SINKS),
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerView, QueryMoments, QueryWindow, Rotary, Signal, build_policy
+from sgl_kvevict.policies import LayerView, QueryWindow, Signal, build_policy
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "policies"))
 ROUNDING = 1e-5
@@ -61,7 +61,6 @@ class Recording:
         self.queries = self._file.get_tensor("queries")
         self.lse = self._file.get_tensor("lse")
         self.accumulated = self._file.get_tensor("accumulated")
-        self.rotary = Rotary(self._file.get_tensor("cos_sin"), is_neox=True)
         num_layers, self.num_tokens, num_kv_heads, head_dim = self.keys.shape
         self.geometry = KVGeometry(num_layers, self.queries.shape[2], num_kv_heads, head_dim, self.num_tokens + 1)
         # Slots in no order, like an arena's; slot 0 is padding.
@@ -88,9 +87,6 @@ class Recording:
             signals[Signal.WINDOW_QUERIES] = QueryWindow(
                 self.queries[layer, start:], self.lse[layer, start:].contiguous(), start
             )
-        if Signal.QUERY_MOMENTS in needs:
-            empty = QueryMoments.empty(self.geometry.num_qo_heads, self.geometry.head_dim, self.rotary)
-            signals[Signal.QUERY_MOMENTS] = empty.add(self.queries[layer], 0)
         if Signal.ACCUMULATED_ATTENTION in needs:
             signals[Signal.ACCUMULATED_ATTENTION] = self.accumulated[layer, :, :end]
         return LayerView(
@@ -111,15 +107,10 @@ class Recording:
             raise ValueError(f"case {case.name}: policy {case.policy!r} keeps everything")
         needs, window_size = policy.needs, policy.window_size
         total = num_entries - case.tail * self.geometry.num_runs
-        decision = policy.select(
+        order = policy.order(
             lambda layer: self.show(layer, case.tail, window_size, needs), self.geometry, total, case.protected
         )
-        lens = decision.selection.keep_lens.flatten().long()
-        runs = torch.arange(lens.numel()).repeat_interleave(lens)
-        kept = torch.zeros(lens.numel(), self.num_tokens, dtype=torch.bool)
-        kept[runs, decision.selection.indices.long()] = True
-        kept[:, self.num_tokens - case.tail :] = True
-        return kept.view_as(self.accumulated)
+        return torch.nn.functional.pad(order.keys >= 0, (0, case.tail), value=True)  # what is kept at the budget
 
 
 def compare(recording: Recording, prompt_name: str, kept_share: float, case: Case) -> Comparison:

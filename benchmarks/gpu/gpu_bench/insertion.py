@@ -70,7 +70,7 @@ class Prefix:
     def compress(self, policy: Policy) -> None:
         """Scores, selection and packing, as the server does them."""
         order = policy.order(self.show, self.geometry, self.num_kept, 0)
-        self.pack(Sources(self.geometry, [TokenRange(self.token_slots, 0, order)]).best(self.setting.kept_tokens))
+        self.pack(Sources(self.geometry, [TokenRange(self.token_slots, 0, order.keys)]).best(self.setting.kept_tokens))
 
     def pack(self, sources: Sources) -> Segment:
         """Move the kept entries into a segment."""

@@ -79,9 +79,7 @@ class PolicyRun:
         assert policy is not None
         self.prompt, self.policy = prompt, policy
         self.label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-        self.spec = ObservationSpec(
-            prompt.geometry, policy.needs, policy.window_size, prompt.rotary, prompt.output_grams
-        )
+        self.spec = ObservationSpec(prompt.geometry, policy.needs, policy.window_size)
         self.token_slots = prompt.token_slots[: prompt.num_tokens - TAIL_TOKENS]
         self.num_slots = -(-int(budget * 1000) * self.token_slots.numel() // 1000)
 
@@ -104,7 +102,7 @@ class PolicyRun:
             show = with_learned_scores(show_left, prompt.score_weights, tokens, prompt.rotary)
         total = self.num_slots * prompt.geometry.num_runs
         order = self.policy.order(show, prompt.geometry, total, SINK_TOKENS)
-        sources = Sources(prompt.geometry, [TokenRange(self.token_slots, 0, order)]).best(self.num_slots)
+        sources = Sources(prompt.geometry, [TokenRange(self.token_slots, 0, order.keys)]).best(self.num_slots)
         assert sources.selection is not None
         merge = self.policy.merge(show, prompt.geometry, sources.selection)
         return sources, merge

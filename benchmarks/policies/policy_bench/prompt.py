@@ -17,7 +17,6 @@ from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, find_weights, load_scores, weights_folders
 from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.signals import output_gram
 from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "examples" / "data" / "station_handbook.txt"
@@ -39,7 +38,6 @@ class PrefilledPrompt:
         queries: [num_layers, num_tokens, num_qo_heads, head_dim], after RoPE.
         lse: [num_layers, num_tokens, num_qo_heads], float32.
         rotary: the model's rotary embedding.
-        output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, of the output projections.
         sm_scale: softmax scale.
         score_weights: learned ones of the model, if there are any.
         seconds: CPU time of the prefill (the model's layers, no logits).
@@ -51,7 +49,6 @@ class PrefilledPrompt:
     queries: Tensor
     lse: Tensor
     rotary: Rotary
-    output_grams: Tensor
     sm_scale: float
     score_weights: ScoreWeights | None
     seconds: float
@@ -137,9 +134,9 @@ class DemoModel:
             self.model.model(token_ids[:, positions[0]], position_ids=positions, use_cache=False)
         seconds = CLOCK() - begin
         scale = self.head_dim**-0.5
-        rotary, grams = self._rotary(num_tokens), self._output_grams(geometry)
+        rotary = self._rotary(num_tokens)
         weights = self._score_weights(rotary)
-        return PrefilledPrompt(geometry, arena[0], arena[1], queries, lse, rotary, grams, scale, weights, seconds)
+        return PrefilledPrompt(geometry, arena[0], arena[1], queries, lse, rotary, scale, weights, seconds)
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
@@ -155,10 +152,6 @@ class DemoModel:
         out, lse = state["attention"].run(request, layer, rows, scaling)
         state["queries"][layer, start:end], state["lse"][layer, start:end] = rows, lse
         return out[None], None
-
-    def _output_grams(self, geometry: KVGeometry) -> Tensor:
-        weights = [layer.self_attn.o_proj.weight for layer in self.model.model.layers]
-        return torch.stack([output_gram(weight, geometry.num_kv_heads, self.head_dim) for weight in weights])
 
     def _score_weights(self, rotary: Rotary) -> ScoreWeights | None:
         num_layers, _, num_heads = self.shape

@@ -30,8 +30,6 @@ shrink while it is prefilled."""
 OWN_POLICIES = {
     "knorm": "knorm:knorm",
     "keydiff": "keydiff:keydiff",
-    "expected-attention": "expected_attention:expected_attention",
-    "defensive": "defensive:defensive",
 }
 """Policies of ``examples/policies``, which are measured beside ours: their dotted paths by name."""
 OWN_FOLDER = Path(__file__).parents[3] / "examples" / "policies"

@@ -13,7 +13,6 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from helpers.harness import NO_ROTARY
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from helpers.statistics import random_statistics
@@ -97,9 +96,9 @@ def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0) -> TreeSe
         score_after_matches=1_000_000_000,  # passes never come: no model runs
     )
     if bits is None:
-        compressor = Compressor(config, NO_POLICY, packer, NO_ROTARY)
+        compressor = Compressor(config, NO_POLICY, packer)
     else:
-        compressor = LearnedCompressor(config, PseudoRandomPolicy(needs_passes=True), packer, NO_ROTARY)
+        compressor = LearnedCompressor(config, PseudoRandomPolicy(needs_passes=True), packer)
     ranks = TensorRanks(None)
     identity = host_identity(packer, config.min_prefix_tokens, ranks)
     blocks = host * num_slots // BLOCK_SLOTS

@@ -1,0 +1,41 @@
+"""What a policy keeps of a range, as a list of entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.radix_select import largest_entries
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies import Policy
+from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.ragged import MergePlan, Selection
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """Kept entries, merges, and the order of all entries."""
+
+    selection: Selection
+    merge: MergePlan | None
+    order: Tensor
+
+
+def decide(policy: Policy, show: Show, geometry: KVGeometry, total: int, protected: int = 0) -> Decision:
+    """Choose ``total`` entries of a range: the best of its order; each layer is shown once."""
+    shown = cache(show)
+    num_tokens = shown(0).num_tokens
+    order = policy.order(shown, geometry, total, protected)
+    order.check()
+    lens = torch.arange(geometry.num_runs + 1, device=order.keys.device) * num_tokens
+    numbers, keep_lens = largest_entries(order.keys.flatten(), lens, total)
+    selection = Selection(keep_lens.view(geometry.num_layers, -1), (numbers % num_tokens).int(), total)
+    return Decision(selection, policy.merge(shown, geometry, selection), order.keys)
+
+
+def run_of_entries(indptr: Tensor) -> Tensor:
+    """[num_entries], int64: the run of each entry."""
+    return torch.arange(indptr.numel() - 1).repeat_interleave(indptr.diff())
