@@ -20,6 +20,8 @@ from kvevict_tools.cpu_speculation import (
     copy_to_rows,
     draft_locs,
     front_locs,
+    keep_top_k,
+    keep_top_p,
     last_accepted,
     pack_accepted,
     reconstruct_tree,
@@ -222,3 +224,34 @@ def test_slots_and_tokens_of_drafts():
     last = torch.zeros(2, dtype=torch.int32)
     last_accepted(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 1]), last, 3, 2)
     assert last.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 7, 1 << 30, 0.01, 0.3, 0.75, 0.999, 1.0])
+def test_likely_tokens_keep_their_share(limit):
+    """Token by token, the likeliest first, until there are enough; an equal one goes with it."""
+    torch.manual_seed(3)
+    probs = torch.randn(6, 7).mul(2).softmax(-1)
+    probs[0] = torch.tensor([0.2, 0.1, 0.2, 0.2, 0.1, 0.1, 0.1])  # equal ones
+    want = torch.zeros_like(probs)
+    for row, kept in zip(probs.tolist(), want, strict=True):
+        total = 0.0
+        ranked = sorted(row, reverse=True)
+        for number, value in enumerate(ranked):
+            if total >= limit if isinstance(limit, float) else number >= limit:
+                break
+            total += value
+            least = value
+        for token, value in enumerate(row):
+            kept[token] = value if value >= least else 0.0
+        kept /= kept.sum()
+    keep = keep_top_p if isinstance(limit, float) else keep_top_k
+    torch.testing.assert_close(keep(probs, torch.full((6,), limit)), want)
+
+
+def test_rows_have_limits_of_their_own():
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]])
+    assert keep_top_k(probs, torch.tensor([1, 2], dtype=torch.int32)).tolist() == [
+        [1.0, 0.0, 0.0],
+        pytest.approx([0.0, 0.375, 0.625]),
+    ]
+    assert keep_top_p(probs, torch.tensor([0.6, 0.4])).tolist() == [pytest.approx([0.625, 0.375, 0.0]), [0.0, 0.0, 1.0]]

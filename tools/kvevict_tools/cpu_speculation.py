@@ -269,6 +269,33 @@ def sample_tree(
         predicts[places[node]] = int(torch.searchsorted(sums, drawn, right=True).clamp(max=len(sums) - 1))
 
 
+def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
+    """Keep each row's ``top_k`` [num_rows] largest probabilities, and equal ones, scaled to a sum of 1; others are 0.
+
+    ``top_k`` may exceed the vocabulary. Source: FlashInfer's ``top_k_renorm_probs``.
+    """
+    sizes = top_k.long().clamp(1, probs.shape[-1])
+    least = probs.sort(-1, descending=True).values.gather(-1, sizes[:, None] - 1)
+    return _scaled(probs, least)
+
+
+def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Keep each row's fewest largest probabilities that sum to ``top_p`` [num_rows], and equal ones, scaled likewise.
+
+    Source: FlashInfer's ``top_p_renorm_probs``.
+    """
+    ranked = probs.sort(-1, descending=True).values
+    before = ranked.cumsum(-1) - ranked
+    num_kept = (before < top_p[:, None]).sum(-1, keepdim=True).clamp(min=1)
+    return _scaled(probs, ranked.gather(-1, num_kept - 1))
+
+
+def _scaled(probs: Tensor, least: Tensor) -> Tensor:
+    """Probabilities of at least ``least`` [num_rows, 1], scaled to a sum of 1."""
+    kept = probs.masked_fill(probs < least, 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
 SUBSTITUTES: dict[tuple[str, str], Any] = {
     ("sglang.kernels.ops.speculative.cache_locs", "assign_extend_cache_locs"): Launched(copy_from_rows),
     ("sglang.kernels.ops.speculative.eagle", "fill_accept_out_cache_loc"): Launched(pack_accepted),
@@ -279,6 +306,8 @@ SUBSTITUTES: dict[tuple[str, str], Any] = {
     ("sglang.srt.mem_cache.allocation", "assign_req_to_token_pool"): Launched(copy_to_rows),
     ("sglang.srt.speculative.eagle_utils", "verify_tree_greedy_func"): verify_tree_greedy,
     ("sglang.srt.speculative.eagle_utils", "tree_speculative_sampling_target_only"): sample_tree,
+    ("sglang.srt.speculative.eagle_utils", "top_k_renorm_prob"): keep_top_k,
+    ("sglang.srt.speculative.eagle_utils", "top_p_renorm_prob"): keep_top_p,
 }
 """(module, name) of what SGLang launches or calls, and what stands for it."""
 TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
