@@ -53,7 +53,7 @@ PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION, Place.HOST})
 
 
 class Guard:
-    """Holds, counts and logs exceptions; ``errors``: their number by place.
+    """Holds, counts and logs exceptions; ``errors``: their number by place; ``attempts``: blocks begun, by place.
 
     With several tensor-parallel ranks, an exception at one of ``PER_RANK`` is an :class:`InvariantError`: the other
     ranks would go on with another tree.
@@ -62,6 +62,7 @@ class Guard:
     def __init__(self, num_ranks: int = 1) -> None:
         self.num_ranks = num_ranks
         self.errors = dict.fromkeys(Place, 0)
+        self.attempts = dict.fromkeys(Place, 0)
 
     def at(self, place: Place) -> Attempt:
         """Return a context in which exceptions other than :class:`InvariantError` end only the block.
@@ -84,17 +85,26 @@ class Guard:
             raise InvariantError("one rank's computation failed; the others go on with another tree") from error
 
     def held(self, place: Place, error: Exception) -> None:
-        """Count an exception, and log the first one of each place with its trace."""
+        """Count an exception; log the 1st (with its trace), 10th, 100th, .. one of each place."""
         self.errors[place] += 1
-        if self.errors[place] == 1:
+        count = self.errors[place]
+        if count == 1:
             trace = "".join(traceback.format_tb(error.__traceback__))[-MAX_TRACE_CHARS:]
-            logger.error(
-                "kvevict: an error at %r was held, the server goes on; further ones there are only counted.\n%s%s: %s",
-                place.value,
-                trace,
-                type(error).__name__,
-                cut(str(error)),
-            )
+        elif str(count).strip("0") == "1":  # a power of ten
+            trace = ""
+        else:
+            return
+        logger.error(
+            "kvevict: %d of %d attempts at %r failed, the server goes on; the next logged error there is number %d.\n"
+            "%s%s: %s",
+            count,
+            self.attempts[place],
+            place.value,
+            10 * count,
+            trace,
+            type(error).__name__,
+            cut(str(error)),
+        )
 
 
 class Attempt:
@@ -108,6 +118,7 @@ class Attempt:
         self.failed = False
 
     def __enter__(self) -> Attempt:
+        self._guard.attempts[self._place] += 1
         return self
 
     def __exit__(

@@ -25,7 +25,9 @@ def after_env_vars(_result: None, controller: SchedulerInternalStateController, 
     state["kvevict"] = shown
     with tree.guard.at(Place.STATE):
         shown |= cache_state(tree)
-    shown["errors"] = {place.value: count for place, count in tree.guard.errors.items() if count}
+    guard = tree.guard
+    shown["errors"] = {place.value: count for place, count in guard.errors.items() if count}
+    shown["attempts"] = {place: guard.attempts[Place(place)] for place in shown["errors"]}  # all failed, or a few?
     if tree.ranks.size > 1:
         shown["ranks"] = rank_states(tree)  # outside the guard: every rank must get here
 
