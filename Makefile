@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers flows \
+.PHONY: help setup model demo recording compare serve gallery docs lint test test-avx2 bench-smoke test-machines test-policies test-models test-sglang test-peers flows \
 	test-compile campaign bench-serving bench-judges bench-traces bench-quality bench-peers bench-policies
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -15,7 +15,7 @@ export GOMP_SPINCOUNT := 10000
 ##@ Start here
 help: ## show this list
 	@awk '/^##@ / { printf "\n%s\n", substr($$0, 5) } \
-		match($$0, /^[a-z-]+:.*## /) { name = $$0; sub(/:.*/, "", name); printf "  make %-15s %s\n", name, substr($$0, RLENGTH + 1) }' \
+		match($$0, /^[a-z0-9-]+:.*## /) { name = $$0; sub(/:.*/, "", name); printf "  make %-15s %s\n", name, substr($$0, RLENGTH + 1) }' \
 		$(MAKEFILE_LIST)
 
 setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
@@ -58,6 +58,9 @@ lint: setup ## ruff (rules and format), mypy, and the layers of imports
 # order, the longest first (tests/conftest.py).
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
 	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
+
+test-avx2: model ## the same as on a processor without AVX-512, where that can be hidden (root, or user namespaces)
+	@scripts/hide_avx512.sh $(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
 	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)

@@ -64,4 +64,5 @@ def engine_settings() -> dict[str, Any]:
     if torch.cuda.is_available():
         return {}
     os.environ.update(SGLANG_PLATFORM="kvevict_cpu", HF_HUB_OFFLINE="1", GOMP_SPINCOUNT="10000")
-    return {"device": "cpu", "dtype": "auto" if has_fast_bfloat16() else "float32", "max_total_tokens": 6000}
+    dtypes = {} if has_fast_bfloat16() else {"dtype": "float32", "kv_cache_dtype": "bfloat16"}
+    return {"device": "cpu", "max_total_tokens": 6000, **dtypes}

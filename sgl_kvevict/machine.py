@@ -134,12 +134,12 @@ def read_machine(devices: Sequence[int] | None = None) -> Machine:
     )
 
 
-def check_machine(machine: Machine, device: str, dtype: str = "bfloat16") -> list[Check]:
+def check_machine(machine: Machine, device: str, dtype: str = "bfloat16", stored: str = "bfloat16") -> list[Check]:
     """Return the checks of everything a server on ``device`` ("cuda" or "cpu") needs besides :func:`check_packages`.
 
-    ``dtype``: of the model, as torch prints it without ``torch.``.
+    ``dtype``: of the model, as torch prints it without ``torch.``; ``stored``: of the KV pool.
     """
-    return _gpu_checks(machine) if device == "cuda" else _cpu_checks(machine, dtype)
+    return _gpu_checks(machine) if device == "cuda" else _cpu_checks(machine, dtype, stored)
 
 
 def check_packages(machine: Machine) -> list[Check]:
@@ -163,15 +163,20 @@ def check_environment(machine: Machine) -> list[Check]:
     return [plugin, Check("home", "ok", machine.home), _needs("cache", reason is None, found, mend)]
 
 
-def _cpu_checks(machine: Machine, dtype: str) -> list[Check]:
+def _cpu_checks(machine: Machine, dtype: str, stored: str) -> list[Check]:
     kinds = {"AVX2": "avx2", "AVX-512": "avx512bw", "bfloat16": "avx512_bf16", "AMX": "amx_tile"}
     has = [name for name, flag in kinds.items() if flag in machine.cpu_flags]
     found = ", ".join(has) or "none of AVX2, AVX-512, bfloat16, AMX"
     is_slow = dtype == "bfloat16" and not has_fast_bfloat16(machine.cpu_flags)
     host = f"{machine.host_gib:.1f} GiB available"
+    wide = Check("KV rows", "warning", stored, "a budget saves fewer bytes: start with --kv-cache-dtype bfloat16")
     return [
+        *([wide] if stored == "float32" else []),
         _wants(
-            "processor", not is_slow, found, "bfloat16 products are slow without AVX-512: start with --dtype float32"
+            "processor",
+            not is_slow,
+            found,
+            "bfloat16 products are slow without AVX-512: start with --dtype float32 --kv-cache-dtype bfloat16",
         ),
         _wants(
             "numba",

@@ -49,7 +49,14 @@ def test_a_complete_machine_needs_nothing() -> None:
         ("cuda", {"gpus": (H100, replace(H100, free_gib=30.0))}, "free memory", "warning", "30.0 of 79.6", "end what"),
         ("cuda", {"packages": {"flashinfer-python": "0.7.2"}}, "Triton", "missing", "not installed", "pip install"),
         ("cuda", {"packages": {"triton": "3.8.0"}}, "FlashInfer", "warning", "not installed", "takes over"),
-        ("cpu", {"cpu_flags": frozenset({"avx2"})}, "processor", "warning", "AVX2", "--dtype float32"),
+        (
+            "cpu",
+            {"cpu_flags": frozenset({"avx2"})},
+            "processor",
+            "warning",
+            "AVX2",
+            "--dtype float32 --kv-cache-dtype bf",
+        ),
         ("cpu", {"numba_reason": "no numba"}, "numba", "warning", "no numba", "pip install numba"),
         ("cpu", {"host_gib": 1.5}, "memory", "warning", "1.5 GiB", "--max-total-tokens"),
     ],
@@ -72,6 +79,12 @@ def test_another_sglang_and_a_plugin_that_is_not_found() -> None:
 def test_float32_is_no_slower_without_avx512() -> None:
     plain = replace(COMPLETE, cpu_flags=frozenset({"avx2"}))
     assert {line.state for line in check_machine(plain, "cpu", "float32")} == {"ok"}
+
+
+def test_a_pool_of_32_bits_is_noticed() -> None:
+    (line,) = (line for line in check_machine(COMPLETE, "cpu", "float32", "float32") if line.state != "ok")
+    assert (line.name, line.state, line.found) == ("KV rows", "warning", "float32")
+    assert "--kv-cache-dtype bfloat16" in line.mend
 
 
 def test_there_is_one_supported_sglang() -> None:

@@ -20,7 +20,7 @@ from serving_bench.results import ROOT
 from serving_bench.streams import stream_all
 from serving_bench.texts import chosen_speeches, document, tokens_of
 
-from kvevict_tools.launcher import RunningServer, System, kvevict_system
+from kvevict_tools.launcher import FLOAT32_FLAGS, RunningServer, System, kvevict_system
 from kvevict_tools.measure import flush, in_turn, wait_until_scored
 from kvevict_tools.models import ensure_model
 
@@ -186,7 +186,7 @@ def systems(point: Acceptance | Equality | Decode, model: Path, corpus: Path) ->
         return [kvevict_system(WITHOUT, {}, FLAGS), kvevict_system(WITH, {}, ngram)]
     drafts = {"chains": flags_of("STANDALONE", model, corpus), "trees": flags_of("STANDALONE", model, corpus, topk=2)}
     compared = {WITHOUT: FLAGS, WITH: ngram, **drafts}
-    return [kvevict_system(name, {"budget": 1.0}, (*flags, "--dtype", "float32")) for name, flags in compared.items()]
+    return [kvevict_system(name, {"budget": 1.0}, (*flags, *FLOAT32_FLAGS)) for name, flags in compared.items()]
 
 
 def accept(

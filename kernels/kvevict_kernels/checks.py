@@ -91,7 +91,7 @@ def check_scoring(
     """
     check_tensor("queries", queries, (None, None, None), KV_DTYPES)
     num_qo_heads, head_dim = queries.shape[1:]
-    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), queries.device)
+    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (*KV_DTYPES, FP8), queries.device)
     check_tensor("token_slots", token_slots, (None,), torch.int64, queries.device)
     num_kv_heads = k_buffer.shape[1]
     if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:

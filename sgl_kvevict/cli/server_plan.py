@@ -126,6 +126,9 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
         if path != model and not has_fast_bfloat16():  # a named model: bfloat16
             wanted["--dtype"] = "float32"
+        dtype = flag_value(sglang_flags, "--dtype") or wanted.get("--dtype")
+        if dtype in ("float", "float32"):  # a budget is a share of rows of 16 bits, and the pool's rows are no wider
+            wanted["--kv-cache-dtype"] = "bfloat16"
         environ["SGLANG_PLATFORM"] = CPU_PLATFORM
     if Path(path).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"

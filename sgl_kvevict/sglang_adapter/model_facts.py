@@ -69,7 +69,7 @@ def after_load(runner: ModelRunner, config: KVEvictConfig, policy: Policy | None
         num_head_slots=0 if arena is None else arena.k.shape[:3].numel(),
         has_weights=has_weights(runner, settings),
         has_texts=settings.has_tokenizer_files,
-        machine=machine_of(device, runner.dtype),
+        machine=machine_of(device, runner.dtype, pool.dtype),
     )
 
 
@@ -107,11 +107,14 @@ def pooling_of(policy: Policy | None, head_dim: int, device: torch.device) -> tu
     return scorer.kernel_size, largest_kernel_size(head_dim, limits_of(device))
 
 
-def machine_of(device: torch.device, dtype: torch.dtype) -> tuple[Check, ...]:
-    """Checks of the machine for a process on ``device`` and a model of ``dtype``; what may be missing is logged."""
+def machine_of(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> tuple[Check, ...]:
+    """Checks of the machine for a model of ``dtype`` and a pool of ``stored`` on ``device``; what is missing is logged.
+
+    Unless nothing starts without it: then it is among the reasons.
+    """
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     machine = read_machine([] if index is None else [index])
-    checks = check_machine(machine, device.type, str(dtype).removeprefix("torch."))
+    checks = check_machine(machine, device.type, *(str(one).removeprefix("torch.") for one in (dtype, stored)))
     for check in checks:
         # Of memory, the pool has its part already.
         if check.state != "ok" and "memory" not in check.name and not reasons(MACHINE, check):

@@ -144,15 +144,31 @@ def test_a_model_with_a_name_is_served(model_folder: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}.get(model, model))
     monkeypatch.setattr(server_plan, "unknown_model", lambda _model: None)
     monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
-    for is_fast, dtype in ((True, None), (False, "float32")):
+    for is_fast, dtype, stored in ((True, None, None), (False, "float32", "bfloat16")):
         monkeypatch.setattr(server_plan, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
         plan = plan_serve("demo", KVEvictConfig(), [])
         assert flag_value(plan.command, "--model-path") == model_folder
-        assert flag_value(plan.command, "--dtype") == dtype
+        assert (flag_value(plan.command, "--dtype"), flag_value(plan.command, "--kv-cache-dtype")) == (dtype, stored)
         assert flag_value(plan.command, "--served-model-name") == "demo"
     own = plan_serve("demo", KVEvictConfig(), ["--served-model-name", "mine"])
     assert flag_value(own.command, "--served-model-name") == "mine" and "demo" not in own.command
     assert flag_value(plan_serve(model_folder, KVEvictConfig(), []).command, "--served-model-name") == model_folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "stored"),
+    [
+        (["--dtype", "float32"], "bfloat16"),
+        (["--dtype=float"], "bfloat16"),
+        (["--dtype", "float32", "--kv-cache-dtype", "auto"], "auto"),
+        (["--dtype", "float16"], None),
+    ],
+)
+def test_keys_and_values_have_16_bits_under_float32(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch, flags: list[str], stored: str | None
+) -> None:
+    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
+    assert flag_value(plan_serve(model_folder, KVEvictConfig(), flags).command, "--kv-cache-dtype") == stored
 
 
 @pytest.mark.parametrize("groups", [["--enable-dp-attention", "--dp-size", "2"], ["--attn-dp-size=2"]])

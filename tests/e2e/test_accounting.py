@@ -8,6 +8,7 @@ import pytest
 
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, random_jobs, run_jobs
+from kvevict_tools.launcher import FLOAT32_FLAGS
 
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 READ_FIRST = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64, "pass_share": 1.0}
@@ -68,7 +69,7 @@ def test_outputs_equal_stock_at_budget_one_under_pressure(start, tiny_llama):
     additions decides, also between two runs of stock itself.
     """
     jobs = random_jobs(150, seed=2, vocab_size=VOCAB_SIZE, aborts=False)
-    exact = ("--skip-tokenizer-init", "--context-length", "1024", "--dtype", "float32")
+    exact = ("--skip-tokenizer-init", "--context-length", "1024", *FLOAT32_FLAGS)
     stock = start(tiny_llama, *exact, "--max-total-tokens", "6000")  # SGLang's checks look at each free slot
     expected = run_jobs(stock, jobs, concurrency=4)
     small_pool = ("--max-total-tokens", "2000", "--chunked-prefill-size", "128")

@@ -18,6 +18,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state
+from kvevict_tools.launcher import FLOAT32_FLAGS
 from kvevict_tools.measure import plugin_state
 from sgl_kvevict.request import ticket_digest
 
@@ -30,7 +31,7 @@ CONFIG = {
     "pass_share": 1.0,
     "budget": 0.2,
 }
-FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "1024", "--dtype", "float32")
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "1024", *FLOAT32_FLAGS)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from helpers.tiny_model import VOCAB_SIZE, save_tokenizer
 from helpers.traffic import idle_states
+from kvevict_tools.launcher import FLOAT32_FLAGS
 from kvevict_tools.measure import wait_until_scored
 from sgl_kvevict.client import CacheReport
 
 FLAGS = (
-    *("--tp-size", "2", "--attn-dp-size", "2", "--dtype", "float32", "--skip-tokenizer-init"),
+    *("--tp-size", "2", "--attn-dp-size", "2", *FLOAT32_FLAGS, "--skip-tokenizer-init"),
     *("--max-total-tokens", "2000", "--context-length", "1024", "--chunked-prefill-size", "256"),
 )
 ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # one list of cores a rank

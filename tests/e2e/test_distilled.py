@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from helpers.tiny_model import save_tiny_llama
 from helpers.traffic import generate, idle_state
-from kvevict_tools.launcher import LaunchError
+from kvevict_tools.launcher import FLOAT32_FLAGS, LaunchError
 from kvevict_tools.measure import flush, plugin_state
 from sgl_kvevict.client import warm
 from sgl_kvevict.distill import weights_folders
@@ -119,7 +119,7 @@ def test_scores_are_learned_before_the_port_opens_and_once(start, novice, tmp_pa
 
 def test_ranks_learn_their_own_heads_and_one_file_has_all(start, novice, tmp_path):
     path = tmp_path / "scores.safetensors"
-    ranks = ("--tp-size", "2", "--dtype", "float32")
+    ranks = ("--tp-size", "2", *FLOAT32_FLAGS)
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with start(novice, *TINY, *ranks, config={"score_weights": str(path)}, env=env) as server:
         assert learned(server)["texts"] == 16 and server.log().count("text 16 of 16") == 1

@@ -13,8 +13,9 @@ from helpers.draft_models import greedy, save_eagle, save_eagle3, save_mimo, sav
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
+from kvevict_tools.launcher import FLOAT32_FLAGS
 
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "3000", "--context-length", "1024")
+FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "3000", "--context-length", "1024")
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 CHAINS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 TREES = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6")

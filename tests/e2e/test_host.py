@@ -10,9 +10,9 @@ import pytest
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state
-from kvevict_tools.launcher import LaunchError
+from kvevict_tools.launcher import FLOAT32_FLAGS, LaunchError
 
-FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "1000", "--context-length", "1024", "--dtype", "float32")
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "1000", "--context-length", "1024", *FLOAT32_FLAGS)
 CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 TOKENS = 400
 

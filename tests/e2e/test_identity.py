@@ -14,9 +14,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from helpers.traffic import generate, idle_state
+from kvevict_tools.launcher import FLOAT32_FLAGS
 
 HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "2400", "--chunked-prefill-size", "125")
+FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "2400", "--chunked-prefill-size", "125")
 CONFIG = {"policy": "ada-snapkv", "budget": 1.0, "min_prefix_tokens": 48}
 FEW = slice(3, 14)
 """Prompts of up to 170 tokens, some of which share a beginning."""

@@ -14,6 +14,7 @@ import pytest
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import idle_state
+from kvevict_tools.launcher import FLOAT32_FLAGS
 from kvevict_tools.measure import flush, wait_until_scored
 from sgl_kvevict.client import CacheReport
 
@@ -45,7 +46,7 @@ def ranks(start, tiny_llama, tmp_path_factory):
     """
     store = str(tmp_path_factory.mktemp("store"))
     config = CONFIG | {"store": store, "host_bytes": 0}
-    flags = ("--tp-size", "2", "--dtype", "float32", "--chunked-prefill-size", "1024")
+    flags = ("--tp-size", "2", *FLOAT32_FLAGS, "--chunked-prefill-size", "1024")
     return start(tiny_llama, *FLAGS, *flags, config=config, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
 
 

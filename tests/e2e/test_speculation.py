@@ -11,9 +11,10 @@ import pytest
 from helpers import overlapped_drafts
 from helpers.tiny_model import VOCAB_SIZE, save_tokenizer
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
+from kvevict_tools.launcher import FLOAT32_FLAGS
 
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "2000", "--context-length", "1024")
+FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "2000", "--context-length", "1024")
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 CHAINS = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 TREES = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2")
@@ -136,6 +137,16 @@ def test_several_answers_and_grammars(server):
     sampling = {"temperature": 0, "max_new_tokens": 30, "regex": "(ab|ba){4,6}"}
     text = json.loads(server.post("/generate", {"input_ids": PROMPTS[1], "sampling_params": sampling}))["text"]
     assert 8 <= len(text) <= 12 and set(zip(text[::2], text[1::2], strict=True)) <= {("a", "b"), ("b", "a")}
+    assert_all_slots_are_back(server)
+
+
+def test_sampled_and_greedy_requests_of_one_batch(server, plain):
+    """Limits on the sampled tokens; ``top_k`` 1 is greedy, although the batch is sampled."""
+    samplings = [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 5, "top_p": 0.8}, {"temperature": 0}]
+    options = [{"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True} | one for one in samplings]
+    body = {"input_ids": [PROMPTS[0]] * len(options), "sampling_params": options}
+    found = [one["output_ids"] for one in json.loads(server.post("/generate", body))]
+    assert found[0] == found[1] == found[3] == plain["compressed"][0][:16] and len(found[2]) == 16
     assert_all_slots_are_back(server)
 
 

@@ -16,7 +16,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE, save_adapter
 from helpers.traffic import generate, idle_state
-from kvevict_tools.launcher import LaunchError
+from kvevict_tools.launcher import FLOAT32_FLAGS, LaunchError
 from sgl_kvevict import client
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
@@ -223,7 +223,7 @@ def test_the_default_configuration_finds_its_prefixes_after_a_restart(start, dem
     In float32: the first server has split the documents behind their common beginning, the second one has loaded only
     the one that it is asked about, so attention is summed in other parts, which bfloat16 would round otherwise.
     """
-    config, flags = {"store": str(tmp_path / "store")}, ("--max-total-tokens", "4000", "--dtype", "float32")
+    config, flags = {"store": str(tmp_path / "store")}, ("--max-total-tokens", "4000", *FLOAT32_FLAGS)
     handbook = HANDBOOK.read_text()
     documents = [f"<|im_start|>user\n{part}" for part in (handbook[:1500], handbook[4500:6000])]
     texts = [f"{document}\n\n{question}" for document in documents for question in QUESTIONS]

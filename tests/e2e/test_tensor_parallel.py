@@ -14,13 +14,14 @@ from transformers import LlamaForCausalLM
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
+from kvevict_tools.launcher import FLOAT32_FLAGS
 from kvevict_tools.measure import wait_until_scored
 from sgl_kvevict.client import CacheReport
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
 
 FLAGS = (
-    *("--tp-size", "2", "--dtype", "float32", "--skip-tokenizer-init"),
+    *("--tp-size", "2", *FLOAT32_FLAGS, "--skip-tokenizer-init"),
     *("--max-total-tokens", "2000", "--context-length", "1024"),
 )
 ENV = {

@@ -180,19 +180,26 @@ def test_a_selector_that_keeps_another_number_is_an_error(random_prompt: Run) ->
         policy.order(shows(prompt), prompt.geometry, 180, 0).check()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "k_scale", "v_scale"),
+    [(torch.float8_e4m3fn, 0.5, 2.0), (torch.bfloat16, 1.0, 1.0)],
+    ids=["float8", "bf16"],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_and_values_in_float8_count_as_what_they_stand_for(random_prompt: Run, kept: Run, name: str) -> None:
-    """The same choice from rows stored as float8 with scales as from the numbers themselves."""
+def test_stored_keys_and_values_count_as_what_they_stand_for(
+    random_prompt: Run, kept: Run, name: str, dtype: torch.dtype, k_scale: float, v_scale: float
+) -> None:
+    """The same choice from rows stored in few bits, with scales, as from the numbers; queries are float32."""
     prompt = random_prompt(length=60)
-    stored = [[(4 * x).to(torch.float8_e4m3fn) for x in rows] for rows in (prompt.keys, prompt.values)]
-    prompt.keys = [0.5 * x.float() for x in stored[0]]
-    prompt.values = [2.0 * x.float() for x in stored[1]]
+    stored = [[(4 * x).to(dtype) for x in rows] for rows in (prompt.keys, prompt.values)]
+    prompt.keys = [k_scale * x.float() for x in stored[0]]
+    prompt.values = [v_scale * x.float() for x in stored[1]]
     meant = shows(prompt)
 
     def as_stored(layer: int) -> LayerView:
-        buffers = torch.zeros(2, prompt.length + 1, prompt.num_heads, prompt.head_dim, dtype=torch.float8_e4m3fn)
+        buffers = torch.zeros(2, prompt.length + 1, prompt.num_heads, prompt.head_dim, dtype=dtype)
         buffers[0, prompt.slots], buffers[1, prompt.slots] = stored[0][layer], stored[1][layer]
-        return replace(meant(layer), k_buffer=buffers[0], v_buffer=buffers[1], k_scale=0.5, v_scale=2.0)
+        return replace(meant(layer), k_buffer=buffers[0], v_buffer=buffers[1], k_scale=k_scale, v_scale=v_scale)
 
     want, got = (decide(build(name), show, prompt.geometry, 17 * 9, 2) for show in (meant, as_stored))
     assert kept(got) == kept(want)

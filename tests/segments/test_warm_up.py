@@ -106,6 +106,19 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
     assert_nothing_new(warm, served)
 
 
+@pytest.mark.parametrize("policy_name", ["ada-snapkv", "chunkkv", "d2o", "reconstruction"])
+@pytest.mark.parametrize("devices", [("cuda",), ("cuda", "cpu")], ids=["torch", "triton"])
+def test_a_pool_of_16_bits_under_a_model_in_float32(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], policy_name: str
+) -> None:
+    """Queries in float32 are observed beside rows of bfloat16, and rank, pack and shrink them."""
+    monkeypatch.setattr("kvevict_kernels.dispatch.TRITON_DEVICES", devices)
+    policy = build_policy(policy_name, {})
+    assert policy is not None
+    packer = SegmentPacker(GEOMETRY, *arena(torch.bfloat16))
+    warm_up(Compressor(KVEvictConfig(policy=policy_name, budget=0.3), policy, packer), torch.float32)
+
+
 def read_and_squeeze(compressor: Compressor, segment: Segment, queries: torch.Tensor) -> None:
     """Passes read what was compressed before they came, if the policy has passes; then it shrinks."""
     store = compressor.packer

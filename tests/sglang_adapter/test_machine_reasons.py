@@ -17,7 +17,8 @@ BARE = Machine(
 
 
 def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
-    return [reason for check in model_facts.machine_of(device, dtype) for reason in reasons(MACHINE, check)]
+    checks = model_facts.machine_of(device, dtype, torch.bfloat16)
+    return [reason for check in checks for reason in reasons(MACHINE, check)]
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

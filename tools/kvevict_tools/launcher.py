@@ -41,8 +41,12 @@ STRICT_CHECK_ENV: Mapping[str, str] = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
 }
-#: Device and dtype of every server on a CPU; the model's own dtype if bfloat16 is fast. Later flags win.
-CPU_FLAGS: Sequence[str] = ("--device", "cpu", *(() if has_fast_bfloat16() else ("--dtype", "float32")))
+#: Where bfloat16 products are slow: compute in float32, keep K and V in 16 bits, as on every other machine.
+SLOW_BFLOAT16_FLAGS: Sequence[str] = ("--dtype", "float32", "--kv-cache-dtype", "bfloat16")
+#: Device and dtypes of every server on a CPU; the model's own dtype if bfloat16 is fast. Later flags win.
+CPU_FLAGS: Sequence[str] = ("--device", "cpu", *(() if has_fast_bfloat16() else SLOW_BFLOAT16_FLAGS))
+#: Model and KV pool in float32 on every machine, for servers whose answers are compared token by token.
+FLOAT32_FLAGS: Sequence[str] = ("--dtype", "float32", "--kv-cache-dtype", "auto")
 #: Stock SGLang on a CPU: its default radix cache and its plain torch attention.
 STOCK_CPU_FLAGS: Sequence[str] = (*CPU_FLAGS, "--attention-backend", "torch_native")
 #: SGLang with this plugin on a CPU. The configuration travels in ``config_env``.

@@ -59,7 +59,7 @@ def accumulated_attention(
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.
         lse: [n, num_qo_heads], float32, natural log-sum-exp of each query's scaled scores over all its keys.
-        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one layer,
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], one of these dtypes or float8_e4m3fn: keys of one layer,
             after RoPE.
         token_slots: [N], int64, slots of the keys in order of position; N may be 0.
         sm_scale: softmax scale; for float8 multiplied by the layer's scale of keys.

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvevict_kernels.checks import FP8
 from kvevict_kernels.key_scores import KEY_BLOCK, LATENT_KEYS, MAX_HEAD_DIM, MIN_VALID_KEYS
 from kvevict_kernels.ragged_decode.triton_block import load_rows
 
@@ -136,7 +137,13 @@ def key_scores_triton(
     reduction: str,
     kernel_size: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """Device path of :mod:`kvevict_kernels.key_scores`: one launch, K read once; arguments as for the CPU path."""
+    """Device path of :mod:`kvevict_kernels.key_scores`: one launch, K read once; arguments as for the CPU path.
+
+    Queries of another dtype than the keys are converted to the keys', unless these are float8: attention reads the keys
+    with queries converted in the same way.
+    """
+    if k_buffer.dtype != FP8:
+        queries = queries.to(k_buffer.dtype)
     num_queries, num_qo_heads, head_dim = queries.shape
     num_kv_heads, num_keys = k_buffer.shape[1], token_slots.numel()
     group_size = num_qo_heads // num_kv_heads
