@@ -64,10 +64,11 @@ class Prefills(ABC):
         """A chunk of a prompt that goes on is in the tree."""
 
     @abstractmethod
-    def complete(self, reader: Reader, node: Node, options: RequestOptions) -> None:
+    def complete(self, reader: Reader, node: Node, options: RequestOptions, *, goes_on: bool = False) -> None:
         """A completely prefilled prompt is in the tree.
 
-        The path to ``node`` may be shorter than the prompt (models with windows or recurrent states).
+        The path to ``node`` may be shorter than the prompt (models with windows or recurrent states). ``goes_on``:
+        other requests with the same prompt come next, and read it uncompressed.
         """
 
     @abstractmethod
@@ -139,7 +140,7 @@ class RequestPrefills(Prefills):
         """Let a prompt shrink up to a chunk that is in the tree."""
         self._pressure.chunk_complete(reader, path_to(node))
 
-    def complete(self, reader: Reader, node: Node, options: RequestOptions) -> None:
+    def complete(self, reader: Reader, node: Node, options: RequestOptions, *, goes_on: bool = False) -> None:
         """Compress a prompt, or count it towards passes."""
         record = self._readers[reader]
         observation, record.observation = record.observation, None
@@ -148,6 +149,10 @@ class RequestPrefills(Prefills):
         path = path_to(node)
         end = min(observation.end, length_of(path))
         is_at_once = self._compressor.compresses_at_once
+        if goes_on:
+            if not observation.has_failed:
+                self._resizer.cover(path, end - self._tail, observation, observation.num_bytes)
+            return
         if options.least_share and self._compressor.scores_any_range:
             self._pressure.prompt_complete(path, end, observation)  # it shrinks when slots are short
             return
@@ -202,7 +207,7 @@ class SampleText(Prefills):
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """Nothing shrinks."""
 
-    def complete(self, reader: Reader, node: Node, options: RequestOptions) -> None:
+    def complete(self, reader: Reader, node: Node, options: RequestOptions, *, goes_on: bool = False) -> None:
         """Note where the text is, after its prefill; passes insert nothing."""
         record = self._readers[reader]
         observation, record.observation = record.observation, None

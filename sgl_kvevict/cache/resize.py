@@ -23,6 +23,7 @@ from sgl_kvevict.segments import (
     CopiedEntries,
     MeasuredRange,
     Observation,
+    PromptObservation,
     ReaderObservation,
     Rewritten,
     Segment,
@@ -238,7 +239,7 @@ class Resizer:
 
     # ---- ranges that shrink to the budget ---------------------------------------------------------------------
 
-    def shrink(self, path: Sequence[Node], end: int, prompt: Observation) -> bool:
+    def shrink(self, path: Sequence[Node], end: int, prompt: PromptObservation) -> bool:
         """Let the uncompressed tokens of a path up to ``end`` shrink to the budget, now or as soon as possible.
 
         Returns whether they wait until a request with ``exact`` has ended.
@@ -246,7 +247,8 @@ class Resizer:
         if not self.is_long_enough(end - self._spans.compressed_len(path)):
             return False
         segment = self.range_to(path, end)[-1]
-        self._table.prompts.give(segment, prompt, prompt.num_bytes)
+        if segment.prompt is None or prompt.first_query < segment.end:  # else it has computed nothing of the range
+            self._table.prompts.give(segment, prompt, prompt.num_bytes)
         self._table.wanted[segment] = None
         is_in_use = self._try(segment, Occasion.RELEASED) is None
         if is_in_use:

@@ -414,7 +414,7 @@ class KVEvictTree(UnifiedRadixCache):
         if record.is_complete:
             self._report_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
-                self.prefixes.prefills.complete(req, node, self._options_of(req))
+                self.prefixes.prefills.complete(req, node, self._options_of(req), goes_on=_is_hidden(req))
             if attempt.failed:
                 record.observation = None
         elif not req.finished():
@@ -444,7 +444,8 @@ class KVEvictTree(UnifiedRadixCache):
     def _count(self, req: Req) -> None:
         """Count the prompt of a user's request, once."""
         record = self.prefixes.readers[req]
-        if not (record.is_pass or record.is_counted):
+        is_sample = req.sampling_params.n > 1 and not _is_hidden(req)  # its prompt was counted before
+        if not (record.is_pass or record.is_counted or is_sample):
             record.is_counted = True
             totals = self.prefixes.totals
             totals.prompts += 1
@@ -472,9 +473,9 @@ class KVEvictTree(UnifiedRadixCache):
         self.prefixes.released(req, why)
 
     def _options_of(self, req: Req) -> RequestOptions:
-        """The request's cache options; ``max_new_tokens=0`` without log-probabilities means ``warm``."""
+        """The request's cache options; ``max_new_tokens=0`` without log-probabilities means ``warm`` if ``n`` is 1."""
         options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
-        wants_nothing = req.sampling_params.max_new_tokens == 0 and not req.return_logprob
+        wants_nothing = req.sampling_params.max_new_tokens == 0 and not (req.return_logprob or _is_hidden(req))
         options = options or RequestOptions()
         return options.model_copy(update={"warm": True}) if wants_nothing else options
 
@@ -500,6 +501,11 @@ class KVEvictTree(UnifiedRadixCache):
         """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`Prefills.observe`."""
         node = self.tree_core.node_by_id(req.last_node)
         return self.prefixes.prefills.observe(req, node, start, end, len(req.full_untruncated_fill_ids))
+
+
+def _is_hidden(req: Req) -> bool:
+    """Whether SGLang has sent a request of no token, only to cache the prompt of ``n`` samples that it sends next."""
+    return bool(req.sampling_params.n > 1 and req.sampling_params.max_new_tokens == 0)
 
 
 def _keeps_own_chunks(req: Req, up_to: int) -> bool:
