@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from helpers.admission import LongPromptScheduler
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import Harness
 from helpers.long_machine import CONFIG
 from sgl_kvevict.sglang_adapter.cache_details import after_details
 from sgl_kvevict.sglang_adapter.long_prompts import (
@@ -22,9 +22,8 @@ POOL, CHUNK = 160, 20
 
 
 def serve(*, chunk: int = CHUNK, pool: int = POOL, **fields) -> LongPromptScheduler:
-    policy = PseudoRandomPolicy(needs_passes=True)
     config = CONFIG.model_copy(update=fields)
-    harness = Harness(num_slots=pool, max_tokens=1024, config=config, policy=policy, scores_any_range=True)
+    harness = Harness(num_slots=pool, max_tokens=1024, config=config, waits=True)
     return LongPromptScheduler(harness, chunk)
 
 
