@@ -75,7 +75,7 @@ class PrefixCache:
         complements = self.complements = Complements(compressor, guard, host)
         resizer = self.resizer = Resizer(tree, table, readers, compressor, guard, complements)
         pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
-        self.growth = Growth(tree, table, guard, resizer, pressure, packer.geometry)
+        self.growth = Growth(tree, table, guard, resizer)
         self.passes = ScoringPasses(tree, table, readers, compressor, guard, resizer, pressure)
         self.prefills: Prefills = RequestPrefills(
             tree, table, readers, compressor, guard, resizer, pressure, self.passes
@@ -142,14 +142,11 @@ class PrefixCache:
         if not self.compressor.policy.compresses:
             return
         path, record = path_to(last), self.readers[reader]
-        if record.report is None and not record.is_pass:  # a request counts once as one that has found them
-            self.complements.read(dict.fromkeys(self.spans[node].segment for node in path if node in self.spans))
         record.has_read(self.spans.compressed_read(path, num_tokens))
 
     def between_steps(self, passes: PassPort) -> None:
         """The scheduler is between two steps."""
         self.resizer.between_steps()
-        self.growth.between_steps()
         self.passes.between_steps(passes)
         if self.saving is not None:
             self.saving.between_steps()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,12 +22,10 @@ class Complement:
 
     Attributes:
         pieces: in the order of their evictions, so the first one is worth least; lost ones are among them.
-        num_found: how many prompts have found the segment since it shrank last.
         num_returned: parts that it has taken back since its rows were written.
     """
 
     pieces: list[Piece] = field(default_factory=list)
-    num_found: int = 0
     num_returned: int = 0
 
 
@@ -38,13 +36,9 @@ class Complements:
     piece, of rows with the fewest bits that the configuration allows; growth takes back whole pieces, the last one
     first. Nothing is kept of segments that cannot be split (entries may be merged into others), and nothing at all
     without memory of the host, or where prefixes do not shrink when slots are short.
-
-    Attributes:
-        found: segments with pieces that a prompt has found since they shrank, or since an attempt to let them grow.
     """
 
     def __init__(self, compressor: Compressor, guard: Guard, host: HostSegments) -> None:
-        self.found: dict[Segment, None] = {}
         self._is_on = host.num_blocks > 0 and compressor.policy.splittable and len(compressor.config.shares) > 1
         self._packer = compressor.packer
         self._guard = guard
@@ -87,15 +81,14 @@ class Complements:
             return []
         pieces: list[Piece] = []
         with self._guard.at(Place.HOST):
-            (rows,), geometry = copied.parts, self._packer.geometry
+            (rows,) = copied.parts
             assert copied.order is not None  # by which they were evicted
             tensors = {
                 name: part.to(self._packer.k_arena.device)
                 for name, part in (vars(rows) | {ORDER: copied.order}).items()
                 if isinstance(part, Tensor)
             }
-            num_slots = geometry.slots_for(geometry.head_slots_for(copied.sizes))
-            piece = self._host.put_evicted(tensors, (start, end), num_slots)
+            piece = self._host.put_evicted(tensors, (start, end))
             if piece is not None:
                 pieces.append(piece)
         return pieces
@@ -106,10 +99,8 @@ class Complements:
         for other in merged:
             complement.pieces += self[other].pieces
             self._of.pop(other, None)
-            self.found.pop(other, None)
         complement.pieces += pieces
-        complement.num_found = complement.num_returned = 0
-        self.found.pop(segment, None)
+        complement.num_returned = 0
         if not complement.pieces:
             del self._of[segment]
 
@@ -173,13 +164,6 @@ class Complements:
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
-    def read(self, segments: Iterable[Segment]) -> None:
-        """A prompt has found these segments."""
-        for segment in segments:
-            if segment in self._of:
-                self._of[segment].num_found += 1
-                self.found[segment] = None
-
     def end_at(self, segment: Segment, end: int) -> None:
         """The last span of a segment was dropped, so that the segment ends at ``end``: forget entries behind it."""
         if segment not in self._of:
@@ -195,9 +179,7 @@ class Complements:
         """A segment has left the pool."""
         self._host.release(self[segment].pieces)
         self._of.pop(segment, None)
-        self.found.pop(segment, None)
 
     def clear(self) -> None:
         """Forget everything; the host's memory is empty."""
         self._of.clear()
-        self.found.clear()

@@ -6,29 +6,22 @@ from collections.abc import Sequence
 
 from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.pressure import Pressure
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import CopiedEntries, Segment
 
 MAX_RETURNED = 6
 """Parts that a segment takes back at most before it shrinks, which writes its rows anew: attention reads each part as a
-span of its own. A part is one piece; if a request asks, the last part has all pieces that are left."""
-AMPLE_SHARE = 1 / 8
-"""Slots are ample while this part of the pool stays free of what segments take by themselves: running requests and the
-next prompts take theirs there, so that nothing shrinks again at once."""
+span of its own. A part is one piece; the last part has all pieces that are left."""
 
 
 class Growth:
     """Decides when segments grow, and by how much.
 
-    A segment grows piece by piece: by what one resize has evicted, the last one first, so that it goes through the
-    sizes that it had. It grows when a request asks (:meth:`to_share`), and by itself (:meth:`between_steps`), up to the
-    budget, when requests have read it since it shrank, and slots are ample or held by what is worth less: a server that
-    has run for long has few free slots, because leaves stay until others need theirs. A piece that cannot be read is
-    forgotten; one for which there are no slots stays in the host's memory.
+    A segment grows when a request asks, piece by piece: by what one resize has evicted, the last one first, so that it
+    goes through the sizes that it had. A piece that cannot be read is forgotten; one for which there are no slots stays
+    in the host's memory.
 
     Tensor-parallel ranks decide alike, from numbers that are equal on all of them; how many slots a piece takes is the
     largest number of all ranks.
@@ -40,16 +33,12 @@ class Growth:
         table: PrefixTable,
         guard: Guard,
         resizer: Resizer,
-        pressure: Pressure,
-        geometry: KVGeometry,
     ) -> None:
         self._tree = tree
         self._table = table
         self._guard = guard
         self._resizer = resizer
-        self._pressure = pressure
         self._complements = resizer.complements
-        self._reserve = int(geometry.num_token_slots * AMPLE_SHARE)
 
     def to_share(self, path: Sequence[Node], share: float) -> None:
         """Let the segments of a path grow until they have a share of their entries, for a request that asks for it.
@@ -61,7 +50,7 @@ class Growth:
         with self._tree.holding(path):
             for segment in dict.fromkeys(span.segment for span in spans if span is not None):
                 while self._can_grow(segment) and self._lacks(segment, share):
-                    if not self.grow(segment, is_asked=True):
+                    if not self.grow(segment):
                         break
 
     def _lacks(self, segment: Segment, share: float) -> bool:
@@ -78,37 +67,11 @@ class Growth:
             and self._complements.last(segment) is not None
         )
 
-    def between_steps(self) -> None:
-        """Let one segment grow, up to the budget: of those found by prompts since they shrank, the one found most.
+    def grow(self, segment: Segment) -> bool:
+        """Give a segment back what was evicted from it last; if it cannot grow, nothing happens.
 
-        If slots are not ample, less valuable prefixes shrink for it and uncompressed leaves are dropped, but no
-        compressed ones. If these are too few, their slots are free for the next prompt, and the segment is tried again
-        when a prompt has found it.
-        """
-        found = self._complements.found
-        segment = max(found, key=lambda each: self._complements[each].num_found, default=None)
-        if segment is None:
-            return
-        piece = self._complements.last(segment)
-        if piece is None or not self._can_grow(segment):
-            del found[segment]
-            return
-        num_slots = piece.num_slots
-        if segment.num_slots + num_slots > self._resizer.slots_at(segment):
-            del found[segment]
-            return
-        priority = self._pressure.priority_of_growth(segment, segment.num_slots + num_slots)
-        has_room = self._tree.num_free >= num_slots + self._reserve or self._tree.make_room(num_slots, priority)
-        if not (has_room and self.grow(segment, is_asked=False)):
-            found.pop(segment, None)
-
-    def grow(self, segment: Segment, *, is_asked: bool) -> bool:
-        """Give a segment back what was evicted from it last.
-
-        Args:
-            segment: if it cannot grow, nothing happens.
-            is_asked: a request asks for it. Then other prefixes may shrink or be dropped for it, it may become larger
-                than at the budget, and the last of :data:`MAX_RETURNED` parts has all pieces that are left.
+        Other prefixes may shrink or be dropped for it. The last of :data:`MAX_RETURNED` parts has all pieces that are
+        left.
 
         Returns:
             Whether it came back, or was of tokens that had been cut off: then the piece before it is next.
@@ -116,7 +79,7 @@ class Growth:
         if not self._can_grow(segment):
             return False
         pieces = self._complements.there(segment)
-        if not is_asked or self._complements[segment].num_returned < MAX_RETURNED - 1:
+        if self._complements[segment].num_returned < MAX_RETURNED - 1:
             pieces = pieces[-1:]
         entries: CopiedEntries | None = None
         with self._guard.at(Place.HOST):
@@ -130,9 +93,6 @@ class Growth:
         if not num_slots:  # all its entries were of tokens that were cut off
             self._complements.take(segment, pieces)
             return True
-        is_too_large = segment.num_slots + num_slots > self._resizer.slots_at(segment)
-        if not is_asked and (is_too_large or num_slots > self._tree.num_free):
-            return False
         slots = self._tree.alloc(num_slots)
         if slots is None:
             return False

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, Reader
-from sgl_kvevict.cache.recency import Priority
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,12 +70,6 @@ class TreePort(Protocol):
         """Free token slots, and those that can be released for others at any time, as admission counts them.
 
         While :meth:`holding` holds a path, only what its segments release when they shrink is counted of it.
-        """
-
-    def make_room(self, num_slots: int, below: Priority) -> bool:
-        """Shrink prefixes and drop uncompressed leaves of smaller priority than ``below`` until so many slots are free.
-
-        False: there are not enough of them, or SGLang's own order decides which leaf goes.
         """
 
     def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[Node]:

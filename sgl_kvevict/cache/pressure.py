@@ -15,9 +15,6 @@ from sgl_kvevict.segments import Compressor, PromptObservation, Segment
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
 
-COUNTED_GAIN = 0.5
-"""Part of what growth gains that other prefixes may lose for it."""
-
 ANSWERS = 2.5
 """What all answers of a prefix until it is dropped are worth, in prefills of the prefix."""
 
@@ -188,7 +185,7 @@ class Pressure:
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
-    def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0, below: Priority | None = None) -> int:
+    def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
         Ranges whose entries are being ranked come first: they lose no more than they would two turns later.
@@ -199,7 +196,6 @@ class Pressure:
                 nothing shrinks below the budget.
             wanted: token slots that are needed. The segment of a prompt longer than the pool releases no more than
                 these, or one round: it needs the others.
-            below: steps of this priority or a higher one are not taken; None: all may be.
 
         Returns:
             Token slots released.
@@ -210,8 +206,6 @@ class Pressure:
             (is_below_budget, *rank), node = top
             priority = tuple(rank)
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
-                break
-            if below is not None and priority >= below:
                 break
             self._heap.pop()
             slots = self._shrink(node, wanted - num_released)
@@ -241,26 +235,14 @@ class Pressure:
             loss = self._recency.loss_below_budget(segment, loss)
         return not is_above_budget, *self._recency.priority(node, loss)
 
-    def priority_of_growth(self, segment: Segment, num_slots: int) -> Priority:
-        """Priority below which something may shrink or be dropped, so that a segment grows to ``num_slots``.
+    def _next_share(self, segment: Segment) -> float | None:
+        """The share to which a packed segment shrinks next; None: it does not shrink any more."""
+        shares = () if segment.order is None else self._config.shares
+        return next((share for share in shares if self._resizer.slots_at(segment, share) < segment.num_slots), None)
 
-        The next step from there would lose as much as growth gains. A part of it counts (:data:`COUNTED_GAIN`), so
-        that what has grown does not shrink for what has shrunk for it.
-        """
-        gain = self._loss_of_step(segment, num_slots) * segment.num_tokens / num_slots
-        return self._recency.priority(self._table.packed[segment], COUNTED_GAIN * gain)
-
-    def _next_share(self, segment: Segment, num_slots: int | None = None) -> float | None:
-        """The share to which a packed segment shrinks next; None: it does not shrink any more.
-
-        ``num_slots``: as if it had so many; None: as many as it has.
-        """
-        shares, held = () if segment.order is None else self._config.shares, num_slots or segment.num_slots
-        return next((share for share in shares if self._resizer.slots_at(segment, share) < held), None)
-
-    def _loss_of_step(self, segment: Segment, num_slots: int | None = None) -> float:
-        """Loss of a packed segment's next step from so many slots, relative to the loss of dropping it there."""
-        share, budget = self._next_share(segment, num_slots), self._config.budget
+    def _loss_of_step(self, segment: Segment) -> float:
+        """Loss of a packed segment's next step, relative to the loss of dropping it there."""
+        share, budget = self._next_share(segment), self._config.budget
         if share is None or share < budget:
             is_between = share is not None and share > self._config.shares[-1]
             return self._losses.between if is_between else self._losses.least

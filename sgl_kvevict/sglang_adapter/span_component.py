@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, FullComponent
@@ -11,7 +9,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.nodes import NodeSet
 from sgl_kvevict.cache.paths import Spans
-from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
+from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap
 from sgl_kvevict.guard import accounting
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ class SpanComponent(FullComponent):
         self._order: CostAwareRecency | None = None
         self._heap: NodeHeap | None = None
         self._wanted = 0
-        self._below: Priority | None = None
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
         """Token slots that a node has in the accounting."""
@@ -93,20 +90,6 @@ class SpanComponent(FullComponent):
             self.tree_core.evictable_device_leaves = leaves = NodeSet(self.tree_core.evictable_device_leaves)
             self._heap = NodeHeap(leaves, order.get_priority)
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether leaves are dropped in our order, not in one that SGLang was given."""
-        return self._heap is not None
-
-    @contextmanager
-    def only(self, below: Priority) -> Iterator[None]:
-        """Shrink nothing meanwhile, and drop no leaf, whose priority is not below this one; drop no compressed leaf."""
-        self._below = below
-        try:
-            yield
-        finally:
-            self._below = None
-
     def evict_device_start(self, request_cnt: int) -> None:
         """Begin an eviction of ``request_cnt`` token slots."""
         self._wanted = request_cnt
@@ -125,14 +108,12 @@ class SpanComponent(FullComponent):
         if tracker[FULL] >= self._wanted:
             return None
         top = None if self._heap is None else self._heap.top()
-        num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL], self._below)
+        num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL])
         if num_released:
             tracker[FULL] += num_released
             return None
         if self._heap is None:
             return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
-        if self._below is not None and (top is None or top[0] >= self._below or top[1] in self._spans):
-            return None
         leaf = self._heap.pop()
         return None if leaf is None else leaf.id
 

@@ -30,7 +30,6 @@ from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.readers import ReaderRecord, Released
-from sgl_kvevict.cache.recency import Priority
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, parse_request_options
@@ -150,15 +149,6 @@ class UnifiedTreePort:
     def num_available(self) -> int:
         """What admission counts with: free and evictable token slots."""
         return self.num_free + self._cache.evictable_size()
-
-    def make_room(self, num_slots: int, below: Priority) -> bool:
-        """See :meth:`SpanComponent.only`."""
-        component: SpanComponent = self._cache.components[FULL]
-        missing = num_slots - self.num_free
-        if missing > 0 and component.is_ordered:
-            with component.only(below):
-                self._cache.evict(EvictParams(num_tokens=missing))
-        return self.num_free >= num_slots
 
     def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[UnifiedTreeNode]:
         """Nodes of the longest matching path; SGLang splits a node where the match ends."""

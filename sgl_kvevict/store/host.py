@@ -43,14 +43,12 @@ class EvictedCopy(Copy):
         start: logical position of the first token of the range.
         end: logical position after its last one.
         num_entries: how many there are.
-        num_slots: token slots that all of them take, in the pool of the rank that has most.
         num_holders: segments, in the pool and here, of which they are. Without one the copy goes.
     """
 
     start: int
     end: int
     num_entries: int
-    num_slots: int
     num_holders: int = 1
 
 
@@ -66,12 +64,6 @@ class Piece:
     def is_whole(self) -> bool:
         """Whether no token was cut off."""
         return (self.start, self.end) == (self.copy.start, self.copy.end)
-
-    @property
-    def num_slots(self) -> int:
-        """Token slots that its entries take in the pool; estimated from its tokens, if some were cut off."""
-        copy = self.copy
-        return -(-copy.num_slots * (self.end - self.start) // (copy.end - copy.start))
 
     @property
     def is_lost(self) -> bool:
@@ -239,20 +231,19 @@ class HostSegments(Tier):
         segment = self._segments.get(key)
         return [] if segment is None else segment.pieces
 
-    def put_evicted(self, tensors: Mapping[str, Tensor], bounds: tuple[int, int], num_slots: int) -> Piece | None:
+    def put_evicted(self, tensors: Mapping[str, Tensor], bounds: tuple[int, int]) -> Piece | None:
         """Copy evicted entries, which lie on the pool's device, and of which the caller becomes the first holder.
 
         None: there is no room beside segments that the pool does not have. ``tensors``: ``positions`` is one of them.
-        ``bounds``: logical positions of their tokens; ``num_slots``: that the entries take in the pool.
+        ``bounds``: logical positions of their tokens.
         """
         num_blocks = self.largest(self._blocks_for(tensors))
         if num_blocks > len(self._free) + self._num_spare:
             return None
-        num_entries, num_slots = tensors["positions"].numel(), self.largest(num_slots)
         data = self._gathered(tensors)
         while len(self._free) < num_blocks:
             self._evict()
-        copy = EvictedCopy(_shapes(tensors), self._write(data, num_blocks), *bounds, num_entries, num_slots)
+        copy = EvictedCopy(_shapes(tensors), self._write(data, num_blocks), *bounds, tensors["positions"].numel())
         self.evicted[copy] = None
         self._num_spare += num_blocks
         return Piece(copy, *bounds)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.harness import Harness, PseudoRandomPolicy
-from sgl_kvevict.cache.growth import AMPLE_SHARE, MAX_RETURNED
+from sgl_kvevict.cache.growth import MAX_RETURNED
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.segments import Sources, View
@@ -80,7 +80,7 @@ def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
     reader = harness.run([*TEXT[:60], 3, 3])  # it reads on while the segment grows
     for wanted in [*reversed(sizes), num_entries(segment)]:
         free, slots = harness.allocator.available_size(), segment.num_slots
-        assert prefixes.growth.grow(segment, is_asked=True)
+        assert prefixes.growth.grow(segment)
         assert segment.num_entries == wanted and free - harness.allocator.available_size() == segment.num_slots - slots
         harness.check()
         assert harness.decode(reader)
@@ -143,82 +143,6 @@ def test_an_own_prompt_of_a_request_that_asks_is_not_compressed_at_once():
         assert bool(harness.tree.prefixes.table.packed) is is_packed
 
 
-def test_what_was_read_grows_to_the_budget_where_slots_are_ample():
-    harness = harness_of()
-    segment = shrunk(harness, CONFIG.budget)
-    at_budget, resizer = segment.num_entries, harness.tree.prefixes.resizer
-    serve(harness, [*TEXT[:60], 5, 5])
-    harness.turn()
-    assert segment.num_entries == at_budget < num_entries(segment)  # budget says how large it is
-    resizer.resize([segment], resizer.slots_at(segment, 0.15))
-    between = segment.num_entries
-    resizer.resize([segment], resizer.slots_at(segment, 0.1))
-    size = segment.num_entries
-    harness.turn()
-    assert segment.num_entries == size < between  # nobody has read it since
-    serve(harness, [*TEXT[:60], 5, 5])
-    harness.turn()
-    assert segment.num_entries == between < at_budget  # one step a turn
-    for _ in range(3):
-        harness.turn()
-    assert segment.num_entries == at_budget and segment.num_slots <= resizer.slots_at(segment)
-
-
-@pytest.mark.parametrize("is_old", [True, False])
-def test_leaves_that_were_not_used_for_long_make_room(is_old):
-    """A pool without free slots: a segment at its least share is worth more than a leaf that was used before it."""
-    harness = harness_of(num_slots=200, scores_any_range=True)
-    segment = shrunk(harness, 0.3, 0.1)
-    size = segment.num_entries
-
-    def fill():
-        tokens = 0
-        while harness.allocator.available_size() > 12:
-            tokens += 1
-            req = harness.uncached_request([10, tokens % 11, *[tokens % 7] * 8])
-            req.skip_radix_cache_insert = False
-            assert harness.admit(req) and harness.prefill(req)
-            harness.finish(req)
-
-    def read():
-        for _ in range(3):
-            serve(harness, [*TEXT[:60], 5])
-
-    fill() if is_old else read()
-    if is_old:
-        harness.tree.prefixes.recency.raise_level((1.0,))
-        read()
-    else:
-        harness.tree.prefixes.recency.raise_level((5.0,))
-        fill()
-    free, nodes = harness.allocator.available_size(), len(list(harness.tree.nodes()))
-    harness.turn()
-    assert (segment.num_entries > size) is is_old
-    assert (len(list(harness.tree.nodes())) < nodes) is is_old
-    assert is_old or harness.allocator.available_size() == free
-    harness.tree.prefixes.growth.between_steps()
-    harness.check()
-
-
-def test_nothing_grows_into_the_reserve(monkeypatch):
-    harness = harness_of()
-    monkeypatch.setattr(harness.tree.port, "make_room", lambda *args: False)
-    segment = shrunk(harness, CONFIG.budget, 0.1)
-    serve(harness, [*TEXT[:60], 5, 5])
-    *_, piece = harness.tree.prefixes.complements[segment].pieces
-    reserve = int(harness.geometry.num_token_slots * AMPLE_SHARE)
-    taken = harness._alloc(harness.allocator.available_size() - reserve - piece.num_slots + 1)
-    size = segment.num_entries
-    harness.tree.prefixes.growth.between_steps()
-    assert segment.num_entries == size
-    harness.allocator.free(taken[:1])
-    harness.tree.prefixes.growth.between_steps()
-    assert segment.num_entries == size  # it is tried again when a prompt has found it
-    harness.tree.prefixes.complements.read([segment])
-    harness.tree.prefixes.growth.between_steps()
-    assert segment.num_entries == size + piece.copy.num_entries
-
-
 @pytest.mark.parametrize("bits", [16, "auto"])
 def test_what_is_dropped_comes_back_complete(bits):
     """Uncompressed, packed, and grown again; the host's copy and what was evicted are one prefix."""
@@ -232,7 +156,7 @@ def test_what_is_dropped_comes_back_complete(bits):
         (segment,) = harness.tree.prefixes.table.packed
         assert segment.num_entries + kept_entries(harness, segment) == num_entries(segment)
         while harness.tree.prefixes.complements.last(segment) is not None:
-            assert harness.tree.prefixes.growth.grow(segment, is_asked=True)
+            assert harness.tree.prefixes.growth.grow(segment)
         harness.check()
 
 
@@ -264,7 +188,7 @@ def test_a_copy_of_a_segment_that_has_grown_and_of_another_one_is_in_order_of_po
     serve(harness, [*TEXT[:60], *[9] * 24])
     path = prefixes._tree.find([*TEXT[:60], *[9] * 20], (None, None))
     prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.5)
-    assert prefixes.growth.grow(first, is_asked=True)
+    assert prefixes.growth.grow(first)
     second = prefixes.spans.at(path[-1]).segment
     views = [View(each, each.start, each.end) for each in (first, second)]
     assert [part.bits for view in views for part in view.segment.storage.parts].count(4) == 2 and second is not first
@@ -283,46 +207,11 @@ def test_what_was_cut_off_does_not_come_back():
         assert harness.evict(1)
     (piece,) = prefixes.complements[segment].pieces
     assert (piece.start, piece.end) == (0, 30) and segment in prefixes.table.packed
-    assert prefixes.growth.grow(segment, is_asked=True)
+    assert prefixes.growth.grow(segment)
     assert segment.num_live_entries == num_entries(segment) == 30 * harness.geometry.num_runs
     harness.check()
     assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60  # the other half comes back with the host's copy
     assert prefixes.spans.compressed_read(prefixes._tree.find(TEXT[:60], (None, None)), 60).share == 1.0
-
-
-def cut_off(cut: int, *shares: float):
-    """A segment of which the tokens from ``cut`` on were dropped, and its last piece; a prompt has found it since."""
-    harness = harness_of()
-    segment = shrunk(harness, *shares)
-    harness.finish(harness.run([*TEXT[:cut], 10, 10]))  # splits the node
-    while segment.end == 60:
-        assert harness.evict(1)
-    serve(harness, [*TEXT[:cut], 9, 9])
-    *_, piece = harness.tree.prefixes.complements[segment].pieces
-    assert not piece.is_whole
-    return harness, segment, piece
-
-
-@pytest.mark.parametrize("cut", range(16, 43, 3))
-def test_what_was_cut_counts_with_what_is_left_of_it(cut):
-    """A segment that has lost its second part grows by itself by what it can have of what was evicted."""
-    harness, segment, piece = cut_off(cut, CONFIG.budget, 0.2, 0.1)
-    prefixes, size = harness.tree.prefixes, segment.num_slots
-    exact = segment.geometry.slots_for(segment.geometry.head_slots_for(prefixes.complements.get(piece).sizes))
-    room = prefixes.resizer.slots_at(segment) - size
-    assert abs(piece.num_slots - exact) <= 1 and exact <= room
-    assert cut >= 30 or room < piece.copy.num_slots  # it would not fit if it counted whole
-    harness.turn()
-    assert segment.num_slots >= size + exact and segment.num_slots <= prefixes.resizer.slots_at(segment)
-
-
-def test_what_was_cut_does_not_grow_beyond_the_budget_if_more_is_left_of_it_than_was_estimated(monkeypatch):
-    harness, segment, piece = cut_off(22, CONFIG.budget, 0.1)
-    monkeypatch.setattr(type(piece), "num_slots", 1)
-    size, pieces = segment.num_slots, harness.tree.prefixes.complements[segment].pieces
-    harness.turn()
-    assert segment.num_slots == size and harness.tree.prefixes.complements[segment].pieces == pieces
-    assert not harness.tree.prefixes.complements.found  # it is tried again when a prompt has found it
 
 
 def test_a_full_host_loses_what_was_evicted_first():
@@ -335,7 +224,7 @@ def test_a_full_host_loses_what_was_evicted_first():
     assert [piece.is_lost for piece in pieces] == [True, False, False]
     size = segment.num_entries + sum(piece.copy.num_entries for piece in pieces[1:])
     while harness.tree.prefixes.complements.last(segment) is not None:
-        assert harness.tree.prefixes.growth.grow(segment, is_asked=True)
+        assert harness.tree.prefixes.growth.grow(segment)
         harness.check()
     assert segment.num_entries == size < num_entries(segment)
     harness = harness_of(host_blocks=14)
@@ -364,11 +253,11 @@ def test_many_parts_are_not_added_to():
     harness = harness_of()
     segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
     while harness.tree.prefixes.growth._can_grow(segment):
-        harness.tree.prefixes.growth.grow(segment, is_asked=False)
+        harness.tree.prefixes.growth.grow(segment)
     assert len(segment.storage.parts) == 1 + MAX_RETURNED and segment.num_entries < num_entries(segment)
     prefixes = harness.tree.prefixes
     prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, 0.1))
-    assert len(segment.storage.parts) == 1 and prefixes.growth.grow(segment, is_asked=False)
+    assert len(segment.storage.parts) == 1 and prefixes.growth.grow(segment)
 
 
 @pytest.mark.parametrize("fault", ["put_evicted", "get_evicted"])

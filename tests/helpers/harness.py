@@ -309,7 +309,6 @@ class Harness:
         """Between two steps."""
         prefixes = self.tree.prefixes
         prefixes.resizer.between_steps()
-        prefixes.growth.between_steps()
         self.check()
 
     def finish(self, req: Req) -> None:

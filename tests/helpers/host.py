@@ -47,7 +47,7 @@ def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
 
 def check_complements(complements: Complements, table: PrefixTable) -> None:
     """No entry of a segment is in the pool and in a piece, or in two pieces, and pieces have its tokens only."""
-    assert complements.found.keys() <= complements._of.keys() <= table.packed.keys()
+    assert complements._of.keys() <= table.packed.keys()
     for segment, complement in complements._of.items():
         assert complement.pieces
         parts = [

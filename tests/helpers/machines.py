@@ -209,18 +209,14 @@ class HostMachine(PressureMachine):
         record.least_share = [0.0, 0.0, 0.5, 1.0][sum(req.origin_input_ids) // 3 % 4]
         super()._admit(req, first_chunk)
 
-    @rule(is_asked=st.booleans(), number=st.integers(0, 20))
-    def grow(self, is_asked, number):
+    @rule(number=st.integers(0, 20))
+    def grow(self, number):
         """A segment takes back what it lost last, with or without free slots."""
         prefixes = self.harness.tree.prefixes
         growing = [each for each in prefixes.complements._of if prefixes.growth._can_grow(each)]
         if growing:
-            prefixes.growth.grow(growing[number % len(growing)], is_asked=is_asked)
+            prefixes.growth.grow(growing[number % len(growing)])
         self._settle()
-
-    @rule()
-    def grow_between_steps(self):
-        self.harness.tree.prefixes.growth.between_steps()
 
     @rule(name=st.sampled_from(["put_evicted", "get", "_gathered"]))
     def break_host(self, name):

@@ -152,7 +152,7 @@ def test_tokens_of_long_paths_take_no_more_memory_than_the_blocks():
     size = host().put(record(OURS, NAMES, [*text, *tokens(20)], start=1000), NAMES)
     segments = host(8 * 1020 * 5, 1)  # blocks for many more than five
     assert 10 * size < 8 * 1020 * 5
-    short = segments.put_evicted({"positions": torch.arange(3, dtype=torch.int32)}, (0, 40), 1)
+    short = segments.put_evicted({"positions": torch.arange(3, dtype=torch.int32)}, (0, 40))
     ours = [record(OURS, NAMES, [*text, *tokens(20, seed=seed)], start=1000) for seed in range(12)]
     for each in ours:
         assert segments.put(each, NAMES) > 0
@@ -167,7 +167,7 @@ def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
     """A copy is gathered on the pool's device, which may be full, too; every block still has an owner afterwards."""
     segments, ours = host(), record(OURS, NAMES, tokens(40))
     entries = {"positions": torch.arange(3, dtype=torch.int32)}
-    piece = segments.put_evicted(entries, (0, 40), 1)
+    piece = segments.put_evicted(entries, (0, 40))
     segments.put(ours, NAMES, [piece])
     segments.release([piece])
 
@@ -179,7 +179,7 @@ def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
         with pytest.raises(MemoryError):
             segments.put(ours, NAMES, segments.pieces_of(ours.key))
         with pytest.raises(MemoryError):
-            segments.put_evicted(entries, (0, 40), 1)
+            segments.put_evicted(entries, (0, 40))
     check_host(segments)
     assert_same(segments.get(ours.key), ours)
     assert segments.get_evicted(piece)["positions"].tolist() == [0, 1, 2]
