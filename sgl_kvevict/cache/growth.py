@@ -27,13 +27,7 @@ class Growth:
     largest number of all ranks.
     """
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        guard: Guard,
-        resizer: Resizer,
-    ) -> None:
+    def __init__(self, tree: TreePort, table: PrefixTable, guard: Guard, resizer: Resizer) -> None:
         self._tree = tree
         self._table = table
         self._guard = guard
@@ -63,7 +57,6 @@ class Growth:
             segment in self._table.packed
             and segment.order is not None
             and segment.readers is None
-            and self._complements[segment].num_returned < MAX_RETURNED
             and self._complements.last(segment) is not None
         )
 

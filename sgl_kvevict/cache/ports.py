@@ -62,10 +62,6 @@ class TreePort(Protocol):
         """Last node of the path that :meth:`holding` holds; None: it holds none."""
 
     @property
-    def num_free(self) -> int:
-        """Free token slots of the pool."""
-
-    @property
     def num_available(self) -> int:
         """Free token slots, and those that can be released for others at any time, as admission counts them.
 

@@ -141,14 +141,9 @@ class UnifiedTreePort:
             self._cache.unlock(lock)
 
     @property
-    def num_free(self) -> int:
-        """Token slots on the allocator's list."""
-        return int(self._cache.slot_allocator.available_size())
-
-    @property
     def num_available(self) -> int:
         """What admission counts with: free and evictable token slots."""
-        return self.num_free + self._cache.evictable_size()
+        return int(self._cache.slot_allocator.available_size()) + self._cache.evictable_size()
 
     def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[UnifiedTreeNode]:
         """Nodes of the longest matching path; SGLang splits a node where the match ends."""

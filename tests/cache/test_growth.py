@@ -249,12 +249,12 @@ def test_a_request_that_asks_gets_every_piece_however_many_there_are():
     assert len(segment.storage.parts) == num_parts + MAX_RETURNED and not harness.host.evicted
 
 
-def test_many_parts_are_not_added_to():
+def test_a_segment_takes_back_few_parts_until_it_shrinks_again():
     harness = harness_of()
     segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
     while harness.tree.prefixes.growth._can_grow(segment):
         harness.tree.prefixes.growth.grow(segment)
-    assert len(segment.storage.parts) == 1 + MAX_RETURNED and segment.num_entries < num_entries(segment)
+    assert len(segment.storage.parts) == 1 + MAX_RETURNED and segment.num_entries == num_entries(segment)
     prefixes = harness.tree.prefixes
     prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, 0.1))
     assert len(segment.storage.parts) == 1 and prefixes.growth.grow(segment)
