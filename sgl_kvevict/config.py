@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from sgl_kvevict.config_file import CONFIG_SUFFIXES, SUFFIXES_IN_WORDS, decode_config, read_config_file
+from sgl_kvevict.config_file import decode_config, read_config_file
 from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed
 from sgl_kvevict.paths import expanded
@@ -306,7 +306,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
-    """Read ``KVEVICT_CONFIG``: a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file; unset: defaults.
+    """Read ``KVEVICT_CONFIG``: a JSON object, or the path of a ``.json`` file; unset: defaults.
 
     Raises:
         ConfigError: neither an object nor such a path, an unreadable file, or a bad field.
@@ -315,11 +315,9 @@ def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
     if not text:
         return KVEvictConfig()
     if text.startswith("{"):
-        return parse_config(decode_config(text, ".json", ENV_VAR), ENV_VAR)
-    if Path(text).suffix not in CONFIG_SUFFIXES:
-        raise ConfigError(
-            f"{ENV_VAR}: got {shown(text)}; allowed: a JSON object or the path of a {SUFFIXES_IN_WORDS} file with one"
-        )
+        return parse_config(decode_config(text, ENV_VAR), ENV_VAR)
+    if Path(text).suffix != ".json":
+        raise ConfigError(f"{ENV_VAR}: got {shown(text)}; allowed: a JSON object or the path of a .json file with one")
     return parse_config(read_config_file(Path(text)), text)
 
 

@@ -69,7 +69,7 @@ def test_our_packages_import_from_anywhere_without_sglang(tmp_path: Path) -> Non
 def test_a_plain_install_has_all_that_is_imported(project: dict[str, Any]) -> None:
     """Except the adapter, which needs SGLang, and Triton kernels; packages imported in functions are optional."""
     declared = {normalised(re.split(r"[\[<>=]", name)[0]) for name in project["project"]["dependencies"]}
-    modules = {"yaml": "pyyaml", "zmq": "pyzmq", "llvmlite": "numba"}
+    modules = {"zmq": "pyzmq", "llvmlite": "numba"}
     missing: dict[str, str] = {}
     for folder in (ROOT / "sgl_kvevict", ROOT / "kernels" / "kvevict_kernels"):
         for path in folder.rglob("*.py"):

@@ -109,9 +109,7 @@ def serve(
     policy_option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the policy; may be repeated.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="JSON or YAML file with the same fields; options above win.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="JSON file with the same fields; options above win.")] = None,
     events: Annotated[
         bool, typer.Option("--events", help="Open the socket of 'top' and 'inspect' on this machine.")
     ] = False,

@@ -12,13 +12,10 @@ import asyncio
 import re
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from functools import cache, partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import SHUT_RDWR, socket
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,9 +31,7 @@ _NUM_NODES, _NUM_BINS = 5000, 256
 MAX_CONNECTIONS = 32
 """Connections at once, each of which has a thread; a page uses one or two, and a browser opens at most six."""
 REQUEST_S = 10.0
-"""Time in which a connection must have sent its request, and then in which it must have taken the answer."""
-_WAIT_S = 0.05
-"""Time in which the request of a connection that is turned away is awaited: unread, it would cut off the answer."""
+"""Longest wait for the next bytes of a request, and for a client to take those of an answer."""
 T = TypeVar("T")
 
 
@@ -76,8 +71,7 @@ class _Connection:
 class WebServer(ThreadingHTTPServer):
     """Serves the page at ``http://127.0.0.1:PORT``, a thread per connection, which is for one request.
 
-    At most ``MAX_CONNECTIONS`` are open; further ones are answered with status 503. One whose request does not come in
-    time is closed.
+    At most ``MAX_CONNECTIONS`` are open, further ones are closed; so is one that is silent for ``REQUEST_S``.
 
     Args:
         endpoint: the event socket of the server to watch.
@@ -96,8 +90,7 @@ class WebServer(ThreadingHTTPServer):
         self.interval_s = interval_s
         self._decoder = cache(inspection.load_decoder)
         self._connection = _Connection(self.endpoint, timeout_s)
-        self._open: dict[socket, float] = {}
-        """By connection: when its request must be there (``time.monotonic``); infinity: it is."""
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:  # `server_close` was called
@@ -108,39 +101,16 @@ class WebServer(ThreadingHTTPServer):
         super().server_close()
         self._connection.close()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, or turn it away."""
-        if len(self._open) >= MAX_CONNECTIONS:
-            return self._turn_away(request)
-        self._open[request] = time.monotonic() + REQUEST_S
-        super().process_request(request, client_address)
+    def verify_request(self, request: object, client_address: object) -> bool:
+        """Whether a connection may have a thread; it is closed otherwise."""
+        return self._free.acquire(blocking=False)
 
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        super().shutdown_request(request)
-        self._open.pop(request, None)
-
-    def service_actions(self) -> None:
-        """End connections whose requests have not come in time; called at least every half second."""
-        now = time.monotonic()
-        for connection, deadline in self._open.copy().items():  # threads change it
-            if now >= deadline:
-                with suppress(OSError):  # it has just been closed
-                    connection.shutdown(SHUT_RDWR)
-
-    def received(self, connection: socket) -> None:
-        """The request of a connection is there."""
-        self._open[connection] = float("inf")
-
-    def _turn_away(self, connection: socket) -> None:
-        why = f"{MAX_CONNECTIONS} connections are open already; allowed: at most as many".encode()
-        head = f"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: {len(why)}\r\n\r\n"
-        with suppress(OSError):  # it has left, or sends nothing
-            connection.settimeout(_WAIT_S)
-            with suppress(TimeoutError):
-                connection.recv(65536)
-            connection.sendall(head.encode() + why)
-        self.shutdown_request(connection)
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print an error as usual, but not that a page was closed in the middle of an answer."""
@@ -165,7 +135,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer the page or its questions."""
-        self.server.received(self.connection)
         is_own = self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
         if not is_own or not _HOST.fullmatch(self.headers.get("Host", "")):
             return self.send_error(HTTPStatus.FORBIDDEN, "this page is for 127.0.0.1 and localhost only")

@@ -307,16 +307,16 @@ def test_options_win_over_the_file_and_the_file_over_the_environment(
         "budget": 0.5,
         "tail_tokens": 9,
     }
-    path = tmp_path / "config.yaml"
-    path.write_text("budget: 0.3\npolicy: snapkv\n")
+    path = tmp_path / "config.json"
+    path.write_text('{"budget": 0.3, "policy": "snapkv"}')
     config = resolve_config(path, {"budget": 0.4})
     assert (config.budget, config.policy, config.sink_tokens) == (0.4, "snapkv", KVEvictConfig().sink_tokens)
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("budgets: 0.3\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml and the command line:\n  - budgets: unknown field"):
+    path = tmp_path / "config.json"
+    path.write_text('{"budgets": 0.3}')
+    with pytest.raises(ConfigError, match=r"config\.json and the command line:\n  - budgets: unknown field"):
         resolve_config(path, {})
 
 
