@@ -518,13 +518,8 @@ AFTER_LOAD: Table[AfterLoad] = {
         "wrongly, and which one it gets is chosen by kernels that need a GPU"),
     "store of places": (lambda f: f.has_places and f.config.store is not None,
         "store: the model has {f.kind}, whose part of a prefix is not stored"),
-    "store_complete": (lambda f: f.config.store_complete and f.policy is not None and not f.policy.splittable,
-        "store_complete: policy {f.policy.name!r} merges evicted entries into others, so none of them can be stored"),
     "host_bytes of places": (lambda f: f.has_places and f.config.host_bytes,
         "host_bytes: the model has {f.kind}, whose part of a prefix is not copied to the host"),
-    "policy with places": (lambda f: f.has_places and f.policy is not None and not f.policy.splittable,
-        "policy {f.policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "
-        "{f.kind}, so a prompt may continue in the middle of one"),
     "page_size of the pool": (lambda f: f.page_size != 1,
         "--page-size is {f.page_size}, only 1 is supported: spans are packed into single token slots"),
     "layout of the pool": (lambda f: f.layout != "nhd",

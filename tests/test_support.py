@@ -103,12 +103,8 @@ AFTER = {
     "mamba_radix_cache_strategy": loaded(own=settings(state_strategy="extra_buffer_lazy"), has_states=True),
     "speculative_algorithm with states": loaded(own=DRAFTS, has_states=True),
     "store of places": loaded(KVEvictConfig(store="memory://x"), windows_class=WINDOWS),
-    "store_complete": loaded(
-        KVEvictConfig(store="memory://x", store_complete=True), build_policy("d2o", {"direction": "any"})
-    ),
     "host_bytes of places": loaded(KVEvictConfig(host_bytes=10**9), has_states=True),
     "bits": loaded(KVEvictConfig(bits=4), build_policy("snapkv", {}), head_dim=80),
-    "policy with places": loaded(policy=build_policy("d2o", {"direction": "any"}), has_states=True),
     "page_size of the pool": loaded(page_size=16),
     "layout of the pool": loaded(layout="hnd"),
     "kernel_size": loaded(pooling=(127, 95)),

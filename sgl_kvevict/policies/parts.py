@@ -164,17 +164,12 @@ class Selector(ABC):
 
 
 class Merger(ABC):
-    """Merges evicted rows into kept ones. Frozen, pure."""
+    """Merges evicted rows into later kept ones, so that a span may be split at any token. Frozen, pure."""
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Signals to collect."""
         return frozenset()
-
-    @property
-    @abstractmethod
-    def splittable(self) -> bool:
-        """Whether kept entries hold nothing of later tokens, so that their span may be split at any token."""
 
     @abstractmethod
     def merge(self, views: Sequence[LayerView], kept: Tensor) -> MergePlan:

@@ -82,8 +82,8 @@ class Policy:
 
     @property
     def splittable(self) -> bool:
-        """Whether a span made by this policy may be split at any token."""
-        return self.merger is None or self.merger.splittable
+        """Whether a span made by this policy may be split at any token: a merger merges into later tokens only."""
+        return True
 
     def caution(self, num_kv_heads: int) -> str | None:
         """See :meth:`Scorer.caution`."""

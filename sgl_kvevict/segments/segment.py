@@ -185,8 +185,7 @@ class Segment:
             num_kv_heads, num_tokens], packed [num_entries]. None: nobody observes it.
         readers: the observation that adds to ``attention``.
         prompt: observation of a prompt by which it can be ranked; opaque here; None: unknown.
-        splittable: False if an entry may hold information of later tokens (merging in any direction), or if layers with
-            sliding windows keep only their last tokens.
+        splittable: False if layers with sliding windows keep only their last tokens.
         is_joined: it was written from several packed segments of one prompt. A request that reads all of its views
             reads them as one, see :meth:`Spans.runs`.
         is_rest: the end of an unsplittable segment was dropped; the rest is never found again.
@@ -421,7 +420,7 @@ class Span:
         if not self.start < position < self.end:
             raise InvariantError(f"split position {position} is not inside the span [{self.start}, {self.end})")
         if self.is_packed and not self.segment.splittable:
-            raise InvariantError(f"the span [{self.start}, {self.end}) was merged in any direction and has no prefix")
+            raise InvariantError(f"the span [{self.start}, {self.end}) cannot be split")
         self.segment.num_spans -= 1
         upper = Span(self.segment, self.start, position, is_owner=self.is_owner)
         return upper, Span(self.segment, position, self.end, is_owner=False)

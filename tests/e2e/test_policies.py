@@ -84,7 +84,6 @@ def all_cases() -> list[Case]:
     cases = [Case(name, budget) for name in names for budget in (0.5, 0.2)]
     variants: list[tuple[str, dict[str, Any]]] = [
         ("chunkkv", {"reuse_layers": 2}),
-        ("d2o", {"direction": "any"}),
         ("h2o", {"budget_rule": "all-layers"}),
     ]
     return cases + [Case(name, 0.2, options) for name, options in variants]

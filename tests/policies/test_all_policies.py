@@ -89,7 +89,6 @@ VARIANTS = [
     ("chunkkv", {"reuse_layers": 3}),
     ("chunkkv", {"reuse_layers": 2, "chunk_length": 4}),
     ("chunkkv", {"chunk_score": "mean", "share_heads": True}),
-    ("d2o", {"direction": "any"}),
     ("h2o", {"normalize": "queries", "recent_ratio": 0.3}),
     ("k-vec", {"protected_share": 0.5, "bonus": 3.0}),
     ("snapkv", {"kernel_size": 1, "keep_window": False}),
@@ -269,9 +268,3 @@ def test_one_token_and_one_head(random_prompt: Run, kept: Run, name: str) -> Non
     assert [len(run) for run in kept(decision)[0]] == [1]
     nothing = decide(build(name), shows(prompt), prompt.geometry, 0, 0)
     assert nothing.selection.indices.numel() == 0
-
-
-def test_only_any_direction_merges_cannot_be_split() -> None:
-    assert all(build(name).splittable for name in NAMES)
-    unsplittable = build_policy("d2o", {"direction": "any"})
-    assert unsplittable is not None and not unsplittable.splittable

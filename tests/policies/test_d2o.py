@@ -13,8 +13,8 @@ from torch import Tensor
 
 from helpers.decisions import Decision, decide
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerView, Policy, Signal, build_policy
-from sgl_kvevict.policies.methods.d2o import D2O, NearestKeyMerger, mean_similarity, merge_plan, nearest_kept
+from sgl_kvevict.policies import LayerView, Signal, build_policy
+from sgl_kvevict.policies.methods.d2o import NearestKeyMerger, mean_similarity, merge_plan, nearest_kept
 from sgl_kvevict.ragged import MergePlan
 
 Run = Callable[..., Any]
@@ -39,15 +39,15 @@ def mask_of(num_tokens: int, kept: list[int]) -> Tensor:
     return mask
 
 
-def merge(keys: list[list[float]], kept: list[int], **options: Any) -> MergePlan:
+def merge(keys: list[list[float]], kept: list[int]) -> MergePlan:
     view = view_of(torch.tensor(keys)[:, None])
-    return NearestKeyMerger(D2O(**{"direction": "any", **options})).merge([view], mask_of(len(keys), kept))
+    return NearestKeyMerger().merge([view], mask_of(len(keys), kept))
 
 
-def threshold(keys: list[list[float]], kept: list[int], *, causal: bool = False) -> float:
+def threshold(keys: list[list[float]], kept: list[int]) -> float:
     """Below which tokens are not merged."""
     mask = mask_of(len(keys), kept)[0]
-    similarity, _ = nearest_kept(torch.tensor(keys)[None], mask, len(kept), causal=causal)
+    similarity, _ = nearest_kept(torch.tensor(keys)[None], mask, len(kept))
     return float(mean_similarity(similarity, ~mask & similarity.isfinite()))
 
 
@@ -71,48 +71,41 @@ GOLDEN_KEYS = [[1.0, 0], [0.8, 0.6], [0, 1.0], [-0.28, 0.96], [-1.0, 0], [0.6, -
 GOLDEN_SUMS = [3.0, 0.4, 1.2, 0.3, 0.8, 0.3]
 
 
-def golden(direction: str) -> tuple[Decision, Policy, Tensor]:
-    """10.18, prefill: T = 1, N = 2, M = 1, beta = 0.7, v_j = j."""
-    options = {"num_sink_tokens": 1, "recent_ratio": 0.34, "direction": direction}
-    policy = build_policy("d2o", options)
-    assert policy is not None
-    keys = torch.tensor(GOLDEN_KEYS)[:, None]
-    values = torch.arange(6.0)[:, None, None].expand(6, 1, 2).contiguous()
-    seen = view_of(keys, values, torch.tensor([GOLDEN_SUMS]))
-    return decide(policy, lambda _: seen, KVGeometry(1, 1, 1, 2, 6), 4, 0), policy, keys[:, 0]
-
-
 def test_golden_trace() -> None:
-    decision, policy, keys = golden("any")
-    assert not policy.splittable and policy.num_sink_tokens == 1
-    assert decision.selection.indices.tolist() == [0, 2, 4, 5]
-    assert decision.merge is not None
-    assert threshold(GOLDEN_KEYS, [0, 2, 4, 5]) == pytest.approx(0.88)
-    assert sources(decision.merge) == [
-        {0: 1.0},
-        {2: pytest.approx(0.509999, abs=1e-6), 3: pytest.approx(0.490001, abs=1e-6)},
+    """10.18, prefill: v_j = j; the evicted tokens 1 and 3 come first, so that any kept one is a later one."""
+    tokens = [1, 3, 0, 2, 4, 5]
+    keys = [GOLDEN_KEYS[token] for token in tokens]
+    plan = merge(keys, [2, 3, 4, 5])
+    assert threshold(keys, [2, 3, 4, 5]) == pytest.approx(0.88)
+    assert sources(plan) == [
+        {2: 1.0},
+        {3: pytest.approx(0.509999, abs=1e-6), 1: pytest.approx(0.490001, abs=1e-6)},
         {4: 1.0},
         {5: 1.0},
     ]
-    torch.testing.assert_close(apply(decision.merge, keys)[1], torch.tensor([-0.1372, 0.9804]), atol=1e-5, rtol=0)
-    assert float(apply(decision.merge, torch.arange(6.0)[:, None])[1]) == pytest.approx(2.490001, abs=1e-6)
+    torch.testing.assert_close(apply(plan, torch.tensor(keys))[1], torch.tensor([-0.1372, 0.9804]), atol=1e-5, rtol=0)
+    assert float(apply(plan, torch.tensor(tokens).float()[:, None])[1]) == pytest.approx(2.490001, abs=1e-6)
 
 
-def test_causal_merges_go_to_later_tokens_only() -> None:
-    """The same prompt: 1 may join {2, 4, 5}, 3 may join {4, 5}."""
-    decision, policy, _ = golden("causal")
-    assert policy.splittable and decision.merge is not None
+def test_merges_go_to_later_tokens_only() -> None:
+    """10.18 in its own order (T = 1, N = 2, M = 1): 1 may join {2, 4, 5}, 3 may join {4, 5}."""
+    policy = build_policy("d2o", {"num_sink_tokens": 1, "recent_ratio": 0.34})
+    assert policy is not None and policy.num_sink_tokens == 1
+    seen = view_of(torch.tensor(GOLDEN_KEYS)[:, None], sums=torch.tensor([GOLDEN_SUMS]))
+    decision = decide(policy, lambda _: seen, KVGeometry(1, 1, 1, 2, 6), 4, 0)
+    assert decision.selection.indices.tolist() == [0, 2, 4, 5]
+    assert decision.merge is not None
     # best later cosines: 1 -> 2: 0.6; 3 -> 4: 0.28; threshold 0.44
-    assert threshold(GOLDEN_KEYS, [0, 2, 4, 5], causal=True) == pytest.approx(0.44, abs=1e-6)
+    assert threshold(GOLDEN_KEYS, [0, 2, 4, 5]) == pytest.approx(0.44, abs=1e-6)
     assert [sorted(entry) for entry in sources(decision.merge)] == [[0], [1, 2], [4], [5]]
 
 
 def test_threshold_is_the_mean_and_equality_recalls() -> None:
-    """10.9, 10.10: maxima .9, .5, .7 -> tau .7; tokens 1 and 3 merge."""
-    keys = [[1.0, 0], unit(0.9), unit(0.5), unit(0.7)]
-    assert threshold(keys, [0]) == pytest.approx(0.7)
-    assert sorted(sources(merge(keys, [0]))[0]) == [0, 1, 3]
-    same = merge([[1.0, 0], unit(0.6), unit(0.6)], [0])
+    """10.9, 10.10: maxima .9, .5, .7 -> tau .7; tokens 0 and 2 merge."""
+    keys = [unit(0.9), unit(0.5), unit(0.7), [1.0, 0]]
+    assert threshold(keys, [3]) == pytest.approx(0.7)
+    assert sorted(sources(merge(keys, [3]))[0]) == [0, 2, 3]
+    same = merge([unit(0.6), unit(0.6), [1.0, 0]], [2])
     assert sorted(sources(same)[0]) == [0, 1, 2]  # all equal: all recalled
 
 
@@ -127,16 +120,16 @@ def test_nothing_is_merged_if_nothing_is_evicted() -> None:
 )
 def test_pair_weights(cosine: float, own: float, other: float) -> None:
     """10.11."""
-    plan = merge([[1.0, 0], unit(cosine)], [0])
+    plan = merge([unit(cosine), [1.0, 0]], [1])
     assert plan.weights.tolist() == pytest.approx([own, other], abs=1e-6)
 
 
 def test_pair_rows() -> None:
     """10.12."""
-    rows = torch.tensor([[1.0, 0], [0.6, 0.8]])
-    plan = merge(rows.tolist(), [0])
+    rows = torch.tensor([[0.6, 0.8], [1.0, 0]])
+    plan = merge(rows.tolist(), [1])
     torch.testing.assert_close(apply(plan, rows)[0], torch.tensor([0.839475, 0.321050]), atol=1e-6, rtol=0)
-    values = torch.tensor([[2.0, 0], [0, 4.0]])
+    values = torch.tensor([[0, 4.0], [2.0, 0]])
     torch.testing.assert_close(apply(plan, values)[0], torch.tensor([1.197375, 1.605249]), atol=2e-6, rtol=0)
 
 
@@ -151,13 +144,13 @@ def test_two_into_one() -> None:
 
 def test_cosine_ignores_the_length_of_keys() -> None:
     """10.21; a zero key has cosine 0 with everything, not NaN."""
-    keys = [[1.0, 0], unit(0.9), unit(0.5), unit(0.7)]
-    base = merge(keys, [0])
-    scaled = [[3.0, 0], [0.5 * x for x in unit(0.9)], [7 * x for x in unit(0.5)], unit(0.7)]
-    other = merge(scaled, [0])
+    keys = [unit(0.9), unit(0.5), unit(0.7), [1.0, 0]]
+    base = merge(keys, [3])
+    scaled = [[0.5 * x for x in unit(0.9)], [7 * x for x in unit(0.5)], unit(0.7), [3.0, 0]]
+    other = merge(scaled, [3])
     assert sources(other) == [pytest.approx(entry) for entry in sources(base)]
-    assert threshold(scaled, [0]) == pytest.approx(threshold(keys, [0]))
-    zero = merge([[1.0, 0], [0.0, 0.0]], [0])
+    assert threshold(scaled, [3]) == pytest.approx(threshold(keys, [3]))
+    zero = merge([[0.0, 0.0], [1.0, 0]], [1])
     assert bool(zero.weights.isfinite().all())
 
 
@@ -170,7 +163,7 @@ def test_values_follow_keys(random_prompt: Run) -> None:
     assert all(torch.equal(getattr(first, f), getattr(second, f)) for f in ("indptr", "indices", "weights"))
 
 
-def plain_merge(prompt: Any, decision: Decision, layer: int, head: int, causal: bool) -> dict[int, dict[int, float]]:
+def plain_merge(prompt: Any, decision: Decision, layer: int, head: int) -> dict[int, dict[int, float]]:
     """D2O of one head in plain Python: threshold, and sources of every kept token."""
     lens = decision.selection.keep_lens.flatten().tolist()
     run = layer * 3 + head
@@ -179,7 +172,7 @@ def plain_merge(prompt: Any, decision: Decision, layer: int, head: int, causal: 
     keys = keys / keys.norm(dim=-1, keepdim=True)
     found = {}
     for token in sorted(set(range(prompt.end)) - set(kept)):
-        allowed = [k for k in kept if k > token or not causal]
+        allowed = [k for k in kept if k > token]
         if allowed:
             similarity = [float(keys[token] @ keys[k]) for k in allowed]
             best = max(range(len(allowed)), key=lambda i, s=similarity: (s[i], -i))
@@ -192,23 +185,21 @@ def plain_merge(prompt: Any, decision: Decision, layer: int, head: int, causal: 
     return {k: {t: w / sum(entry.values()) for t, w in entry.items()} for k, entry in raw.items()}
 
 
-@pytest.mark.parametrize("direction", ["causal", "any"])
-def test_equals_a_plain_oracle(random_prompt: Run, kept: Run, direction: str) -> None:
+def test_equals_a_plain_oracle(random_prompt: Run, kept: Run) -> None:
     prompt = random_prompt(7)
-    decision = prompt.run(build_policy("d2o", {"direction": direction}), 9 * 24, protected=4)
+    decision = prompt.run(build_policy("d2o", {}), 9 * 24, protected=4)
     runs = kept(decision)
     entries = iter(sources(decision.merge))
     bounds = decision.merge.indptr.tolist()
     assert len(bounds) == 9 * 24 + 1
     for layer in range(3):
         for head in range(3):
-            expected = plain_merge(prompt, decision, layer, head, direction == "causal")
+            expected = plain_merge(prompt, decision, layer, head)
             for token in runs[layer][head]:
                 entry = next(entries)
                 assert entry == pytest.approx(expected[token], abs=1e-5)
                 assert next(iter(entry)) == token and list(entry)[1:] == sorted(list(entry)[1:])
-                if direction == "causal":
-                    assert max(entry) == token
+                assert max(entry) == token
     flat = [(layer, head) for layer in range(3) for head in range(3) for _ in runs[layer][head]]
     owners = [flat[e] for e in range(len(flat)) for _ in range(bounds[e + 1] - bounds[e])]
     assert owners == list(zip(decision.merge.layers.tolist(), decision.merge.heads.tolist(), strict=True))
@@ -247,9 +238,9 @@ def test_blocks_do_not_change_the_match(monkeypatch: pytest.MonkeyPatch) -> None
     kept = torch.rand(2, 50, generator=generator) < 0.3
     kept[0, :20] = False
     width = int(kept.sum(-1).max())
-    whole = nearest_kept(rows, kept, width, causal=True)
+    whole = nearest_kept(rows, kept, width)
     monkeypatch.setattr("sgl_kvevict.policies.methods.d2o._BLOCK_ELEMENTS", 7 * 2 * width)
-    blocked = nearest_kept(rows, kept, width, causal=True)
+    blocked = nearest_kept(rows, kept, width)
     torch.testing.assert_close(blocked[0], whole[0])
     found = whole[0].isfinite()
     assert torch.equal(blocked[1][found], whole[1][found])
@@ -257,5 +248,5 @@ def test_blocks_do_not_change_the_match(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_equal_similarities_go_to_the_lower_position() -> None:
     """A11."""
-    plan = merge([[1.0, 0], [1.0, 0], [0.6, 0.8], [1.0, 0]], [0, 1, 3])
-    assert [sorted(entry) for entry in sources(plan)] == [[0, 2], [1], [3]]
+    plan = merge([[0.6, 0.8], [1.0, 0], [1.0, 0], [1.0, 0]], [1, 2, 3])
+    assert [sorted(entry) for entry in sources(plan)] == [[0, 1], [2], [3]]

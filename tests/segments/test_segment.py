@@ -127,7 +127,7 @@ def test_unsplittable_segment_refuses():
     selection, _ = make_selection(20, KEEP_LENS[0])
     segment, _ = pack(make_store(), torch.arange(1, 21), START, selection)
     segment.splittable = False
-    with pytest.raises(InvariantError, match="any direction"):
+    with pytest.raises(InvariantError, match="cannot be split"):
         Span(segment, START, START + 20, is_owner=True).split(START + 5)
 
 

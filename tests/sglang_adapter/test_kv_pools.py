@@ -63,11 +63,3 @@ def test_what_recurrent_layers_rule_out_is_named():
     assert reason.startswith("--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and")
     (reason,) = refused(own=settings(speculative_algorithm="NGRAM"), **STATES)
     assert reason.startswith("--speculative-algorithm: the model has recurrent layers")
-
-
-def test_policies_whose_prefixes_cannot_be_cut_need_places_everywhere():
-    policy = build_policy("d2o", {"direction": "any"})
-    assert refused(None, policy) == refused(None, build_policy("d2o", {}), **STATES) == []
-    for layers in (WINDOWS, STATES):
-        (reason,) = refused(None, policy, **layers)
-        assert reason.startswith(f"policy {policy.name!r} merges tokens into earlier ones")

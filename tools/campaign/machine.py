@@ -26,8 +26,7 @@ from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("reconstruction", {}),
-    ("d2o", {"direction": "causal"}),
-    ("d2o", {"direction": "any"}),
+    ("d2o", {}),
     ("k-vec", {}),
     ("chunkkv", {"reuse_layers": 2}),
     ("snapkv", {}),

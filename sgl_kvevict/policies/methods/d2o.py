@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -35,17 +34,11 @@ class NearestKeyMerger(Merger):
     Source: D2O (arXiv 2406.13035), Eq. 9-12.
     Differs: Eq. 12 as printed gives weights that sum to more than 1; here the numerator is the token's own term. A
         compression evicts many tokens at once, so the threshold is that of the paper's prefill (Eq. 10), and starts
-        anew with each compression; the paper's moves with each decoded token. Merge targets are tokens of the same
-        compression, because published spans never change. Keys carry RoPE.
+        anew with each compression; the paper's moves with each decoded token. Merge targets are later tokens of the
+        same compression, because published spans never change and may be split at any token. Keys carry RoPE.
     """
 
-    options: D2O
     needs = frozenset({Signal.KEYS, Signal.VALUES})
-
-    @property
-    def splittable(self) -> bool:
-        """Whether merges are causal."""
-        return self.options.direction == "causal"
 
     def merge(self, views: Sequence[LayerView], kept: Tensor) -> MergePlan:
         """Plan the merge; see :class:`Merger`."""
@@ -54,9 +47,7 @@ class NearestKeyMerger(Merger):
         similarity = torch.empty(kept.shape, dtype=torch.float32, device=kept.device)
         target = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
         for row, view in enumerate(views):
-            similarity[row], target[row] = nearest_kept(
-                view.keys.transpose(0, 1), kept[row], longest[row], causal=self.splittable
-            )
+            similarity[row], target[row] = nearest_kept(view.keys.transpose(0, 1), kept[row], longest[row])
         candidates = ~kept & similarity.isfinite()
         threshold = mean_similarity(similarity, candidates)
         merged = candidates & (similarity >= threshold.unsqueeze(-1) - _SLACK)
@@ -76,16 +67,12 @@ class D2O(BudgetOptions):
     recent_ratio: float = Field(
         0.25, ge=0, le=1, description="share of the budget for the most recent tokens (N:M = 3:1)"
     )
-    direction: Literal["causal", "any"] = Field(
-        "causal",
-        description="merge evicted tokens into later kept tokens only, so that spans can be split, or into any (paper)",
-    )
 
     def build(self) -> Policy:
         """Make the policy."""
         selector = HeavyHitterSelector(self.recent_ratio)
         sinks = self.num_sink_tokens
-        return self.policy(AccumulatedAttentionScorer(), selector, NearestKeyMerger(self), num_sink_tokens=sinks)
+        return self.policy(AccumulatedAttentionScorer(), selector, NearestKeyMerger(), num_sink_tokens=sinks)
 
 
 def mean_similarity(similarity: Tensor, candidates: Tensor) -> Tensor:
@@ -97,8 +84,8 @@ def mean_similarity(similarity: Tensor, candidates: Tensor) -> Tensor:
     return (total / candidates.sum(-1)).float()
 
 
-def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """For each token the most similar kept token of its head (D2O, Eq. 9); with ``causal`` only later ones.
+def nearest_kept(rows: Tensor, kept: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """For each token the most similar later kept token of its head (D2O, Eq. 9, which takes earlier ones, too).
 
     ``rows`` is [num_heads, num_tokens, head_dim], any float dtype; ``kept`` [num_heads, num_tokens], bool; ``width``
     the largest number of kept tokens of a head. Returns cosine similarities [num_heads, num_tokens], float32, -inf
@@ -118,14 +105,13 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
     index = torch.empty(num_heads, num_tokens, dtype=torch.int64, device=rows.device)
     for i, begin in enumerate(range(0, num_tokens, block)):
         end = min(begin + block, num_tokens)
-        low = min(first[i], width - 1) if causal else 0  # earlier columns precede the whole block
+        low = min(first[i], width - 1)  # earlier columns precede the whole block
         similarity = unit[:, begin:end] @ conserved[..., low:]
         if fewest < width:
             similarity.masked_fill_(~valid[:, None, low:], -torch.inf)
-        if causal:
-            here = torch.arange(begin, end, device=rows.device)
-            near = position[:, None, low : max(last[i], low + 1)] <= here[:, None]
-            similarity[..., : near.shape[-1]].masked_fill_(near, -torch.inf)
+        here = torch.arange(begin, end, device=rows.device)
+        near = position[:, None, low : max(last[i], low + 1)] <= here[:, None]
+        similarity[..., : near.shape[-1]].masked_fill_(near, -torch.inf)
         best[:, begin:end], columns = similarity.max(dim=-1)
         index[:, begin:end] = position.gather(-1, columns + low)
     return best, index
