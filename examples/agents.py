@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from openai import OpenAI
-from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, cache_of, server_url
 
 from sgl_kvevict.client import warm
 
@@ -50,7 +50,7 @@ def main(url: str) -> None:
     with ThreadPoolExecutor(len(AGENTS)) as pool:
         for lines in pool.map(lambda name: run_agent(client, name), AGENTS):
             print("\n".join(lines))
-    print(cache_line(settled_cache(url)))
+    print(cache_line(cache_of(url)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from openai import OpenAI
-from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, cache_of, server_url
 
 TURNS = (
     "What is the name of the supply boat?",
@@ -48,7 +48,7 @@ def main(url: str) -> None:
         print(f"> {question}")
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": stream_turn(client, messages)})
-    print(cache_line(settled_cache(url)))
+    print(cache_line(cache_of(url)))
 
 
 if __name__ == "__main__":

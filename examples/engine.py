@@ -9,7 +9,6 @@ without an answer (`max_new_tokens: 0`) has its prefix scored and compressed, th
 from __future__ import annotations
 
 import sys
-import time
 
 from station import HANDBOOK, TASK, cache_line, engine_settings
 
@@ -29,7 +28,7 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def main(model: str = "demo") -> None:
-    """Cache the document, wait until it is compressed, answer in one batch."""
+    """Cache the document, answer in one batch."""
     settings = engine_settings() | {"model_path": resolve_model(model)}
     import sglang as sgl  # after the settings, which choose its platform
 
@@ -38,9 +37,7 @@ def main(model: str = "demo") -> None:
     template = engine.tokenizer_manager.tokenizer.apply_chat_template
     try:
         engine.generate(template([system], tokenize=False), {"max_new_tokens": 0})
-        while (cache := engine.get_server_info()["internal_states"][0]["kvevict"])["scoring_jobs"]:
-            time.sleep(0.1)
-        print(cache_line(cache))
+        print(cache_line(engine.get_server_info()["internal_states"][0]["kvevict"]))
         chats = [[system, message("user", q), message("assistant", lead)] for q, lead in QUESTIONS]
         prompts = [template(chat, tokenize=False, continue_final_message=True) for chat in chats]
         replies = engine.generate(prompts, {"temperature": 0, "max_new_tokens": 12, "stop": ["\n", ". "]})

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import sglang as sgl
-from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, cache_of, server_url
 
 # A question, and the words that the answer begins with: they show a very small model what kind of answer is wanted.
 QUESTIONS = (
@@ -47,7 +47,7 @@ def main(url: str) -> None:
         print(f"{title}:")
         for (question, lead), (answer, cached) in zip(QUESTIONS, ask_all.run().ret_value, strict=True):
             print(f"  {question} {lead} {answer}  [{cached:,} tokens from the cache]")
-        print(cache_line(settled_cache(url)))
+        print(cache_line(cache_of(url)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import sglang as sgl
-from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, cache_of, server_url
 
 # A claim to complete, and what three systems said.
 CASES = (
@@ -45,7 +45,7 @@ def main(url: str) -> None:
     for (claim, candidates), (verdict, logprobs) in zip(CASES, judge.run().ret_value, strict=True):
         scores = ", ".join(f"{name} {value:.2f}" for name, value in zip(candidates, logprobs, strict=True))
         print(f"{claim} ... {verdict}  [{scores}]")
-    print(cache_line(settled_cache(url)))
+    print(cache_line(cache_of(url)))
 
 
 if __name__ == "__main__":

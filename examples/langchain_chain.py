@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
-from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, cache_of, server_url
 
 PROMPT = ChatPromptTemplate.from_messages([("system", "{task}{handbook}"), ("user", "{question}")])
 QUESTIONS = (
@@ -31,7 +31,7 @@ def main(url: str) -> None:
         usage = reply.usage_metadata
         found, tokens = usage["input_token_details"]["cache_read"], usage["input_tokens"]
         print(f"{question} {reply.content}  [{found:,} of {tokens:,} tokens from the cache]")
-    print(cache_line(settled_cache(url)))
+    print(cache_line(cache_of(url)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import re
 import time
 
 from openai import OpenAI
-from station import API_KEY, HANDBOOK, TASK, cache_line, server_url, settled_cache
+from station import API_KEY, HANDBOOK, TASK, cache_line, cache_of, server_url
 
 from sgl_kvevict.client import warm
 
@@ -51,7 +51,7 @@ def main(url: str) -> None:
         begin = time.monotonic()
         reply = client.chat.completions.create(model="default", messages=messages, max_tokens=24, temperature=0)
         print(f"{question} {reply.choices[0].message.content}  [document {number}, {time.monotonic() - begin:.2f} s]")
-    print(cache_line(settled_cache(url)))
+    print(cache_line(cache_of(url)))
 
 
 if __name__ == "__main__":

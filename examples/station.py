@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,12 @@ def cache_line(cache: dict[str, Any]) -> str:
     return f"compressed prefixes: {tokens:,} tokens in {slots:,} token slots"
 
 
-def settled_cache(url: str, timeout_s: float = 600.0) -> dict[str, Any]:
-    """What the plugin tells of its cache once no prefix waits for scoring passes any more.
-
-    Raises:
-        TimeoutError: some still wait after ``timeout_s`` seconds.
-    """
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        request = urllib.request.Request(f"{url}/server_info", headers={"Authorization": f"Bearer {API_KEY}"})
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-            cache: dict[str, Any] = json.load(reply)["internal_states"][0]["kvevict"]
-        if cache["scoring_jobs"] == 0:
-            return cache
-        time.sleep(0.1)
-    raise TimeoutError(f"{url}: prefixes still wait to be scored after {timeout_s:g} s")
+def cache_of(url: str) -> dict[str, Any]:
+    """What the plugin tells of its cache."""
+    request = urllib.request.Request(f"{url}/server_info", headers={"Authorization": f"Bearer {API_KEY}"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        cache: dict[str, Any] = json.load(reply)["internal_states"][0]["kvevict"]
+    return cache
 
 
 def engine_settings() -> dict[str, Any]:

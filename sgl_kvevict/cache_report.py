@@ -18,7 +18,6 @@ WIDTHS = (16, 8, 4)
 """Bits of a number in the rows of compressed prefixes; 16 stands for the pool's own type, whatever it is."""
 COMPRESSED = "kvevict_compressed"
 PERCENT = {bits: f"kvevict_percent_{bits}_bits" for bits in WIDTHS}
-RANKED_BY_PASSES = "kvevict_ranked_by_passes"
 COMPUTED_AGAIN = "kvevict_computed_again"
 PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
 
@@ -29,13 +28,11 @@ class CompressedRead:
 
     Attributes:
         num_tokens: compressed tokens.
-        num_ranked_by_passes: those of them whose entries were ranked by scoring passes, not by predicted scores.
         shares: part of their entries that was read with rows of 16, 8 and 4 bits (:data:`WIDTHS`); the others had been
             evicted.
     """
 
     num_tokens: int = 0
-    num_ranked_by_passes: int = 0
     shares: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     @property
@@ -106,7 +103,6 @@ class CacheReport:
 
         compressed = CompressedRead(
             number(COMPRESSED),
-            number(RANKED_BY_PASSES),
             tuple(number(PERCENT[bits]) / 100 for bits in WIDTHS),
         )
         places = number("device"), number("host"), number("storage")
@@ -120,6 +116,5 @@ class CacheReport:
         details = {COMPRESSED: read.num_tokens}
         if read.num_tokens:
             details |= {PERCENT[bits]: round(100 * share) for bits, share in zip(WIDTHS, read.shares, strict=True)}
-            details[RANKED_BY_PASSES] = read.num_ranked_by_passes
         costs = {COMPUTED_AGAIN: self.computed_again, PREFILLED_COMPRESSED: self.prefilled_compressed}
         return details | {key: num_tokens for key, num_tokens in costs.items() if num_tokens}

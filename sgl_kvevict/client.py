@@ -6,52 +6,27 @@ import http.client
 import json
 import os
 import re
-import secrets
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
 from sgl_kvevict.cache_report import CacheReport
 from sgl_kvevict.errors import ConfigError, KVEvictError, cut
-from sgl_kvevict.request import REQUEST_KEY, ticket_digest
 
-__all__ = ["CacheReport", "WarmError", "Warmed", "warm"]
+__all__ = ["CacheReport", "WarmError", "warm"]
 
-POLL_SECONDS = 0.1
 _HINTS: dict[int, str] = {
     HTTPStatus.NOT_FOUND: "; allowed as url: http://HOST:PORT, without /v1",
     HTTPStatus.UNAUTHORIZED: "; the key of the server's --api-key is needed, in SGL_KVEVICT_API_KEY or as api_key",
 }
 API_KEY_VAR = "SGL_KVEVICT_API_KEY"
-_UNDER_WAY = "queued"
 
 
 class WarmError(KVEvictError):
-    """The server refused the request, could not be reached, or did not finish in time."""
-
-
-@dataclass(frozen=True)
-class Warmed:
-    """A prefix that is in the server's cache.
-
-    Attributes:
-        tokens: length of the prompt (tokens).
-        outcome: "compressed"; "in-use": scored, compressed once the last request that reads it ends; "too-short": its
-            tokens that are not compressed yet are too few; "questions-too-late": it was compressed before, and the
-            questions have changed nothing; "no-room" in the pool for a scoring pass; "no-memory" for its observations;
-            "busy": too many prefixes wait; "dropped", "aborted" or "failed" before the end; "cached": the policy needs
-            no passes; "unknown": the server has forgotten it, because the outcomes of 256 later requests are there.
-        seconds: from the request to the outcome.
-    """
-
-    tokens: int
-    outcome: str
-    seconds: float
+    """The server refused the request, could not be reached, or did not answer in time."""
 
 
 def warm(
@@ -60,18 +35,19 @@ def warm(
     text: str | None = None,
     input_ids: Sequence[int] | None = None,
     messages: Sequence[dict[str, str]] | None = None,
-    questions: Sequence[str] = (),
     timeout: float = 600.0,
     api_key: str | None = None,
-) -> Warmed:
-    """Prefill a prefix, have it scored, and return when it is compressed.
+) -> CacheReport:
+    """Have a prefix computed and compressed before it is asked about; return what of it the server had already.
+
+    It is one request without an answer (``max_new_tokens: 0``; of a chat, with one token). On a GPU the prefix may be
+    written in its compressed form only during the next steps.
 
     Args:
         url: of the server, for example ``http://127.0.0.1:30000``.
         text: the prefix as raw text; or
         input_ids: as token ids; or
         messages: as the beginning of a chat ({"role": ..., "content": ...}), with the server's chat template.
-        questions: texts that will follow the prefix: entries are kept by their attention. (): the server's policy.
         timeout: seconds to wait.
         api_key: of a server with ``--api-key``. None: that in the environment (``SGL_KVEVICT_API_KEY``), if any.
 
@@ -83,38 +59,18 @@ def warm(
     if sum(given is not None for given in (text, input_ids, messages)) != 1:
         raise ValueError("give exactly one of text, input_ids and messages")
     _check_url(url)
-    headers = _headers(api_key)
-    ticket = secrets.token_urlsafe(24)
-    options: dict[str, Any] = {"warm": True, "ticket": ticket, **({"questions": list(questions)} if questions else {})}
-    deadline = time.monotonic() + timeout
-    begin = time.monotonic()
-    custom_params = {REQUEST_KEY: options}
     if messages is not None:
-        body = {"model": "default", "messages": list(messages), "max_tokens": 1, "temperature": 0}
-        path, counts, body = "/v1/chat/completions", "usage", body | {"custom_params": custom_params}
+        path = "/v1/chat/completions"
+        body = {"model": "default", "messages": list(messages), "max_tokens": 1, "return_meta_info": True}
     else:
+        path = "/generate"
         prompt = {"text": text} if text is not None else {"input_ids": list(input_ids or ())}
-        sampling = {"max_new_tokens": 0, "temperature": 0, "custom_params": custom_params}
-        path, counts, body = "/generate", "meta_info", {**prompt, "sampling_params": sampling}
-    reply = _call(url, path, body, headers, deadline)
+        body = {**prompt, "sampling_params": {"max_new_tokens": 0}}
+    reply = _call(url, path, body, _headers(api_key), timeout)
     try:
-        tokens = int(reply[counts]["prompt_tokens"])
-    except (KeyError, TypeError, ValueError) as error:
+        return CacheReport.of(reply["meta_info"] if messages is None else reply["choices"][0]["meta_info"])
+    except (ConfigError, LookupError, TypeError) as error:
         raise WarmError(f"{url}{path}: not an answer of SGLang: {cut(json.dumps(reply))}") from error
-    while (outcome := _outcome(url, ticket_digest(ticket), headers, deadline)) == _UNDER_WAY:
-        if time.monotonic() > deadline:
-            raise WarmError(f"{url}: the prefix is still being scored after {timeout:g} s")
-        time.sleep(POLL_SECONDS)
-    return Warmed(tokens, outcome, time.monotonic() - begin)
-
-
-def _outcome(url: str, digest: str, headers: dict[str, str], deadline: float) -> str:
-    states = _call(url, "/server_info", None, headers, deadline).get("internal_states", [])
-    ours = [state["kvevict"] for state in states if "kvevict" in state]
-    if not ours:
-        raise WarmError(f"{url}: this server runs without sgl-kvevict (--radix-cache-backend kvevict)")
-    told = [state["warm_outcomes"] for state in ours if "warm_outcomes" in state]
-    return next((str(outcomes[digest]) for outcomes in told if digest in outcomes), "unknown" if told else "cached")
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
@@ -125,13 +81,13 @@ def _headers(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _call(url: str, path: str, body: dict[str, Any] | None, headers: dict[str, str], deadline: float) -> dict[str, Any]:
-    data = None if body is None else json.dumps(body).encode()
+def _call(url: str, path: str, body: dict[str, Any], headers: dict[str, str], timeout: float) -> dict[str, Any]:
+    data = json.dumps(body).encode()
     request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
     for name, value in headers.items():
         request.add_unredirected_header(name, value)  # a redirection may lead to another host
     try:
-        with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), 1.0)) as reply:
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
             values = json.load(reply)
     except urllib.error.HTTPError as error:
         body_text = " ".join(error.read().decode(errors="replace").split())

@@ -125,25 +125,6 @@ class KVEvictConfig(BaseModel):
     min_prefix_tokens: int = Field(
         default=256, ge=1, description="shorter ranges stay uncompressed until they have grown"
     )
-    score_after_matches: int | None = Field(
-        default=None,
-        ge=1,
-        description="scoring passes read a prefix after so many requests have found it in the cache; it stays "
-        "uncompressed until then, or until slots are short. null: learned scores compress it when its prompt is "
-        "complete, without passes; where there are none (`reconstruction`, latents) after 1",
-    )
-    scoring_pass_tokens: int = Field(
-        default=512,
-        ge=16,
-        description="tokens that one scoring pass repeats at most while no request runs",
-    )
-    pass_share: float = Field(
-        default=0.005,
-        gt=0,
-        le=1,
-        description="share of the time that scoring passes (of 128 tokens each) may take while requests wait or run; a "
-        "pass delays the requests beside it by its own duration",
-    )
     score_weights: _Path | None = Field(
         default="auto",
         description="file of what was learned of this model (scores, statistics of rows); what it lacks is learned "
@@ -162,11 +143,6 @@ class KVEvictConfig(BaseModel):
         ge=0,
         description="memory outside the pool for observations of prefixes that wait for compression (256 MiB); beyond "
         "it the oldest is dropped",
-    )
-    max_questions: int = Field(default=32, ge=0, description="questions of one `warm` request; more: status 400")
-    max_question_chars: int = Field(default=1000, ge=1, description="characters of one question; more: status 400")
-    max_question_tokens: int = Field(
-        default=4096, ge=1, description="tokens of all questions of one request together; more: status 400"
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict,

@@ -28,7 +28,6 @@ class Place(Enum):
     """Checking a request's options: the request is refused with status 500."""
     PROMPT = "prompt"
     """Counting a completed prompt as a reader, or queueing a job for it: neither happens."""
-    PASS = "pass"
     """Preparing a scoring pass and handing it to the scheduler: its job ends as "failed"."""
     OBSERVATION = "observation"
     """Recording queries of a prompt or a pass: the observation is discarded."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed
 
 REQUEST_KEY = "kvevict"
-MIN_TICKET_CHARS = 16
-MAX_TICKET_CHARS = 128
 _FIELD = f"custom_params.{REQUEST_KEY}"
 _EXCLUSIVE = (
-    *(("exact", "warm"), ("complete", "warm"), ("complete", "exact")),
-    *(("share", "warm"), ("share", "exact"), ("share", "complete")),
+    *(("complete", "exact"), ("share", "exact"), ("share", "complete")),
     ("retain", "exact"),
 )
 """Options of which a request has the first or the second."""
@@ -30,19 +25,6 @@ class RequestOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    warm: bool = Field(default=False, description="the prompt is a prefix that will be shared: score it now")
-    questions: list[str] = Field(
-        default=[],
-        description="texts that will follow the prefix: entries that they attend to are kept",
-        json_schema_extra={"allowed": "a list of strings"},
-    )
-    ticket: str | None = Field(
-        default=None,
-        min_length=MIN_TICKET_CHARS,
-        max_length=MAX_TICKET_CHARS,
-        description="a random text that only the sender knows: the outcome is published under its hash",
-        json_schema_extra={"allowed": f"a string of {MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, or null"},
-    )
     exact: bool = Field(
         default=False,
         description="read nothing compressed: match what is uncompressed, compute the rest again",
@@ -72,7 +54,7 @@ class RequestOptions(BaseModel):
         return 1.0 if self.complete else self.share or 0.0
 
 
-def parse_request_options(custom_params: object, config: KVEvictConfig) -> RequestOptions | None:
+def parse_request_options(custom_params: object) -> RequestOptions | None:
     """Read and check the options of a request; None if it has none of ours. Other custom parameters are ignored.
 
     Raises:
@@ -83,33 +65,23 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
         return None
     if isinstance(values, Mapping):
         _check_size(values)
-        _check_questions(values.get("questions"), config)
     try:
         options = RequestOptions.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
         where = shown(".".join([_FIELD, *map(str, problem["loc"])]))[1:-1]  # without quotes: it is a name
         raise ConfigError(f"{where}: got {shown(problem['input'])}; allowed: {_allowed(problem['loc'])}") from error
-    for name in ("questions", "ticket"):
-        if getattr(options, name) and not options.warm:
-            value = shown(getattr(options, name))
-            raise ConfigError(f"{_FIELD}.{name}: got {value} without warm; allowed: only together with 'warm': true")
     for name, other in _EXCLUSIVE:
         if getattr(options, name) and getattr(options, other):
             raise ConfigError(f"{_FIELD}.{name}: got {shown(values[name])} together with {other}; allowed: one of them")
     return options
 
 
-def ticket_digest(ticket: str) -> str:
-    """Return the hash under which a ticket's outcome is published: only the sender can relate it to a request."""
-    return hashlib.sha256(ticket.encode()).hexdigest()
-
-
 def _allowed(location: tuple[int | str, ...]) -> str:
     """What is allowed where a value is wrong: ``location`` as in pydantic's errors, () for the whole object."""
     field = RequestOptions.model_fields.get(str(location[0])) if location else None
     if field is not None:
-        return "a string" if len(location) > 1 else allowed(field)
+        return allowed(field)
     names = ", ".join(RequestOptions.model_fields)
     return names if location else f"an object with any of: {names}"
 
@@ -119,20 +91,3 @@ def _check_size(values: Mapping[str, object]) -> None:
     if len(values) > len(RequestOptions.model_fields):
         names = ", ".join(RequestOptions.model_fields)
         raise ConfigError(f"{_FIELD}: got {len(values)} options ({shown(values)}); allowed: any of {names}")
-
-
-def _check_questions(questions: object, config: KVEvictConfig) -> None:
-    """Refuse too many or too long questions before each of them is validated."""
-    if not isinstance(questions, list):
-        return
-    if len(questions) > config.max_questions:
-        raise ConfigError(
-            f"{_FIELD}.questions: got {len(questions)} questions; allowed: at most {config.max_questions} (the "
-            "server's max_questions)"
-        )
-    for i, question in enumerate(questions):
-        if isinstance(question, str) and len(question) > config.max_question_chars:
-            raise ConfigError(
-                f"{_FIELD}.questions.{i}: got {len(question)} characters ({shown(question)}); allowed: at most "
-                f"{config.max_question_chars} (the server's max_question_chars)"
-            )

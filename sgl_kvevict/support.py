@@ -286,7 +286,7 @@ FLAGS: dict[str, tuple[object, str]] = {
     "enable_unified_cache_external_linker": (False, _SLOT_READERS),
     "enable_return_routed_experts": (False, _SLOT_READERS),
     "disaggregation_mode": ("null", _SLOT_READERS),
-    "is_embedding": (False, "its answers are made of whole prompts, and scoring passes would get some"),
+    "is_embedding": (False, "its answers are made of whole prompts, of which nothing is read again"),
     "dllm_algorithm": (None, "diffusion decoding attends in both directions"),
     "pp_size": (1,
         "a stage has the KV of its own layers only, and would keep other tokens in other slots than the rest"),
@@ -499,7 +499,6 @@ BITS: Table[AfterLoad] = {
 }
 """Why rows of compressed prefixes have 16 bits: ends of sentences."""
 
-_UNMEASURED = "the model keeps latents (MLA), and what their eviction costs without scoring passes was never measured"
 AFTER_LOAD: Table[AfterLoad] = {
     **ATTENTION,
     **MODEL,
@@ -544,7 +543,7 @@ AFTER_LOAD: Table[AfterLoad] = {
         "--attn-dp-size: a rank without requests replays the captured step of the others, and our layout of a step "
         "has at least one request: start with --cuda-graph-backend-decode disabled"),
     "prefill_budget with latents": (lambda f: f.is_latent and f.config.prefill_budget is not None,
-        f"prefill_budget: {_UNMEASURED}"),
+        "prefill_budget: the model keeps latents (MLA), for which it was never measured"),
     "speculative_algorithm with latents": (lambda f: f.is_latent and f.speculates,
         "--speculative-algorithm: drafts of a model with latents (MLA) keep latents, too, and a segment's slots "
         "hold a draft's keys and values"),

@@ -15,8 +15,8 @@ from sgl_kvevict.cache_report import CacheReport, CompressedRead
 from sgl_kvevict.errors import ConfigError
 
 NOTHING = CompressedRead()
-HALF = CompressedRead(100, 0, (0.0, 1.0, 0.0))
-FIFTH = CompressedRead(100, 40, (0.01, 0.1, 0.43))
+HALF = CompressedRead(100, (0.0, 1.0, 0.0))
+FIFTH = CompressedRead(100, (0.01, 0.1, 0.43))
 
 
 def of(details: object) -> CacheReport:
@@ -47,7 +47,6 @@ def test_what_is_written() -> None:
         "kvevict_percent_16_bits": 1,
         "kvevict_percent_8_bits": 10,
         "kvevict_percent_4_bits": 43,
-        "kvevict_ranked_by_passes": 40,
         "kvevict_computed_again": 7,
         "kvevict_prefilled_compressed": 8,
     }
@@ -62,7 +61,7 @@ def test_what_is_written() -> None:
 )
 def test_what_is_written_is_what_is_read(places, num_tokens, percent, again, prefilled) -> None:
     """Through the type that SGLang's messages have: anything but whole numbers and strings would end its processes."""
-    read = CompressedRead(num_tokens, num_tokens // 2, tuple(each / 100 for each in percent))
+    read = CompressedRead(num_tokens, tuple(each / 100 for each in percent))
     report = CacheReport(*places, read, again, prefilled)
     details = dict(zip(("device", "host", "storage"), places, strict=True)) | report.details
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(details), type=CachedTokensDetails)

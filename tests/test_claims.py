@@ -13,7 +13,6 @@ from sgl_kvevict import widths
 from sgl_kvevict.cache import pressure, recency
 from sgl_kvevict.config import LIGHT_SHARE, KVEvictConfig
 from sgl_kvevict.distill import learner, row_sums, texts
-from sgl_kvevict.policies import scorers
 from sgl_kvevict.policies.budgets import AllLayersBudget
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,11 +143,10 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
     config = KVEvictConfig()
     current = {
         "RIDGE": learner.RIDGE,
-        "SCORE_FLOOR": scorers.SCORE_FLOOR,
+        "SCORE_FLOOR": learner.SCORE_FLOOR,
         "SAMPLED_TOKENS": learner.SAMPLED_TOKENS,
         "MIN_RECALL": learner.MIN_RECALL,
         "NUM_TEXTS": texts.NUM_TEXTS,
-        "PREDICTED_WEIGHT": scorers.PREDICTED_WEIGHT,
         "ANSWERS": pressure.ANSWERS,
         "LOSS_OF_LOADING": recency.LOSS_OF_LOADING,
         "LIGHT_SHARE": LIGHT_SHARE,

@@ -37,7 +37,6 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from helpers.harness import NO_ROTARY, Harness, publish_server_args
 from helpers.learned import random_scores
-from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
 
@@ -51,7 +50,7 @@ ALLOCATORS = SGLANG / "srt" / "mem_cache" / "allocator"
 """Whose ``free`` releases token slots."""
 
 SHOT, LEARNED = "ada-snapkv", "distilled"
-"""A policy that compresses a prompt at once, and the default, here with passes: it compresses when slots are short."""
+"""A policy that looks at the prompt's last queries, and the default."""
 DOCUMENT = [token * 7 % 50 for token in range(300)]
 
 
@@ -176,7 +175,6 @@ class Tracer:
         self._of_a_prompt()
         self._of_slots_that_are_short()
         self._of_the_host()
-        self._of_a_pass()
 
     def _of_a_prompt(self) -> None:
         driver = make(SHOT)
@@ -193,7 +191,7 @@ class Tracer:
             assert driver.run(DOCUMENT) is not None
 
     def _of_slots_that_are_short(self) -> None:
-        driver = make(LEARNED)
+        driver = make(LEARNED, waits=True)
         driver.finish(driver.run(DOCUMENT))
         for name in ("the first shrink", "the second shrink"):
             before = driver.tree.held_slots()
@@ -212,17 +210,10 @@ class Tracer:
             assert driver.admit(req)
         assert req.prefix_len
 
-    def _of_a_pass(self) -> None:
-        driver = make(LEARNED)
-        scheduler = MiniScheduler(driver)
-        driver.finish(driver.run(DOCUMENT, options={"warm": True}))
-        with self.flow("a pass", driver):
-            assert scheduler.run_pass()
-
 
 def make(policy: str, **options: Any) -> Driver:
     """A driver with a policy of ours; its learned scores, if it has some, are known."""
-    config = KVEvictConfig(policy=policy, tail_tokens=8, min_prefix_tokens=32, score_after_matches=1)
+    config = KVEvictConfig(policy=policy, tail_tokens=8, min_prefix_tokens=32)
     driver = Driver(num_slots=2000, max_tokens=1000, config=config, policy=build_policy(policy, {}), **options)
     if policy == LEARNED:
         compressor = driver.tree.compressor

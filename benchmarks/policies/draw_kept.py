@@ -33,7 +33,7 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     for info in list_policies():
         policy = build_policy(info.name, {})
-        if policy is not None and Signal.READER_ATTENTION not in policy.needs:
+        if policy is not None and Signal.LEARNED_SCORES not in policy.needs:
             found.append((info.name, {}))
     return found + VARIANTS
 

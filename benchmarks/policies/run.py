@@ -40,7 +40,7 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
             continue
         if Signal.LEARNED_SCORES in policy.needs:
             found += [(info.name, {}), (info.name, {"use_window": False})]
-        elif Signal.READER_ATTENTION not in policy.needs:
+        else:
             found.append((info.name, {}))
     return found + [("chunkkv", {"reuse_layers": layers}) for layers in REUSE]
 

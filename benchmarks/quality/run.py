@@ -1,6 +1,6 @@
 """Measure what answers are worth after compression, against real servers; adds to docs/results/quality/results.csv.
 
-Run: python benchmarks/quality/run.py --policies random snapkv reconstruction --budgets 0.2 0.1 --tasks needles
+Run: python benchmarks/quality/run.py --policies random snapkv distilled --budgets 0.2 0.1 --tasks needles
 
 Every context is sent alone and compressed before its questions are asked; with --aware, each question comes in one
 prompt with the context, which is compressed before the answer (rows go to aware.csv). The full cache (this plugin's
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kvevict_quality.rows import AWARE_RESULTS, RESULTS, ROOT
 from kvevict_quality.running import Plan, run_setup
 from kvevict_quality.sample import Prompts
-from kvevict_quality.systems import AWAITED, FULL, KNOWN_QUESTIONS, TWO_STAGES, WHILE_PREFILLED, Setup, parse_policy
+from kvevict_quality.systems import FULL, WHILE_PREFILLED, Setup, parse_policy
 from kvevict_quality.tasks import FIDELITY_TASKS, GROUPS, select_tasks
 
 from kvevict_tools.models import DEMO, made_model
@@ -31,7 +31,7 @@ CONTROL = "random"
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    named = f"name, name:option=value,..., {KNOWN_QUESTIONS}, {AWAITED}, {TWO_STAGES} or {WHILE_PREFILLED}:pool=SLOTS"
+    named = f"name, name:option=value,..., or {WHILE_PREFILLED}:pool=SLOTS"
     parser.add_argument("--policies", nargs="*", default=[], help=named)
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.2, 0.1], help="shares in (0, 1)")
     parser.add_argument("--tasks", nargs="*", default=["all"], help=f"names, {', '.join((*GROUPS, *FIDELITY_TASKS))}")

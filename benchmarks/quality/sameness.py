@@ -33,7 +33,7 @@ from kvevict_quality.tasks import make_sample, select_tasks
 
 from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.launcher import RunningServer, kvevict_system, launch
-from kvevict_tools.measure import flush, wait_until_scored
+from kvevict_tools.measure import flush
 from kvevict_tools.models import made_model
 from sgl_kvevict.client import CacheReport, warm
 from sgl_kvevict.config import KVEvictConfig
@@ -58,7 +58,7 @@ class Setup:
 
     Attributes:
         config: of the plugin.
-        is_warm: the context is scored and compressed before it is asked about.
+        is_warm: the context is compressed before it is asked about.
     """
 
     config: Mapping[str, Any]
@@ -129,7 +129,6 @@ class Asker:
         flush(self._server)
         if is_warm:
             warm(self._server.url, input_ids=self._context_ids, timeout=3600.0)
-            wait_until_scored(self._server, 3600.0)
         else:
             self.ask(self._context_ids, 1)
 

@@ -15,7 +15,7 @@ from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, decode_figures, stream_all
 from serving_bench.texts import document, question
 
-from kvevict_tools.measure import in_turn, wait_until_scored
+from kvevict_tools.measure import in_turn
 
 POOL_SLOTS = 10_000
 BUDGETS = (1.0, 0.5, 0.1)
@@ -88,7 +88,6 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
         recorder.progress(f"{point.name}: caching the prefix on {name}")
         stream_all(server.url, [prefix], 1)
         stream_all(server.url, [prefix + question(model, 0)], 2)
-        wait_until_scored(server)
 
     def one(name: str, repetition: int) -> None:
         streams = ask(fleet, name, point, prefix, model, repetition)

@@ -2,7 +2,7 @@
 
 Contexts with needles in prose, asked about in random order, each once before any comes again. Every system begins with
 an empty cache and is asked about each context; then stock and ours take turns round by round and are asked the same
-questions. At the end ours gets the time that its passes want, and all are asked two more questions about each context.
+questions.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from serving_bench.needles import Answered, Context, Needles, figures, rounds
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import HIT_RATE, REQUESTS, Page, Table
 
-from kvevict_tools.measure import alone, in_turn, wait_until_scored
+from kvevict_tools.measure import alone, in_turn
 
 POOL_SLOTS = 16_384
 CONTEXT_TOKENS = 1024
 CONCURRENCY = 2
 LONGEST_ROUND = 32
-LAST_QUESTIONS = 2
-"""About each context, once passes had time: with the 64 contexts of 4x the pool a standard error of 4 %."""
-PASSES_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,9 @@ class Point:
 
     Attributes:
         multiple: of the pool.
-        waits: at the end all are asked about each context again, after ours had time for passes.
     """
 
     multiple: int
-    waits: bool = False
 
     @property
     def name(self) -> str:
@@ -49,8 +44,8 @@ class Point:
         return self.multiple * POOL_SLOTS // CONTEXT_TOKENS
 
 
-POINTS = (Point(2), Point(4, waits=True), Point(8), Point(16))
-QUICK = (Point(2, waits=True),)
+POINTS = (Point(2), Point(4), Point(8), Point(16))
+QUICK = (Point(2),)
 
 PAGE = Page(
     name="pressure",
@@ -59,8 +54,8 @@ PAGE = Page(
         f"Contexts of {CONTEXT_TOKENS:,} tokens with needles, {CONCURRENCY} questions at a time, a pool of "
         f"{POOL_SLOTS:,} token slots; a round asks about {LONGEST_ROUND} contexts, each once before any comes again. "
         "`cold start` is one question about each context, into an empty cache, `all rounds` is everything from then "
-        f"on, and `passes done` {LAST_QUESTIONS} more questions about each after ours had time for its passes. The "
-        "needle score is the share of the values asked for that the answers contain; stock's is the full cache's."
+        "on. The needle score is the share of the values asked for that the answers contain; stock's is the full "
+        "cache's."
     ),
     tables=(
         REQUESTS,
@@ -73,8 +68,7 @@ PAGE = Page(
 
 def names_of(point: Point) -> list[str]:
     """Points of the page that a working set gives."""
-    last = [f"{point.name}, passes done"] if point.waits else []
-    return [point.name, f"{point.name}, cold start", f"{point.name}, all rounds", *last]
+    return [point.name, f"{point.name}, cold start", f"{point.name}, all rounds"]
 
 
 def main() -> None:
@@ -98,7 +92,7 @@ def measure(fleet: Fleet, point: Point, contexts: Sequence[Context], needles: Ne
     """One working set on all servers."""
     repeats = recorder.options.repeats
     everything = len(contexts)
-    asked = rounds(contexts, [everything, *[min(everything, LONGEST_ROUND)] * repeats, LAST_QUESTIONS * everything])
+    asked = rounds(contexts, [everything, *[min(everything, LONGEST_ROUND)] * repeats])
     answers: dict[str, list[Answered]] = {name: [] for name in fleet}
     seconds = dict.fromkeys(fleet, 0.0)
 
@@ -118,12 +112,6 @@ def measure(fleet: Fleet, point: Point, contexts: Sequence[Context], needles: Ne
     in_turn(fleet, repeats, one)
     for name in fleet:
         recorder.add(f"{point.name}, all rounds", name, 1, figures(answers[name], seconds[name]))
-    if point.waits:
-        for name, server in fleet.items():
-            with alone(server, fleet.values()):
-                waited = wait_until_scored(server, PASSES_TIMEOUT_S)
-                recorder.progress(f"{point.name}: {name} wanted {waited:.0f} s for passes")
-                recorder.add(f"{point.name}, passes done", name, 1, ask(name, repeats + 1))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from serving_bench.streams import stream_all
 from serving_bench.texts import chosen_speeches, document, tokens_of
 
 from kvevict_tools.launcher import FLOAT32_FLAGS, RunningServer, System, kvevict_system
-from kvevict_tools.measure import flush, in_turn, wait_until_scored
+from kvevict_tools.measure import flush, in_turn
 from kvevict_tools.models import ensure_model
 
 POOL_SLOTS = 8_000
@@ -235,10 +235,9 @@ def decode(fleet: Fleet, point: Decode, recorder: Recorder) -> None:
 
 
 def compress(server: RunningServer, text: list[int]) -> None:
-    """Forget everything, also earlier answers; cache the document and wait until it is compressed."""
+    """Forget everything, also earlier answers; have the document compressed."""
     flush(server)
     generate(server, text, 0)
-    wait_until_scored(server, 1800)  # a pass over a large model takes minutes on a CPU
 
 
 @dataclass(frozen=True)

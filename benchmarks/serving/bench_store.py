@@ -23,7 +23,7 @@ from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document, question
 
 from kvevict_tools.launcher import System, kvevict_system
-from kvevict_tools.measure import in_turn, plugin_state, wait_until_scored
+from kvevict_tools.measure import in_turn, plugin_state
 from sgl_kvevict import client
 from sgl_kvevict.store.segment_file import read_header
 
@@ -56,7 +56,7 @@ PAGE = Page(
         f"slots. At 2x the pool each repetition has contexts of its own, each asked about twice, so that segments are "
         f"written all the time; at 8x every repetition asks {LARGE_ROUND} questions, every context once before any "
         "comes again, after all were shown once. A document that left the pool: asked about again when later ones have "
-        f"taken its place (a pool of {DROPPED_POOL:,}) and passes are over, found in the host's memory or computed "
+        f"taken its place (a pool of {DROPPED_POOL:,}), found in the host's memory or computed "
         "again; a load is the host time of look-up and copy, beside the time to the first token when the same server "
         "computed the document."
     ),
@@ -153,8 +153,7 @@ def compress(store: Path, recorder: Recorder) -> list[Before]:
         server = fleet[WITH]
         for number in range(options.repeats):
             text = document(options.model, number, DOCUMENT_TOKENS)
-            warmed = client.warm(server.url, input_ids=text)
-            recorder.progress(f"document {number + 1} was {warmed.outcome} after {warmed.seconds:.0f} s")
+            client.warm(server.url, input_ids=text)
             prompt = [*text, *question(options.model, number)]
             (answered,) = ask(server.url, [prompt])
             found.append(Before(prompt, answered.output_ids))
@@ -179,7 +178,6 @@ def measure_dropped(recorder: Recorder) -> None:
             ask(fleet[WITHOUT].url, [prompt])
 
         def one(name: str, repetition: int) -> None:
-            wait_until_scored(fleet[name])  # the first token would wait for the rest of a pass
             before = plugin_state(fleet[name])
             (answered,) = ask(fleet[name].url, [prompts[repetition - 1]])
             after = plugin_state(fleet[name])

@@ -67,9 +67,8 @@ in it. The grey line is the pool of one H100 ({slots:,} tokens).
 * *hits per token*: the rule of SGLang's pull request 30300 (fewest hits per token go first) in SGLang's tree.
 * *HiCache 2x*: a model, because the real one needs a GPU: behind SGLang's tree an LRU of units that are written when
   an answer is complete. *codec 20x*: the same with 20 times the units, as much as KVTC claims, and no time to decode.
-* *nothing compressed*: our tree with policy `none`. *ours*: with the defaults, but prefixes wait for
-  passes that never come, so they shrink only when slots are short; the host's memory only where named.
-  Which entries are kept is random; found tokens and bytes do not depend on it, what answers are worth does.
+* *nothing compressed*: our tree with policy `none`. *ours*: with the defaults; the host's memory only where
+  named. Which entries are kept is random; found tokens and bytes do not depend on it, what answers are worth does.
 
 **Found is not answered.** The last table has what each system keeps of what it finds; what answers are worth with so
 much of a prefix is on the [quality page](../../quality.md).

@@ -178,9 +178,7 @@ class Adoption:
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
         copied = CopiedEntries(record.parts, record.order)
-        segment = self._packer.new_segment(
-            slots, copied, record.start, record.end, is_measured=record.is_measured, shadow=record.shadow
-        )
+        segment = self._packer.new_segment(slots, copied, record.start, record.end, shadow=record.shadow)
         segment.splittable = record.splittable
         return segment
 

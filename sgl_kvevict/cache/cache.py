@@ -16,18 +16,17 @@ from sgl_kvevict.cache.growth import Growth
 from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.loading import Loading
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
-from sgl_kvevict.cache.passes import ScoringPasses
-from sgl_kvevict.cache.ports import PassPort, TreePort
-from sgl_kvevict.cache.prefills import Prefills, RequestPrefills, SampleText
+from sgl_kvevict.cache.ports import TreePort
+from sgl_kvevict.cache.prefills import PrefillEvents, Prefills
 from sgl_kvevict.cache.pressure import Pressure
-from sgl_kvevict.cache.readers import ReaderTable, Released
+from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.recency import MS, CostAwareRecency, StatefulRecency
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
 from sgl_kvevict.cache.saving import Saving, StoreAccess
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.segments import Compressor, PromptObservation
+from sgl_kvevict.segments import Compressor
 from sgl_kvevict.store.host import HostSegments
 
 
@@ -36,7 +35,7 @@ class PrefixCache:
 
     The adapter reports an event to the object that it concerns; events that concern several objects are the methods
     here. A feature that is off has an object, too, which does nothing: policy ``none`` is a policy that compresses
-    nothing, a host tier may have no memory, and passes may have no jobs.
+    nothing, and a host tier may have no memory.
 
     Args:
         clock: see :class:`CostAwareRecency`.
@@ -76,10 +75,7 @@ class PrefixCache:
         resizer = self.resizer = Resizer(tree, table, readers, compressor, guard, complements)
         pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
         self.growth = Growth(tree, table, guard, resizer)
-        self.passes = ScoringPasses(tree, table, readers, compressor, guard, resizer, pressure)
-        self.prefills: Prefills = RequestPrefills(
-            tree, table, readers, compressor, guard, resizer, pressure, self.passes
-        )
+        self.prefills: PrefillEvents = Prefills(tree, table, readers, compressor, guard, resizer, pressure)
         adoption = Adoption(tree, table, readers, packer, resizer)
         self.host = HostMemory(tree, table, readers, compressor, guard, adoption, complements, host)
         self.recency.has_host_room = self.host.has_room_for
@@ -102,24 +98,19 @@ class PrefixCache:
     @property
     def observation_bytes(self) -> int:
         """Bytes outside the pool of observations and kept prompts."""
-        return self.table.prompts.num_bytes + self.passes.num_bytes
+        return self.table.prompts.num_bytes
 
     def _now(self) -> int:
         """Milliseconds, the same on all ranks, whose clocks differ: the largest reading of theirs."""
         return self._tree.largest(int(time.monotonic() * MS))
 
-    def sample_text(self, prompt: PromptObservation) -> SampleText:
-        """Return what observes prefills while scores are learned from a text; it takes the place of ``prefills``."""
-        return SampleText(self._tree, self.table, self.readers, self._guard, prompt)
-
     # ---- events of requests -----------------------------------------------------------------------------------
 
-    def released(self, reader: Reader, why: Released) -> None:
+    def released(self, reader: Reader) -> None:
         """A request was released: forget its state and compress ranges that waited for it."""
         record = self.readers[reader]
         record.observation, record.is_live, record.room = None, False, -1
         with self._guard.at(Place.RELEASE):
-            self.passes.released(reader, why)
             self.resizer.try_wanted(Occasion.RELEASED)
 
     def admitting(self, reader: Reader, prompt: Prompt) -> None:
@@ -129,7 +120,7 @@ class PrefixCache:
         request that waits; nothing is done unless more token slots are available than the last time.
         """
         record = self.readers[reader]
-        if record.is_exact or record.is_pass or (room := self._tree.num_available) <= record.room:
+        if record.is_exact or (room := self._tree.num_available) <= record.room:
             return
         record.room = room
         self.host.load(reader, prompt)
@@ -144,10 +135,9 @@ class PrefixCache:
         path, record = path_to(last), self.readers[reader]
         record.has_read(self.spans.compressed_read(path, num_tokens))
 
-    def between_steps(self, passes: PassPort) -> None:
+    def between_steps(self) -> None:
         """The scheduler is between two steps."""
         self.resizer.between_steps()
-        self.passes.between_steps(passes)
         if self.saving is not None:
             self.saving.between_steps()
         for watch in self.watchers:
@@ -174,7 +164,6 @@ class PrefixCache:
         Returns:
             [num_slots], int64, token slots to release; None: its ordinary ones, because it held no span.
         """
-        self.passes.dropped(node)
         drop = self.table.drop(node)
         slots = drop.slots
         if drop.span is not None and drop.owner is None:
@@ -201,7 +190,6 @@ class PrefixCache:
         """Forget everything but packed spans: the tree is empty, or the weights have changed."""
         for _, record in self.readers.items():
             record.observation = None
-        self.passes.clear()
         self.host.clear()
         self.table.forget()
         self.pressure.clear()

@@ -77,7 +77,7 @@ def export_views(
 ) -> Leaving:
     """Copy consecutive views of packed segments, which end where a path ends, as if the last segment held them all."""
     last, sources = views[-1].segment, Sources(packer.geometry, views)
-    return export_sources(sources, path, packer, identity, last.splittable, last.is_measured, tail, evicted)
+    return export_sources(sources, path, packer, identity, last.splittable, tail, evicted)
 
 
 def export_sources(
@@ -86,13 +86,12 @@ def export_sources(
     packer: SegmentPacker,
     identity: StoreIdentity,
     splittable: bool,
-    is_measured: bool,
     tail: CopiedTail | None = None,
     evicted: CopiedEntries | None = None,
 ) -> Leaving:
     """Copy consecutive ranges, which end where a path ends, as if one segment held them, with the tail behind it.
 
-    ``splittable`` and ``is_measured`` are as in :class:`~sgl_kvevict.segments.Segment`.
+    ``splittable`` is as in :class:`~sgl_kvevict.segments.Segment`.
     """
     tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
     copied = packer.copy(sources)
@@ -102,7 +101,6 @@ def export_sources(
         start=sources.start,
         end=sources.end,
         splittable=splittable,
-        is_measured=is_measured,
         tokens=torch.tensor(tokens, dtype=torch.int64),
         parts=copied.parts,
         order=copied.order,

@@ -110,11 +110,9 @@ class HostMemory:
     def _is_as_good(self, there: IndexEntry, span: Span | None, pieces: Sequence[Piece]) -> bool:
         """Whether a copy that is here is as good as ``span``, which is about to be dropped, and its ``pieces``.
 
-        It is not if only the order of ``span`` was measured, or if more pieces of the copy are lost. ``span`` None: the
-        tokens are uncompressed, and any copy of them is as good as a new one.
+        It is not if more pieces of the copy are lost. ``span`` None: the tokens are uncompressed, and any copy of them
+        is as good as a new one.
         """
-        if span is not None and span.segment.is_measured and not there.is_measured:
-            return False
         lost, lost_here = (
             sum(piece.is_lost for piece in some) for some in (pieces, self.segments.pieces_of(there.key))
         )
@@ -140,18 +138,16 @@ class HostMemory:
         node = path[-1]
         slots, span = self._tree.token_slots([node]), self._spans.of(node)
         order = None if span is None else span.segment.order
-        if order is None or not (order.is_measured or (order.start, order.end) == (start, end)):
+        if order is None or (order.start, order.end) != (start, end):
             prompt = None if span is None else span.segment.prompt
             order = self._compressor.rank(slots, start, prompt or CacheObservation(), turn=0)
-        elif span is not None and span.segment.start != start:
-            order = order.within(start - span.segment.start, end - span.segment.start)
         num_slots = self._config.num_slots(end - start, start)
         sources = Sources(self._packer.geometry, [TokenRange(slots, start, order.keys)])
         is_cut = self._packer.geometry.has_windows and num_slots < end - start
         splittable = self._compressor.policy.splittable and not is_cut
         identity = self.segments.identity
         best = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
-        leaving = export_sources(best, path, self._packer, identity, splittable, order.is_measured)
+        leaving = export_sources(best, path, self._packer, identity, splittable)
         return leaving.copied, self._complements.evicted(best)
 
     # ---- in ---------------------------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
 FIRST_IMAGE_TOKEN = 1_000_000
 """SGLang replaces the tokens of images (and of videos and sound) by hashes, which begin here."""
 
 Reader: TypeAlias = Any
-"""A request or scoring pass that attends to a prefix: the object itself, because clients choose request ids."""
+"""A request that attends to a prefix: the object itself, because clients choose request ids."""
 
 
 NamespaceKey: TypeAlias = tuple[str | None, str | None]
@@ -96,11 +94,6 @@ def key_of(path: Sequence[Node]) -> list[int]:
     """Token ids that are looked up to find a path: its tokens and, if keys are pairs, the one after them."""
     last = path[-1].key
     return [*tokens_of(path), *last.token_ids[len(last) :]]
-
-
-def has_images(node: Node) -> bool:
-    """Whether a part of an image is among a node's tokens."""
-    return bool(np.max(np.asarray(tokens_of([node]))) >= FIRST_IMAGE_TOKEN)
 
 
 class NodeSet(set[Node]):

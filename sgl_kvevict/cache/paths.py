@@ -112,8 +112,7 @@ class Spans(Mapping[Node, Span]):
         compressed = tokens.total()
         if not compressed:
             return CompressedRead()
-        ranked = sum(num_read for segment, num_read in tokens.items() if segment.is_measured)
-        return CompressedRead(compressed, ranked, tuple(entries[bits] / compressed for bits in WIDTHS))
+        return CompressedRead(compressed, tuple(entries[bits] / compressed for bits in WIDTHS))
 
     def blocks(self, node: Node) -> bool:
         """Whether no request may stop right after a node: it would read only a part of an unsplittable segment."""

@@ -1,18 +1,14 @@
-"""Protocols that this package calls: the tree that holds the nodes, and the scheduler that runs passes."""
+"""The protocol that this package calls: the tree that holds the nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, Reader
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class TreePort(Protocol):
@@ -92,51 +88,3 @@ class TreePort(Protocol):
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Exchange numbers between tensor-parallel ranks, equally many on each; the result is by rank."""
-
-
-class PassState(Enum):
-    """State of a pass."""
-
-    WAITING = auto()
-    """In the queue."""
-    RUNNING = auto()
-    """It holds slots."""
-    GONE = auto()
-    """Aborted while it waited, which the scheduler does not report."""
-
-
-class PassPort(Protocol):
-    """The scheduler, between two steps."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer; None on a server without one."""
-
-    @property
-    def room(self) -> int:
-        """Limit (exclusive) of a pass's tokens, prefix included."""
-
-    @property
-    def now(self) -> float:
-        """Seconds of a monotonic clock; each rank has its own."""
-
-    @property
-    def has_users(self) -> bool:
-        """Whether requests other than passes wait for admission or run; the same on every rank."""
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether requests other than passes wait for admission; the same on every rank."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no pass may start: the engine is paused, or a flush waits for an idle server."""
-
-    def start(self, node: Node, probe: Sequence[int]) -> Reader:
-        """Queue a pass: the path to a node, then a probe. It is answered to no one and inserted nowhere."""
-
-    def state(self, reader: Reader) -> PassState:
-        """State of a pass that has not ended."""
-
-    def withdraw(self, reader: Reader) -> None:
-        """Take a waiting pass out of the queue."""

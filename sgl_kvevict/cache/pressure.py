@@ -130,19 +130,6 @@ class Pressure:
         prompt = self._readers.shrinking_prompt(reader)
         return 0 if prompt is None else max(self._spans.compressed_len(path) - prompt.first_query, 0)
 
-    def unmeasured(self, path: Sequence[Node]) -> list[Segment]:
-        """Packed segments of a path that may shrink further, and whose order passes would improve.
-
-        Only those whose spans all lie on the path: passes do not see entries elsewhere.
-        """
-        segments = [self._spans[owner].segment for owner in self._spans.owners(path)]
-        return [segment for segment in segments if self._is_unmeasured(segment)]
-
-    def _is_unmeasured(self, segment: Segment) -> bool:
-        if segment.is_measured or segment.order is None or segment.readers is not None:
-            return False
-        return segment.num_slots > self._resizer.slots_at(segment, self._config.shares[-1])
-
     # ---- reclaimable slots ------------------------------------------------------------------------------------
 
     def reclaimable(self) -> int:

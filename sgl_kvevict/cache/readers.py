@@ -1,26 +1,16 @@
-"""Readers: requests and scoring passes that attend to a prefix, with one record each."""
+"""Readers: requests that attend to a prefix, with one record each."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from weakref import WeakKeyDictionary
 
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache_report import CacheReport, CompressedRead
 from sgl_kvevict.segments import PromptObservation
-
-
-class Released(Enum):
-    """Why a reader was released."""
-
-    RETRACTED = auto()
-    """It will come again."""
-    FINISHED = auto()
-    ABORTED = auto()
 
 
 @dataclass(eq=False)
@@ -32,7 +22,6 @@ class ReaderRecord:
         is_exact: it must read no compressed entry (``exact``).
         least_share: share of the entries of compressed prefixes that it wants to read (``share``, ``complete``).
         is_long: its prompt is longer than the pool, and its chunks shrink while it is prefilled.
-        is_pass: it is a scoring pass, not a request of a client.
         room: token slots that were available when its prompt was last looked up in the host's memory; -1: not since it
             was released last. For a request that waits for its admission this is tried again when there are more.
         host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
@@ -48,7 +37,6 @@ class ReaderRecord:
     is_exact: bool = False
     least_share: float = 0.0
     is_long: bool = False
-    is_pass: bool = False
     room: int = -1
     host_start: int | None = None
     store_start: int | None = None
@@ -113,7 +101,7 @@ class ReaderTable:
     def shrinking_prompt(self, reader: Reader) -> PromptObservation | None:
         """The observation of a prompt under way whose chunks shrink; None for others."""
         record = self[reader]
-        return record.observation if record.is_long or (self._all_shrink and not record.is_pass) else None
+        return record.observation if record.is_long or self._all_shrink else None
 
     def has_exact(self, path: Sequence[Node]) -> bool:
         """Whether an exact request reads a part of a path."""

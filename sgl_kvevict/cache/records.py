@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from sgl_kvevict.cache.job import ScoringJob
 from sgl_kvevict.cache.nodes import Node, NodeSet
 from sgl_kvevict.cache.paths import Spans
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.segments import Observation, Order, ReaderObservation, Segment, Span
-
-T = TypeVar("T")
+from sgl_kvevict.segments import Observation, Order, Segment, Span
 
 
 @dataclass(eq=False, slots=True)
@@ -26,14 +22,10 @@ class PrefixRecord:
 
     Attributes:
         span: the node's part of a segment, in place or packed; None: it belongs to none.
-        matches: how many prompts have found the prefix.
-        job: its scoring passes, waiting or under way.
         retained_until: it counts as used until then (:meth:`CostAwareRecency.retain`); 0: it is not retained.
     """
 
     span: Span | None = None
-    matches: int = 0
-    job: ScoringJob | None = None
     retained_until: int = 0
 
 
@@ -50,54 +42,6 @@ class DropResult:
     span: Span | None = None
     slots: Tensor | None = None
     owner: Node | None = None
-
-
-class Queue(Generic[T]):
-    """Records that have a certain part, oldest first."""
-
-    def __init__(self, records: dict[Node, PrefixRecord], part: str) -> None:
-        self._records = records
-        self._part = part
-        self._nodes: dict[Node, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, node: object) -> bool:
-        return node in self._nodes
-
-    def __iter__(self) -> Iterator[tuple[Node, T]]:
-        """Nodes and their parts; the queue may change during the iteration."""
-        return iter([(node, getattr(self._records[node], self._part)) for node in self._nodes])
-
-    def values(self) -> list[T]:
-        """The parts, oldest first."""
-        return [value for _, value in self]
-
-    def __getitem__(self, node: Node) -> T:
-        """The part of a node's record, which has one."""
-        value: T = getattr(self._records[node], self._part)
-        return value
-
-    def get(self, node: Node) -> T | None:
-        """The part of a node's record; None if it has none."""
-        return getattr(self._records[node], self._part) if node in self._nodes else None
-
-    def put(self, node: Node, value: T) -> None:
-        """Set the part of a node's record, as the newest."""
-        self.take(node)
-        setattr(self._records.setdefault(node, PrefixRecord()), self._part, value)
-        self._nodes[node] = None
-
-    def take(self, node: Node) -> T | None:
-        """Remove and return the part of a node's record; None if it has none."""
-        if node not in self._nodes:
-            return None
-        del self._nodes[node]
-        record = self._records[node]
-        value: T = getattr(record, self._part)
-        setattr(record, self._part, PrefixRecord.__dataclass_fields__[self._part].default)
-        return value
 
 
 class Prompts:
@@ -163,7 +107,6 @@ class PrefixTable:
             move, with those above them; oldest first.
         shrinking: one node of each segment that may shrink when slots are short: the last one of a segment in place,
             the owner of a packed one.
-        jobs: see :class:`PrefixRecord`.
     """
 
     def __init__(self, geometry: KVGeometry, *, shrinks: bool) -> None:
@@ -177,13 +120,6 @@ class PrefixTable:
         self.wanted: dict[Segment, None] = {}
         self.shrinking = NodeSet()
         self.prompts = Prompts()
-        self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
-
-    def count_match(self, node: Node) -> int:
-        """Count one more prompt that found the prefix; return the new count."""
-        record = self._records.setdefault(node, PrefixRecord())
-        record.matches += 1
-        return record.matches
 
     def retain(self, node: Node, until: int) -> None:
         """Let a node count as used until then, or as long as it already does; see :class:`PrefixRecord`."""
@@ -194,11 +130,6 @@ class PrefixTable:
         """See :class:`PrefixRecord`."""
         record = self._records.get(node)
         return 0 if record is None else record.retained_until
-
-    @property
-    def begun_jobs(self) -> list[ScoringJob]:
-        """Jobs that have begun, and so hold memory; oldest first."""
-        return [job for job in self.jobs.values() if job.observation is not None]
 
     # ---- segments in place ------------------------------------------------------------------------------------
 
@@ -231,19 +162,13 @@ class PrefixTable:
     def join(self, segments: Sequence[Segment]) -> Segment:
         """Make one segment in place of consecutive ones. It is not ranked, unless they were ranked together.
 
-        Sums of attention of one observation go with it; its prompt, and whether it is wanted, are the last one's.
+        Its prompt, and whether it is wanted, are the last one's.
         """
         if len(segments) == 1:
             return segments[0]
         nodes, last = [node for segment in segments for node in self.nodes_of(segment)], segments[-1]
         joined = Segment(self._geometry, segments[0].start, last.end)
         joined.order = _joined_order(segments)
-        readers = last.readers
-        if readers is not None and all(segment.readers is readers for segment in segments):
-            parts = [segment.attention for segment in segments if segment.attention is not None]
-            joined.readers, joined.attention = readers, torch.cat(parts, dim=-1)
-            for segment in segments:
-                segment.readers = None
         self.prompts.copy(joined, last)
         may_shrink = any(self.in_place[segment] in self.shrinking for segment in segments)
         for i, node in enumerate(nodes):
@@ -252,7 +177,7 @@ class PrefixTable:
             span.move_to(joined, is_owner=i == 0)
         is_wanted = last in self.wanted
         for segment in segments:
-            self._forget(segment)
+            self._leave_place(segment)
         self.in_place[joined] = nodes[-1]
         if is_wanted:
             self.wanted[joined] = None
@@ -286,28 +211,11 @@ class PrefixTable:
             self.shrinking.add(node)
         return above
 
-    def _forget(self, segment: Segment) -> None:
-        """A segment is no longer in place, and what passes have summed for it is gone."""
-        self._leave_place(segment)
-        self.lose_attention(segment)
-
     def _leave_place(self, segment: Segment) -> None:
         """A segment is no longer in place."""
         self.shrinking.discard(self.in_place.pop(segment))
         self.wanted.pop(segment, None)
         self.prompts.take(segment)
-
-    def lose_attention(self, segment: Segment) -> None:
-        """The sums of the passes over a segment are gone."""
-        if isinstance(segment.readers, ReaderObservation):
-            segment.readers.has_changed = True
-        segment.readers = segment.attention = None
-
-    def unobserve(self, readers: ReaderObservation) -> None:
-        """No more passes come."""
-        for record in self._records.values():
-            if record.span is not None and record.span.segment.readers is readers:
-                record.span.segment.readers = record.span.segment.attention = None
 
     # ---- changes of spans -------------------------------------------------------------------------------------
 
@@ -324,7 +232,7 @@ class PrefixTable:
                 record.span = Span(segment, start, end, is_owner=i == 0)
             elif record.span.segment is not segment:
                 if record.span.segment in self.in_place:
-                    self._forget(record.span.segment)
+                    self._leave_place(record.span.segment)
                 self.packed.pop(record.span.segment, None)
                 record.span.move_to(segment, is_owner=i == 0)
             self.shrinking.discard(node)
@@ -344,8 +252,7 @@ class PrefixTable:
     def split(self, upper: Node, lower: Node) -> None:
         """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node.
 
-        Prompts that matched the node also matched its upper half. The job stays with the lower half, which ends where
-        the node ended. A segment in place is cut, too.
+        A segment in place is cut, too.
         """
         below = self._records.get(lower)
         if below is None:
@@ -356,7 +263,7 @@ class PrefixTable:
 
     @accounting()
     def _divide(self, below: PrefixRecord, upper: Node, lower: Node) -> None:
-        above = self._records[upper] = PrefixRecord(matches=below.matches, retained_until=below.retained_until)
+        above = self._records[upper] = PrefixRecord(retained_until=below.retained_until)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
             if not below.span.is_packed:
@@ -380,7 +287,6 @@ class PrefixTable:
             return DropResult()
         span, above = record.span, node.parent
         assert above is not None
-        self.jobs.take(node)
         may_shrink = node in self.shrinking
         self.shrinking.discard(node)
         del self._records[node]
@@ -392,7 +298,6 @@ class PrefixTable:
             return DropResult()
         if slots is not None:
             del self.packed[segment]
-            self.lose_attention(segment)
             return DropResult(span, slots)
         if not segment.splittable:
             segment.is_rest, segment.order = True, None  # a resize would make it whole, so that prompts find the rest
@@ -402,7 +307,7 @@ class PrefixTable:
     def _drop_in_place(self, node: Node, span: Span, *, may_shrink: bool) -> None:
         segment = span.segment
         if span.is_owner:
-            self._forget(segment)
+            self._leave_place(segment)
             return
         assert node.parent is not None
         segment.end_at(span.start)
@@ -419,15 +324,11 @@ class PrefixTable:
             self.shrinking.discard(node)
 
     def forget(self) -> None:
-        """Remove segments in place, jobs and counts of matches: the weights have changed."""
-        for node, _ in self.jobs:
-            self.jobs.take(node)
+        """Remove segments in place: the weights have changed."""
         for segment in list(self.in_place):
             for node in self.nodes_of(segment):
                 self._records[node].span = None
-            self._forget(segment)
-        for record in self._records.values():
-            record.matches = 0
+            self._leave_place(segment)
 
 
 def _joined_order(segments: Sequence[Segment]) -> Order | None:

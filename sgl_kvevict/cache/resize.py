@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from sgl_kvevict.cache.complements import Complements
-from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
@@ -21,10 +21,8 @@ from sgl_kvevict.segments import (
     CacheObservation,
     Compressor,
     CopiedEntries,
-    MeasuredRange,
     Observation,
     PromptObservation,
-    ReaderObservation,
     Rewritten,
     Segment,
     Sources,
@@ -91,20 +89,6 @@ class Resizer:
     def is_long_enough(self, num_tokens: int) -> bool:
         """Whether a range reaches ``min_prefix_tokens``."""
         return num_tokens >= self._config.min_prefix_tokens
-
-    def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
-        """Logical bounds of a path's uncompressed tokens before its tail; None if they are too few."""
-        start, end = self._spans.compressed_len(path), self.end_of(path)
-        return (start, end) if self.is_long_enough(end - start) else None
-
-    def is_too_short(self, path: Sequence[Node], end: int) -> bool:
-        """Whether a path has uncompressed tokens before ``end``, and too few of them to compress."""
-        start = self._spans.compressed_len(path)
-        return start < max(end, 1) and not self.is_long_enough(end - start)
-
-    def end_of(self, path: Sequence[Node]) -> int:
-        """Logical position of a path's tail, which stays uncompressed."""
-        return length_of(path) - self._config.tail_tokens
 
     def slots_at(self, segment: Segment, share: float | None = None) -> int:
         """Token slots of a segment at a share of its bytes; None: at the budget."""
@@ -183,18 +167,13 @@ class Resizer:
     def can_rank(self, segment: Segment) -> bool:
         """Whether a segment in place can be ranked now: by learned scores, or by what its prompt has left."""
         compressor = self._compressor
-        if compressor.scores_any_range or compressor.policy.needs_passes:
-            return compressor.scores_any_range
-        return segment.prompt is not None or not compressor.observes.collectors
+        return compressor.scores_any_range or segment.prompt is not None or not compressor.observes.collectors
 
     def _rank(self, segment: Segment) -> bool:
         """Launch the order of a segment in place; False if it cannot be ranked, or the policy failed."""
-        readers = segment.readers
-        observation: Observation = segment.prompt or CacheObservation()
-        if isinstance(readers, ReaderObservation) and readers.is_complete and segment.attention is not None:
-            observation = MeasuredRange(readers, segment.attention)
-        elif not self.can_rank(segment):
+        if not self.can_rank(segment):
             return segment.order is not None
+        observation: Observation = segment.prompt or CacheObservation()
         with self._guard.at(Place.COMPRESSION) as attempt:
             slots = self._tree.token_slots(self._table.nodes_of(segment))
             segment.order = self._compressor.rank(slots, segment.start, observation, self._turn)
@@ -203,16 +182,15 @@ class Resizer:
     def _regroup(self, segments: Sequence[Segment]) -> list[Segment]:
         """Turn consecutive segments in place into those that will be packed, root side first.
 
-        If segments can be split, that is one segment. A predicted order of a range with other bounds is forgotten, if
-        the new segment can be ranked.
+        If segments can be split, that is one segment. The order of a range with other bounds is forgotten, if the new
+        segment can be ranked.
         """
         if self._compressor.splittable:
             pieces = [self._table.join(segments)]
         else:
             pieces = self._joined_where_possible(self._cut_where_segments_end(segments))
         for piece in pieces:
-            order = piece.order
-            if order is not None and not order.is_measured and self.can_rank(piece) and not _is_exact(piece):
+            if piece.order is not None and self.can_rank(piece) and not _is_exact(piece):
                 piece.order = None
         return pieces
 
@@ -239,61 +217,17 @@ class Resizer:
 
     # ---- ranges that shrink to the budget ---------------------------------------------------------------------
 
-    def shrink(self, path: Sequence[Node], end: int, prompt: PromptObservation) -> bool:
-        """Let the uncompressed tokens of a path up to ``end`` shrink to the budget, now or as soon as possible.
-
-        Returns whether they wait until a request with ``exact`` has ended.
-        """
+    def shrink(self, path: Sequence[Node], end: int, prompt: PromptObservation) -> None:
+        """Let the uncompressed tokens of a path up to ``end`` shrink to the budget, now or as soon as possible."""
         if not self.is_long_enough(end - self._spans.compressed_len(path)):
-            return False
+            return
         segment = self.range_to(path, end)[-1]
         if segment.prompt is None or prompt.first_query < segment.end:  # else it has computed nothing of the range
             self._table.prompts.give(segment, prompt, prompt.num_bytes)
         self._table.wanted[segment] = None
-        is_in_use = self._try(segment, Occasion.RELEASED) is None
-        if is_in_use:
+        if self._try(segment, Occasion.RELEASED) is None:
             self._table.totals.refused_in_use += 1
         self._trim()
-        return is_in_use
-
-    def has_shrunk(self, path: Sequence[Node], end: int) -> bool:
-        """Whether a path has shrunk up to ``end``, but for a rest that is too short, or is waiting to.
-
-        False: an error has prevented it.
-        """
-        wanted, spans = self._table.wanted, (self._spans.of(node) for node in path)
-        is_waiting = any(span is not None and span.segment in wanted for span in spans)
-        return is_waiting or not self.is_long_enough(end - self._spans.compressed_len(path))
-
-    def passes_over(self, path: Sequence[Node], readers: ReaderObservation) -> bool:
-        """Rank a path by its scoring passes, which are done, and let it shrink to the budget.
-
-        Returns whether uncompressed tokens wait until a request with ``exact`` has ended.
-        """
-        readers.is_complete = True
-        for owner in self._spans.owners(path):
-            segment = self._spans[owner].segment
-            if segment.readers is readers:
-                with self._guard.on_one_rank():
-                    if segment.order is not None:  # otherwise it keeps all entries
-                        self._compressor.rank_by_attention(segment)
-                segment.readers = segment.attention = None
-                slots = segment.num_slots if segment.order is None else self.slots_at(segment)
-                if slots < segment.num_slots:
-                    self.resize([segment], slots)
-                elif slots == segment.num_slots:
-                    self.at_budget(self._spans.last_of(owner))
-        chain = [segment for segment in self._table.chain(path) if segment.end <= self.end_of(path)]
-        if not chain or not self.is_long_enough(chain[-1].end - chain[0].start):
-            return False
-        pieces = self._regroup(chain)
-        self._table.wanted[pieces[-1]] = None
-        for piece in pieces:
-            if piece.readers is readers and not self._rank(piece):
-                self._table.wanted.pop(pieces[-1], None)
-                return False
-            piece.readers = piece.attention = None
-        return self._try(pieces[-1], Occasion.RELEASED) is None
 
     def try_wanted(self, occasion: Occasion) -> int:
         """Let wanted ranges shrink, oldest first; return the token slots released."""
@@ -370,8 +304,8 @@ class Resizer:
     def join(self, path: Sequence[Node]) -> None:
         """Write the last packed segments of a path as one, so that their entries compete for its slots.
 
-        From the end of the path on, up to the first segment that passes read or have measured, or that has a span
-        outside the path. Nothing happens while a reader is not movable.
+        From the end of the path on, up to the first segment that has a span outside the path. Nothing happens while a
+        reader is not movable.
         """
         segments: list[Segment] = []
         start = self._spans.compressed_len(path)
@@ -381,8 +315,7 @@ class Resizer:
                 break
             segments.insert(0, segment)
             start = segment.start
-        last = next((node for node in reversed(path) if node in self._spans), None)
-        if len(segments) > 1 and not any(last in path_to(job.node) for job in self._table.begun_jobs):
+        if len(segments) > 1:
             # Ranks fill their slots differently, so the joined segment keeps all of them on each rank.
             self.resize(segments, sum(segment.num_slots for segment in segments))
 
@@ -461,7 +394,7 @@ class Resizer:
         """Give a packed segment entries back that had been evicted, in token slots ([n], int64) that are empty.
 
         Rows that it has stay where they are, so readers need not move: they read the new rows, too, from their next
-        step on. InvariantError if its entries have no order, or are observed.
+        step on. InvariantError if its entries have no order.
         """
         owner = self._table.packed[segment]
         assert entries.order is not None
@@ -524,13 +457,11 @@ class Resizer:
 
     def _source(self, segment: Segment) -> TokenRange | View:
         """What a resize reads of a segment."""
-        if isinstance(segment.readers, ReaderObservation) and segment.readers.radius:
-            self._table.lose_attention(segment)  # sums are averaged over neighbours, and some of these would be gone
         if segment.packed is not None:
             return segment.live_view
         slots = self._tree.token_slots(self._table.nodes_of(segment))
         keys = None if segment.order is None else segment.order.keys
-        return TokenRange(slots, segment.start, keys, segment.attention)
+        return TokenRange(slots, segment.start, keys)
 
     def _merge(self, segment: Segment, sources: Sources, num_slots: int) -> MergePlan | None:
         """What is merged into the kept entries of a segment that leaves its place."""
@@ -553,10 +484,5 @@ def _is_exact(segment: Segment) -> bool:
 
 
 def _is_joinable(segment: Segment) -> bool:
-    """Whether a packed segment may become one with its neighbour: its order is predicted, and no entry is dead."""
-    return (
-        segment.order is not None
-        and not segment.is_measured
-        and segment.attention is None
-        and segment.num_live_entries == segment.num_entries
-    )
+    """Whether a packed segment may become one with its neighbour: it is ordered, and no entry is dead."""
+    return segment.order is not None and segment.num_live_entries == segment.num_entries

@@ -93,9 +93,6 @@ def warm(
     messages_file: Annotated[
         Path | None, typer.Option(help="Or the beginning of a chat: a JSON list of messages.")
     ] = None,
-    questions_file: Annotated[
-        Path | None, typer.Option(help="Questions that will follow, one a line: keep what they attend to.")
-    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait.")] = 600.0,
     api_key_file: Annotated[
         Path | None,
@@ -103,23 +100,23 @@ def warm(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Prefill, score and compress a prefix before it is asked about."""
+    """Have a prefix computed and compressed before it is asked about; say what of it the server had already."""
     from sgl_kvevict import client
 
     if (text_file is None) == (messages_file is None):
         raise ConfigError("--text-file and --messages-file: give one of them")
-    warmed = client.warm(
+    report = client.warm(
         url,
         text=None if text_file is None else _read(text_file),
         messages=None if messages_file is None else _read_messages(messages_file),
-        questions=[] if questions_file is None else [line for line in _read(questions_file).splitlines() if line],
         timeout=timeout,
         api_key=None if api_key_file is None else _read(api_key_file).strip(),
     )
     if as_json:
-        typer.echo(json.dumps(asdict(warmed)))
+        typer.echo(json.dumps(asdict(report)))
     else:
-        typer.echo(f"{warmed.tokens:,} tokens: {warmed.outcome} after {warmed.seconds:.1f} s")
+        found = f"{report.device:,} in the pool, {report.host:,} in the host's memory, {report.storage:,} in the store"
+        typer.echo(f"computed; tokens that were cached before: {found}")
 
 
 def _read(path: Path) -> str:

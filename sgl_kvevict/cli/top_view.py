@@ -33,7 +33,6 @@ _RATES = (
     ("released_slots", "slots released"),
     ("evicted_entries", "entries evicted"),
     ("merged_entries", "entries merged"),
-    ("scoring_passes", "scoring passes"),
     ("dropped_nodes", "nodes dropped"),
 )
 
@@ -147,7 +146,7 @@ def _rates(state: TopState) -> Text:
     assert state.status is not None
     rates = [f"{label} {_number(state.rate(name))}/s" for name, label in _RATES]
     totals = state.status.totals
-    refused = totals.refused_in_use + totals.refused_not_cached + totals.refused_no_room + totals.refused_no_memory
+    refused = totals.refused_in_use + totals.refused_not_cached + totals.refused_no_memory
     rates.append(f"refused {refused:,}")
     if totals.stored_segments or totals.loaded_segments:
         rates.append(f"stored {totals.stored_segments:,}, loaded {totals.loaded_segments:,}")

@@ -1,4 +1,4 @@
-"""Learns score weights from texts that scoring passes have read, and measures their recall on another one."""
+"""Learns score weights from texts that the model has repeated, and measures their recall on another one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from sgl_kvevict.distill.features import (
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.policies.scorers import log_attention
 
 RIDGE = 0.003
 """Ridge penalty on standardised features, per token."""
@@ -27,17 +26,19 @@ SAMPLED_TOKENS = 1024
 NUM_SINKS = 4
 """First tokens of a path, not learned from: attention sinks whatever their content, and kept anyway."""
 MIN_RECALL = 0.7
-"""Share of the passes' selection below which a warning is logged; passes in two orders agree on 0.9."""
+"""Share of what repetitions attend to most, below which a warning is logged; repetitions in two orders agree on 0.9."""
+SCORE_FLOOR = 0.005
+"""Added to attention before its logarithm, so that tokens with almost none get the same score."""
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A cached text, and the attention that passes paid it.
+    """A cached text, and the attention that its repetitions paid it.
 
     Attributes:
         tokens: its first tokens, uncompressed.
-        scores: [num_layers, num_kv_heads, num_tokens], float32, reader attention; what layers with a sliding window
-            have is not used.
+        scores: [num_layers, num_kv_heads, num_tokens], float32, 2-norm of the attention over queries and the group's
+            heads; what layers with a sliding window have is not used.
         show: views of its layers, which have the text's last queries.
     """
 
@@ -140,7 +141,7 @@ class ScoreLearner:
         Cost: at most ``SAMPLED_TOKENS * F**2`` products per head and layer, in float64.
         """
         for layer in self._geometry.full_layers:
-            targets = log_attention(text.sampled_scores(layer))
+            targets = (text.sampled_scores(layer) + SCORE_FLOOR).log()
             self._statistics.add(layer, text.features(layer, self._rotary), targets)
         self.num_texts += 1
 
@@ -153,7 +154,7 @@ class ScoreLearner:
         return weights
 
     def recall(self, weights: ScoreWeights, text: ScoredText, share: float) -> float:
-        """Share of the entries that passes would keep of a text (``share`` of all) that ``weights`` keep too."""
+        """Share of the entries of a text with most attention (``share`` of all) that ``weights`` keep, too."""
         layers = list(self._geometry.full_layers)
         predicted = [text.features(layer, self._rotary) @ weights.window[layer].unsqueeze(-1) for layer in layers]
         return top_recall(torch.stack(predicted).squeeze(-1), text.sampled_scores(layers), share)

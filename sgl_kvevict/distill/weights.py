@@ -37,7 +37,7 @@ class ScoreWeights:
         cache: [num_layers, num_kv_heads, num_cache_features], float32: from the cache alone.
         window: [num_layers, num_kv_heads, num_cache_features + NUM_WINDOW], float32: with window attention.
         num_prefixes: texts learned from.
-        recall: share of the passes' selection that the weights find on another text; None if not measured.
+        recall: share of the entries with most attention that the weights find on another text; None if not measured.
 
     Source: KVzap (arXiv 2601.07891) predicts KVzip's scores from hidden states by a published model.
     Differs: from keys, values and positions, because the cache holds no hidden states; fitted by ridge regression

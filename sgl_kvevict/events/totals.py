@@ -32,7 +32,6 @@ class Totals(msgspec.Struct):
     evicted_entries: Annotated[int, Meta(description="Entries evicted, by compressions and later.")] = 0
     merged_entries: Annotated[int, Meta(description="Entries merged into stored ones.")] = 0
     prefilled_compressed: Annotated[int, Meta(description="Prompts compressed while they were prefilled.")] = 0
-    scoring_passes: Annotated[int, Meta(description="Extra forwards run to score prefixes.")] = 0
     splits: Annotated[int, Meta(description="Spans cut in two.")] = 0
     repacks: Annotated[int, Meta(description="Segments shrunk after a part was dropped.")] = 0
     squeezes: Annotated[int, Meta(description="Segments that shrank further because token slots were short.")] = 0
@@ -45,7 +44,6 @@ class Totals(msgspec.Struct):
     dropped_slots: Annotated[int, Meta(description="Token slots given back by dropping.")] = 0
     refused_in_use: Annotated[int, Meta(description="Ranges that a request reads exactly: compressed later.")] = 0
     refused_not_cached: Annotated[int, Meta(description="Prompts that could not be cached.")] = 0
-    refused_no_room: Annotated[int, Meta(description="Prefixes that were too long for a scoring pass.")] = 0
     refused_no_memory: Annotated[int, Meta(description="Ranges whose observation took too much memory.")] = 0
     clears: Annotated[int, Meta(description="Flushes of the whole cache.")] = 0
     stored_segments: Annotated[int, Meta(description="Segments written to the store.")] = 0
@@ -106,7 +104,6 @@ class Gauges(msgspec.Struct, frozen=True):
     readers: Annotated[int, Meta(description="Running requests that read a span, summed over spans.")]
     readers_per_span: Annotated[float, Meta(description="Running requests per span, on average.")]
     max_readers_per_span: Annotated[int, Meta(description="Running requests on the span that most read.")]
-    scoring_jobs: Annotated[int, Meta(description="Prefixes that wait for scoring passes.")]
     observation_bytes: Annotated[int, Meta(description="Memory outside the pool: observations and kept prompts.")]
     host_bytes: Annotated[int, Meta(description="Host memory for what was dropped or evicted.")]
     host_used_bytes: Annotated[int, Meta(description="Bytes of it in use.")]

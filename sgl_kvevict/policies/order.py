@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.policies.ranking import order_keys, top_mask
+from sgl_kvevict.policies.ranking import order_keys
 
 PINNED = 2**15 - 1
 """Key of entries that every head keeps without competing."""
 _HALF = 2**14
 _SIGN = -(2**15)
-_LARGEST = 0x7BFF
-"""Bits of the largest finite float16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,25 +77,6 @@ def order_of(scores: RangeScores, kept: Tensor, *, comparable: bool) -> Tensor:
     keys[..., : scores.num_first] = PINNED
     keys[..., scores.num_tokens - scores.num_last :] = PINNED
     return keys
-
-
-def measured_order(order: Tensor, scores: Tensor) -> Tensor:
-    """An order by measured attention, in which as many entries as before count as kept at the budget; no host sync.
-
-    ``order``, [num_entries], int16, is the one before, whose pinned entries stay pinned; ``scores``, [num_entries],
-    float32, are comparable over layers and heads.
-    """
-    pinned = order == PINNED
-    num_kept = (order >= 0).sum().view(1)
-    kept = top_mask(order_keys(scores.masked_fill(pinned, torch.inf))[None], num_kept)[0]
-    return torch.where(pinned, order, _by_score(scores, kept))
-
-
-def scores_of(order: Tensor) -> Tensor:
-    """The comparable scores, rounded, float32, that entries have by their keys; the largest for pinned ones."""
-    low = torch.where(order < 0, order, order ^ _SIGN)
-    bits = ((low + _HALF) << 1).clamp_(max=_LARGEST)
-    return torch.where(bits < 0, bits ^ 0x7FFF, bits).view(torch.float16).float()
 
 
 def _by_score(values: Tensor, kept: Tensor) -> Tensor:

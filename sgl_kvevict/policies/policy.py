@@ -71,11 +71,6 @@ class Policy:
         return self.scorer.needs | (frozenset() if self.merger is None else self.merger.needs)
 
     @property
-    def needs_passes(self) -> bool:
-        """Whether scoring passes read a range before it is compressed; else it is when its prompt is complete."""
-        return Signal.READER_ATTENTION in self.needs
-
-    @property
     def window_size(self) -> int:
         """Last queries of the prompt to keep per layer; 0 = none."""
         return self.scorer.window_size

@@ -6,56 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from kvevict_kernels.key_scores import window_scores
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.signals import Signal
-
-SCORE_FLOOR = 0.005
-"""Added to reader attention before its logarithm, so that tokens with almost none get the same score."""
-
-PREDICTED_WEIGHT = 0.5
-"""Share of the prediction in :func:`joint_attention`."""
-
-
-def log_attention(reader_attention: Tensor) -> Tensor:
-    """Logarithms of :attr:`Signal.READER_ATTENTION`: what :attr:`Signal.LEARNED_SCORES` predict."""
-    return (reader_attention + SCORE_FLOOR).log()
-
-
-def joint_attention(measured: Tensor, predicted: Tensor) -> Tensor:
-    """Logarithms of reader attention, by what passes measured and by its predicted logarithms.
-
-    All are float32, of one shape. More answers survive than by either alone (docs/quality.md): predictions err about
-    this text, and passes read only its own sentences.
-    """
-    return torch.lerp(log_attention(measured), predicted, PREDICTED_WEIGHT)
-
-
-@dataclass(frozen=True)
-class SignalScorer(Scorer):
-    """A signal per token that is itself a score, on one scale for all layers and heads.
-
-    Source: KVzip (arXiv 2505.23416), Sec. 3, Eq. 3, for ``READER_ATTENTION``.
-    Differs: the 2-norm over queries and the query heads of a group instead of the maximum, which a single accidental
-        query can set and which loses more answers at small budgets (docs/quality.md). Squares, because a token that one
-        query of a hundred needs matters nearly as much as one that all need. Attention weights over everything the
-        query sees, instead of a softmax over one chunk's keys; queries score the whole prefix, not only their chunk.
-    """
-
-    signal: Signal
-    traits = frozenset({Trait.COMPARABLE})
-
-    @property
-    def needs(self) -> frozenset[Signal]:
-        """Only ``signal``."""
-        return frozenset({self.signal})
-
-    def score(self, view: LayerView) -> TokenScores:
-        """Score one layer."""
-        return TokenScores(view.need_per_token(self.signal))
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,8 @@ class Signal(Enum):
     """Per token: attention summed over all queries that saw it; mean over the query heads of a group."""
     WINDOW_KEYS = "window_keys"
     """Tensor [window, num_kv_heads, head_dim], after RoPE: keys of the window's tokens."""
-    READER_ATTENTION = "reader_attention"
-    """Per token: 2-norm of the attention of the queries of scoring passes, over queries and the group's heads. Passes
-    repeat the prefix, or ask questions given with it; they follow the range, so it is compressed later."""
     LEARNED_SCORES = "learned_scores"
-    """Per token: predicted log of reader attention, or joint scores; absent where given questions were read."""
+    """Per token: predicted logarithm of the attention that later queries pay (:mod:`sgl_kvevict.distill`)."""
     KEYS = "keys"
     """The keys of the range, read from the pool."""
     VALUES = "values"

@@ -6,11 +6,11 @@ Nothing here knows SGLang or the tree; :mod:`sgl_kvevict.cache` decides when whi
 from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
 from sgl_kvevict.segments.prompt_observation import CacheObservation, Observation, ObservationSpec, PromptObservation
 from sgl_kvevict.segments.ranker import Compressor
-from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderChunk, ReaderObservation, bytes_of
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment, Span, View
 from sgl_kvevict.segments.shadow import DraftRows
 from sgl_kvevict.segments.sources import KeptRows, Range, Sources, TokenRange
 from sgl_kvevict.segments.streams import SideStream
+from sgl_kvevict.segments.text_attention import TextAttention
 from sgl_kvevict.segments.warm_up import warm_up
 
 __all__ = [
@@ -20,15 +20,12 @@ __all__ = [
     "DraftRows",
     "Entries",
     "KeptRows",
-    "MeasuredRange",
     "Observation",
     "ObservationSpec",
     "Order",
     "Packed",
     "PromptObservation",
     "Range",
-    "ReaderChunk",
-    "ReaderObservation",
     "Rewritten",
     "Rows",
     "Segment",
@@ -36,8 +33,8 @@ __all__ = [
     "SideStream",
     "Sources",
     "Span",
+    "TextAttention",
     "TokenRange",
     "View",
-    "bytes_of",
     "warm_up",
 ]

@@ -216,7 +216,6 @@ class SegmentPacker(ArenaRows):
         start: int,
         end: int,
         *,
-        is_measured: bool = False,
         shadow: CopiedShadow | None = None,
     ) -> Segment:
         """Write a packed segment of the tokens ``[start, end)`` into empty slots, from any device.
@@ -235,7 +234,7 @@ class SegmentPacker(ArenaRows):
         order = None
         if copied.order is not None:
             keys = copied.order.to(device)
-            order = Order(lambda: keys, is_measured, start, end)
+            order = Order(lambda: keys, start, end)
         return Segment(self.geometry, start, end, packed, order)
 
 

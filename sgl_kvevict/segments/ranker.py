@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +11,12 @@ from torch import Tensor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.policies.order import RangeOrder, measured_order, scores_of
+from sgl_kvevict.policies.order import RangeOrder
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.scorers import joint_attention
 from sgl_kvevict.ragged import MergePlan, Selection
 from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.segments.prompt_observation import Observation, ObservationSpec, PromptObservation
-from sgl_kvevict.segments.reader_observation import MeasuredRange
-from sgl_kvevict.segments.segment import Order, Segment
+from sgl_kvevict.segments.segment import Order
 from sgl_kvevict.segments.sliding_windows import order_beside_windows
 from sgl_kvevict.segments.streams import ChoiceStream
 from sgl_kvevict.widths import rows_that_fit
@@ -57,15 +55,6 @@ class Compressor:
         return self.policy.splittable and not self.packer.geometry.has_windows
 
     @property
-    def compresses_at_once(self) -> bool:
-        """Whether a prompt is compressed when it is complete, without waiting for scoring passes."""
-        if not self.policy.needs_passes:
-            return True
-        # It was not measured what learned scores alone lose with latents.
-        is_learned = self.scores_any_range and not self.packer.geometry.is_latent
-        return is_learned and self.config.score_after_matches is None
-
-    @property
     def stored_tail(self) -> int:
         """Uncompressed tokens that a store keeps behind a prefix; none if positions of their keys would be missing."""
         return self.config.tail_tokens if self.slot_positions is None else 0
@@ -82,19 +71,11 @@ class Compressor:
         """An empty observation of the signals that the policy needs."""
         return PromptObservation(self.observes)
 
-    def rank_by_attention(self, segment: Segment) -> None:
-        """Order a packed segment's entries by what readers paid to them; with learned scores by its old order, too."""
-        assert segment.order is not None and segment.attention is not None
-        keys, scores = segment.order.keys, segment.attention.sqrt()
-        if self.scores_any_range:
-            scores = joint_attention(scores, scores_of(keys))
-        segment.order = replace(segment.order.with_keys(measured_order(keys, scores)), is_measured=True)
-
     def scored_text(self, token_slots: Tensor, attention: Tensor, prompt: PromptObservation) -> ScoredText:
-        """What scores are learned from: the first tokens of a text that passes have read to its end.
+        """What scores are learned from: the first tokens of a text that was repeated.
 
-        ``token_slots``: [num_tokens], int64; ``attention``, [num_layers, num_kv_heads, n >= num_tokens], float32: the
-        passes' sums of the whole text; ``prompt`` has its last queries.
+        ``token_slots``: [num_tokens], int64; ``attention``, [num_layers, num_kv_heads, n >= num_tokens], float32:
+        :attr:`TextAttention.sums` of the whole text; ``prompt`` has its last queries.
         """
         show = self._show(prompt, 0, token_slots)
         tokens = self.cached(token_slots, 0)
@@ -129,15 +110,15 @@ class Compressor:
         def work() -> RangeOrder:
             return self._order(token_slots, start, observation)
 
-        is_measured, end = isinstance(observation, MeasuredRange), start + token_slots.numel()
+        end = start + token_slots.numel()
         if self.stream is not None:
             ranked = self.stream.launch(work)
-            return Order(lambda: ranked().keys, is_measured, start, end, turn, check=lambda: ranked().check())
+            return Order(lambda: ranked().keys, start, end, turn, check=lambda: ranked().check())
         order = work()
         if order.keys.is_cuda:  # sync: only where no stream beside the scheduler's can rank
             torch.cuda.current_stream(order.keys.device).synchronize()
         order.check()
-        return Order(lambda: order.keys, is_measured, start, end)
+        return Order(lambda: order.keys, start, end)
 
     def merge(
         self, token_slots: Tensor, start: int, observation: Observation, selection: Selection
@@ -150,8 +131,7 @@ class Compressor:
         """The order of a range; the entries that the policy keeps at the budget are the best of it."""
         config, geometry = self.config, self.packer.geometry
         show = self._show(observation, start, token_slots)
-        asks = isinstance(observation, MeasuredRange) and observation.is_asked
-        if self.learned is not None and not asks:
+        if self.learned is not None:
             learned = self.learned
             show = with_learned_scores(show, learned.weights, self.cached(token_slots, start), learned.rotary)
         per_run = self.tokens_kept(token_slots.numel(), start)

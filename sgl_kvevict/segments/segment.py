@@ -4,7 +4,7 @@ A segment begins *in place*: every token of every run is an entry, in its ordina
 segment's existence is new. A resize *packs* it: the best entries of its order move into the first of its slots, and its
 other slots are released. Its entries may have rows of several widths (16, 8, 4 bits), each a *part* of its own. Entries
 are numbered part after part, in a part run after run, ascending by position; everything that is known of each entry
-(order, attention) travels by this number.
+(its order) travels by this number.
 
 A span is a view of a segment's tokens ``[start, end)``, held by one tree node. All spans of a segment lie on
 consecutive nodes of one path. The one nearest the root, the *owner*, outlives the others and carries all the token
@@ -37,18 +37,16 @@ class Entries:
         positions: int32, logical positions of their tokens.
         bits: int8, widths of their rows; None: 16 of all.
         keys: int16, as in :class:`Order`; None: unknown.
-        attention: float32, as in :class:`Segment`; None: nobody observes these entries.
     """
 
     rows: Tensor
     positions: Tensor
     bits: Tensor | None = None
     keys: Tensor | None = None
-    attention: Tensor | None = None
 
     def at(self, numbers: Tensor) -> Entries:
         """The entries with these numbers, [n], int64, in this order."""
-        known = (None if each is None else each[numbers] for each in (self.bits, self.keys, self.attention))
+        known = (None if each is None else each[numbers] for each in (self.bits, self.keys))
         return Entries(self.rows[numbers], self.positions[numbers], *known)
 
     @staticmethod
@@ -57,7 +55,6 @@ class Entries:
         if len(parts) == 1:
             return parts[0]
         keys = [part.keys for part in parts if part.keys is not None]
-        attention = [part.attention for part in parts if part.attention is not None]
         bits = None
         if any(part.bits is not None for part in parts):
             bits = torch.cat(
@@ -71,7 +68,6 @@ class Entries:
             torch.cat([part.positions for part in parts]),
             bits,
             torch.cat(keys) if len(keys) == len(parts) else None,
-            torch.cat(attention) if len(attention) == len(parts) else None,
         )
 
 
@@ -82,7 +78,6 @@ class Order:
     Attributes:
         launched: returns the keys, int16: in place [num_layers, num_kv_heads, num_tokens], packed [num_entries]. Where
             they are computed beside the scheduler's stream, the host waits until they are.
-        is_measured: keys come from measured attention of readers, not from predicted scores.
         start: logical position of the first token of the range whose entries were ordered together.
         end: logical position after its last one. A part of the range has a part of the keys.
         turn: turn of the scheduler's loop in which they were launched beside its stream; None: they are here.
@@ -91,7 +86,6 @@ class Order:
     """
 
     launched: Callable[[], Tensor]
-    is_measured: bool
     start: int
     end: int
     turn: int | None = None
@@ -181,9 +175,6 @@ class Segment:
     Attributes:
         packed: None: in place.
         order: None: not ranked yet, so it cannot shrink.
-        attention: squared attention of readers under way, float32, one number per entry: in place [num_layers,
-            num_kv_heads, num_tokens], packed [num_entries]. None: nobody observes it.
-        readers: the observation that adds to ``attention``.
         prompt: observation of a prompt by which it can be ranked; opaque here; None: unknown.
         splittable: False if layers with sliding windows keep only their last tokens.
         is_joined: it was written from several packed segments of one prompt. A request that reads all of its views
@@ -199,8 +190,6 @@ class Segment:
     end: int
     packed: Packed | None = None
     order: Order | None = None
-    attention: Tensor | None = None
-    readers: object | None = None
     prompt: Any = None
     splittable: bool = True
     is_joined: bool = False
@@ -260,11 +249,6 @@ class Segment:
         return self.num_slots * self.geometry.slot_bytes
 
     @property
-    def is_measured(self) -> bool:
-        """Whether its order was measured by readers, not predicted."""
-        return self.order is not None and self.order.is_measured
-
-    @property
     def tokens_per_slot(self) -> float:
         """Tokens of prefill that each of its slots saves."""
         return float("-inf") if self.is_rest else self.num_tokens / max(self.num_slots, 1)
@@ -278,24 +262,18 @@ class Segment:
     def entries(self) -> Entries:
         """All entries stored, part after part; only packed."""
         rows = Entries.joined([entries_of(part) for part in self.storage.parts])
-        return replace(rows, keys=None if self.order is None else self.order.keys, attention=self.attention)
+        return replace(rows, keys=None if self.order is None else self.order.keys)
 
     def pack(self, packed: Packed, end: int, kept: Entries) -> None:
         """Replace the storage by one that holds what is known of ``kept``, the entries of tokens before ``end``."""
         if self.order is not None:
             self.order = None if kept.keys is None else self.order.with_keys(kept.keys)
-        self.attention = kept.attention
-        if self.attention is None:
-            self.readers = None
         self.packed, self.end = packed, end
         self._all_live()
 
     def grow(self, packed: Packed, keys: Tensor) -> None:
-        """Replace the storage by one that has further parts, of entries that a node still holds; ``keys`` are theirs.
-
-        Its entries are not observed meanwhile.
-        """
-        assert self.order is not None and self.attention is None
+        """Replace the storage by one with further parts, of entries that a node still holds; ``keys`` are theirs."""
+        assert self.order is not None
         self.order = self.order.with_keys(torch.cat([self.order.keys, keys]))
         self.live_counts += tuple(part.num_entries for part in packed.parts[len(self.storage.parts) :])
         self.packed, self._runs = packed, None
@@ -303,9 +281,8 @@ class Segment:
     def cut_off(self, position: int) -> Segment:
         """Cut in place at a logical position: return a new segment of the tokens before it, and keep the others."""
         num_above = position - self.start
-        order, attention = self._within(0, num_above)
-        above = replace(self, end=position, order=order, attention=attention, num_spans=0)
-        self.order, self.attention = self._within(num_above, self.num_tokens)
+        above = replace(self, end=position, order=self._within(0, num_above), num_spans=0)
+        self.order = self._within(num_above, self.num_tokens)
         self.start = position
         self._all_live()
         return above
@@ -314,14 +291,13 @@ class Segment:
         """The last node of a segment in place was dropped: it ends before it."""
         if self.order is not None:
             self.order.launched()  # a ranking beside the scheduler's stream still reads the slots
-        self.order, self.attention = self._within(0, position - self.start)
+        self.order = self._within(0, position - self.start)
         self.end = position
         self._all_live()
 
-    def _within(self, first: int, last: int) -> tuple[Order | None, Tensor | None]:
-        """What is known of the entries of tokens ``[first, last)``, counted from the start; in place."""
-        order = None if self.order is None else self.order.within(first, last)
-        return order, None if self.attention is None else self.attention[..., first:last]
+    def _within(self, first: int, last: int) -> Order | None:
+        """The order of the entries of tokens ``[first, last)``, counted from the start; in place."""
+        return None if self.order is None else self.order.within(first, last)
 
     def runs(self) -> tuple[SpanRuns, ...]:
         """All entries, by the width of their rows; the same objects until it is resized."""

@@ -41,13 +41,11 @@ class TokenRange:
         token_slots: [num_tokens], int64, in token order.
         start: logical position of the first token.
         keys: [num_layers, num_kv_heads, num_tokens], int16, as in :class:`Order`; None: unknown.
-        attention: float32, of the same shape, as in :class:`Segment`; None: nobody observes it.
     """
 
     token_slots: Tensor
     start: int
     keys: Tensor | None = None
-    attention: Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -402,10 +400,8 @@ class Sources:
         indices = numbers - runs * tokens.token_slots.numel()
         slots = tokens.token_slots.int()[indices]  # all numbers fit int32
         rows: Tensor = head_slot_of(layers, slots, heads, geometry.num_token_slots, geometry.num_kv_heads)
-        keys, attention = (
-            None if all_ is None else all_.flatten()[numbers] for all_ in (tokens.keys, tokens.attention)
-        )
-        return Entries(rows, indices.int() + tokens.start, keys=keys, attention=attention)
+        keys = None if tokens.keys is None else tokens.keys.flatten()[numbers]
+        return Entries(rows, indices.int() + tokens.start, keys=keys)
 
 
 def _runs_of(lens: Tensor, count: int) -> Tensor:

@@ -11,7 +11,6 @@ from sgl_kvevict.distill import LearnedScores, ScoreWeights
 from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.segments.prompt_observation import Observation
 from sgl_kvevict.segments.ranker import Compressor
-from sgl_kvevict.segments.reader_observation import MeasuredRange, ReaderObservation
 from sgl_kvevict.segments.segment import Segment, View
 from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 
@@ -40,7 +39,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
     segment = Segment(geometry, 0, num_tokens)
-    observation = _observe(twin, segment, queries.to(q_dtype), slots)
+    observation = _observe(twin, queries.to(q_dtype), slots)
     segment.order = twin.rank(slots, 0, observation, turn=0)
     source = TokenRange(slots, 0, segment.order.keys)
     first, *others = (twin.config.num_slots(num_tokens, share=share) for share in twin.config.shares)
@@ -52,8 +51,6 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         segment.runs_of(upper.start, upper.end)
         segment.runs_of(upper.end, num_tokens)
         _resize(twin, segment, upper)
-    if twin.policy.needs_passes:
-        _read(twin, segment, queries.to(q_dtype))
     _resize(twin, segment, segment.live_view, max(segment.num_slots // 2, 1))
 
 
@@ -78,34 +75,14 @@ def _resize(
     segment.pack(written.packed, sources.end, written.kept)
 
 
-def _observe(compressor: Compressor, segment: Segment, queries: Tensor, slots: Tensor) -> Observation:
-    """Observe a prefill of the synthetic prompt, or a scoring pass if the policy waits for passes."""
+def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> Observation:
+    """Observe a prefill of the synthetic prompt."""
     num_tokens = slots.numel()
     packer = compressor.packer
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     scale = float(queries.shape[2] ** -0.5)
-    if not compressor.compresses_at_once:
-        readers = ReaderObservation(packer.geometry, packer.k_arena, num_tokens)
-        readers.observe(segment)
-        chunk = readers.begin_chunk(readers, num_tokens, 2 * num_tokens, [(segment, slots)])
-        for layer in range(packer.geometry.num_layers):
-            chunk.record(layer, queries, lse, packer.k_arena[layer], scale)
-        assert segment.attention is not None
-        attention, segment.attention, segment.readers = segment.attention, None, None
-        return MeasuredRange(readers, attention)
     prompt = compressor.new_observation()
     prompt.begin_chunk(0, num_tokens, is_last=True, token_slots=slots)
     for layer in range(packer.geometry.num_layers):
         prompt.record(layer, queries, lse, packer.k_arena[layer], scale)
     return prompt
-
-
-def _read(compressor: Compressor, segment: Segment, queries: Tensor) -> None:
-    """Observe a reader of the packed segment."""
-    packer = compressor.packer
-    readers = ReaderObservation(packer.geometry, packer.k_arena, segment.end, statistics=packer.statistics)
-    readers.observe(segment)
-    chunk = readers.begin_chunk(readers, segment.end, segment.end + len(queries), [(segment, None)])
-    lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
-    chunk.record(0, queries, lse, packer.k_arena[0], float(queries.shape[2] ** -0.5))
-    segment.attention = segment.readers = None

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Observing(Protocol):
-    """Records the queries of a prefill: an observation of a prompt or a pass, or of a draft's queries."""
+    """Records the queries of a prefill: an observation of a prompt, or of a draft's queries."""
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float, /) -> None:
         """See :meth:`PromptObservation.record`."""

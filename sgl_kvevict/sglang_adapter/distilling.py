@@ -192,9 +192,8 @@ class Distilling:
         if known.scores.recall is not None and known.scores.recall < MIN_RECALL:
             self.log(
                 logging.WARNING,
-                "learned scores find %.0f %% of what passes keep, less than %.0f %%: prefixes that shrink before "
-                "passes have read them lose more than docs/quality.md says; other texts (score_texts) or another "
-                "policy may help",
+                "learned scores find %.0f %% of what repetitions of a text attend to, less than %.0f %%: compressed "
+                "prefixes lose more than docs/quality.md says; other texts (score_texts) or another policy may help",
                 100 * known.scores.recall,
                 100 * MIN_RECALL,
             )

@@ -67,8 +67,6 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     caution = None if policy is None else policy.caution(backend.geometry.num_kv_heads)
     if caution is not None:
         logger.warning("kvevict: policy %s: %s", config.policy, caution)
-    if tree.prefixes.passes.is_on and not settings.has_tokenizer:
-        logger.warning("kvevict: no tokenizer (--skip-tokenizer-init): scoring passes repeat a prefix without words")
     return tree
 
 

@@ -61,7 +61,6 @@ _POOL_CLASS = (
 _STEP = "an event of the scheduler before each step, with its waiting requests and running batch"
 _LIMIT = "`BasePrefixCache.max_prompt_tokens()` and a room for the next chunk that the cache is asked for"
 _CHANGED = "an event of the cache when the weights have changed"
-_IDLE = "an event before the server becomes idle for an operation, which requests of the cache's own can answer"
 
 POOL_HOOK = Hook(
     target="sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
@@ -161,13 +160,12 @@ FEATURES = (
         ),
     ),
     Feature(
-        "scoring passes, metrics, inspection",
+        "metrics, inspection",
         (
             Hook(
                 target=f"{_SCHEDULER}.ingest_requests",
-                function=f"{_ADAPTER}.passes.after_ingest",
-                why="between two steps, scoring passes are queued, metrics refreshed and questions about the cache "
-                "answered",
+                function=f"{_ADAPTER}.operations.after_ingest",
+                why="between two steps prefixes are written, metrics refreshed and questions about the cache answered",
                 until=_STEP,
             ),
             Hook(
@@ -175,30 +173,6 @@ FEATURES = (
                 function=f"{_ADAPTER}.monitoring.server_info.after_env_vars",
                 why="GET /server_info would not show the compressed cache",
                 until="`BasePrefixCache.state()`, shown by `/server_info`",
-            ),
-            Hook(
-                target=f"{_SCHEDULER}.abort_request",
-                function=f"{_ADAPTER}.operations.around_abort",
-                why="SGLang aborts every request whose id begins with a client's, our scoring passes too",
-                until="requests that only their owner can abort",
-            ),
-            Hook(
-                target=f"{_SCHEDULER}.flush_cache",
-                function=f"{_ADAPTER}.operations.before_flush",
-                why="a flush needs an idle server, and scoring passes are requests",
-                until=_IDLE,
-            ),
-            Hook(
-                target=f"{_SCHEDULER}.unload_lora_adapter",
-                function=f"{_ADAPTER}.operations.before_unload",
-                why="SGLang waits for requests that use a LoRA adapter, but not for scoring passes",
-                until=_IDLE,
-            ),
-            Hook(
-                target=f"{_WEIGHT_UPDATER}.release_memory_occupation",
-                function=f"{_ADAPTER}.operations.before_release_of_memory",
-                why="memory is released by an idle server, and scoring passes are requests",
-                until=_IDLE,
             ),
         ),
     ),

@@ -1,42 +1,44 @@
 """Learns about a model before its server is ready: it reads texts, and repeats them, in SGLang's own batches.
 
-Statistics of keys and values need the prefill alone; scores need scoring passes over each text.
+Statistics of keys and values need the prefill alone; scores need what repetitions of each text attend to.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import DynamicGradMode
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sgl_kvevict.cache.nodes import length_of, path_to, tokens_of
-from sgl_kvevict.cache.prefills import SampleText
-from sgl_kvevict.cache.probes import repetition_probes
+from sgl_kvevict.cache.nodes import Node, key_of, length_of, path_to, tokens_of
+from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.distill import CachedRange, ScoredText
+from sgl_kvevict.distill.repetition import repetitions, request_to_repeat
 from sgl_kvevict.distill.texts import passages_of
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.segments import ObservationSpec, PromptObservation, ReaderObservation, Segment
-from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
+from sgl_kvevict.request import RequestOptions
+from sgl_kvevict.segments import ObservationSpec, PromptObservation, TextAttention
 from sgl_kvevict.sglang_adapter.scheduler_store import read_with
 from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from transformers import PreTrainedTokenizerBase
 
 MAX_TEXT_TOKENS = 4096
-"""A table has three tokens where prose has one, and passes over it take nine times as long."""
-PASS_TOKENS = 512
-"""Most tokens of a text that one pass repeats."""
+"""A table has three tokens where prose has one, and repeating it takes nine times as long."""
+REPEATED_TOKENS = 512
+"""Most tokens of a text that one request repeats."""
 MIN_TEXT_TOKENS = 128
 """Shorter texts teach little; a pool or context that takes no longer ones is refused."""
 STATISTICS_TOKENS = 512
@@ -52,6 +54,56 @@ SUBJECTS = {
 """What is learned, by whether scores are known, and what does without it."""
 
 
+_NUMBERS = itertools.count(1)
+
+
+class TextPrefills:
+    """The prefill of one text, and of requests that repeat it. Takes the place of a cache's :class:`PrefillEvents`.
+
+    Nothing is compressed.
+
+    Attributes:
+        prompt: observation of the text's prefill.
+        node: last node of its path; None until it is prefilled.
+        attention: what repetitions pay to the text; None before the first one.
+    """
+
+    def __init__(self, tree: KVEvictTree) -> None:
+        spec = ObservationSpec(tree.packer.geometry, frozenset({Signal.WINDOW_QUERIES}), WINDOW_SIZE)
+        self.prompt = PromptObservation(spec)
+        self.node: Node | None = None
+        self.attention: TextAttention | None = None
+        self._tree = tree
+
+    def matched(self, reader: Req, *, is_cached: bool = True) -> ReaderRecord:
+        """Observe the text."""
+        record = self._tree.prefixes.readers[reader]
+        record.is_live = record.is_counted = True  # no client's prompt: totals do not count it
+        record.observation = self.prompt if self.attention is None else None
+        return record
+
+    def observe(
+        self, reader: Req, node: Node, start: int, end: int, prompt_len: int
+    ) -> Sequence[PromptObservation | TextAttention]:
+        """What records a chunk of the text, or of a repetition that has come to its end."""
+        attention = self.attention
+        if attention is None:
+            self.prompt.begin_chunk(start, end, is_last=end >= prompt_len)
+            return [self.prompt]
+        if end <= attention.num_tokens:
+            return []
+        attention.begin_chunk(start, self._tree.port.slots_of(reader, 0, attention.num_tokens))
+        return [attention]
+
+    def chunk_complete(self, reader: Req, node: Node) -> None:
+        """Nothing shrinks."""
+
+    def complete(self, reader: Req, node: Node, options: RequestOptions, *, goes_on: bool = False) -> None:
+        """Note where the text is."""
+        self._tree.prefixes.readers[reader].observation = None
+        self.node = node
+
+
 class TextReader:
     """Has the model read texts, one at a time, in an otherwise empty cache.
 
@@ -59,7 +111,7 @@ class TextReader:
 
     Attributes:
         tokenizer: the model's; loaded from its files on a server that has none (``--skip-tokenizer-init``).
-        longest: most tokens of a text; it fits with a pass after it.
+        longest: most tokens of a text; it fits with a part of its repetition after it.
 
     Raises:
         UnsupportedSetupError: there is no tokenizer, or pool and context are too small.
@@ -69,18 +121,19 @@ class TextReader:
         self._scheduler = scheduler
         self._tree = tree
         self._served = tree.prefixes.prefills
+        self._text: TextPrefills | None = None
         self._subject = subject
         self._instead = instead
         self.tokenizer = scheduler.tokenizer or self._loaded_tokenizer()
         room = min(scheduler.max_req_input_len, scheduler.max_total_num_tokens) - SPARE_TOKENS
-        lead = len(repetition_probes(self.tokenizer, [0]).next(1))
-        self._pass_tokens = max(min(PASS_TOKENS, room // 4), 1)
-        self.longest = min(room - lead - self._pass_tokens, MAX_TEXT_TOKENS)
+        self._repeated = max(min(REPEATED_TOKENS, room // 4), 1)
+        lead = len(request_to_repeat(self.tokenizer)) + 1
+        self.longest = min(room - lead - self._repeated, MAX_TEXT_TOKENS)
         if self.longest < MIN_TEXT_TOKENS:
             raise UnsupportedSetupError(
                 [
                     f"{subject} are learned from texts of {MIN_TEXT_TOKENS} tokens or more, and pool and "
-                    f"context have room for {max(self.longest, 0)} beside a scoring pass; allowed: a larger "
+                    f"context have room for {max(self.longest, 0)} beside a repetition; allowed: a larger "
                     f"--max-total-tokens or --context-length, a file of what was learned (score_weights), or {instead}"
                 ]
             )
@@ -100,51 +153,47 @@ class TextReader:
         Raises:
             UnsupportedSetupError: the text was not admitted, or aborted.
         """
-        tree, prefixes, passes = self._tree, self._tree.prefixes, SchedulerPasses(self._scheduler)
-        spec = ObservationSpec(tree.packer.geometry, frozenset({Signal.WINDOW_QUERIES}), WINDOW_SIZE)
-        text = prefixes.prefills = prefixes.sample_text(PromptObservation(spec))
-        self._run(passes.prefill(tokens))
+        tree = self._tree
+        text = self._text = tree.prefixes.prefills = TextPrefills(tree)
+        self._run(tokens, is_cached=True)
         if text.node is None or text.prompt.has_failed:
             raise self._unreadable(len(tokens), "its prefill was not observed, or is not cached")
         return tree.compressor.cached(tree.port.token_slots(path_to(text.node)), 0)
 
     def score(self) -> ScoredText:
-        """Repeat the text that was read last, in passes.
+        """Have the text that was read last repeated, part by part.
 
         Raises:
-            UnsupportedSetupError: a pass was not admitted, or failed, or the text was dropped between two of them.
+            UnsupportedSetupError: a request was not admitted, or failed, or the text was dropped between two of them.
         """
-        tree, prefixes, passes = self._tree, self._tree.prefixes, SchedulerPasses(self._scheduler)
-        text = prefixes.prefills
-        assert isinstance(text, SampleText) and text.node is not None
+        tree, text = self._tree, self._text
+        assert text is not None and text.node is not None
         path = path_to(text.node)
-        segment = text.segment = Segment(tree.packer.geometry, 0, length_of(path))
-        observation = text.readers = ReaderObservation(tree.packer.geometry, tree.packer.k_arena, segment.end)
-        observation.observe(segment)
-        probes = repetition_probes(self.tokenizer, tokens_of(path))
-        while not probes.is_empty:
-            reader = passes.start(text.node, probes.next(self._pass_tokens))
-            prefixes.readers[reader].is_pass = True
-            self._run(reader)
-            probes.was_read()
+        num_tokens = length_of(path)
+        attention = text.attention = TextAttention(tree.packer.geometry, num_tokens, tree.packer.k_arena.device)
+        key = key_of(path)
+        for repetition in repetitions(self.tokenizer, tokens_of(path), self._repeated):
+            self._run([*key, *repetition], is_cached=False)
         path = path_to(text.node)
         above = [tree.root_node, *path[:-1]]
         if any(all(node is not child for child in up.children.values()) for up, node in zip(above, path, strict=True)):
-            raise self._unreadable(segment.end, "it was dropped between two passes")
-        if observation.has_failed:
-            raise self._unreadable(segment.end, "a pass failed")
+            raise self._unreadable(num_tokens, "it was dropped between two repetitions")
+        if attention.has_failed:
+            raise self._unreadable(num_tokens, "a repetition failed")
         slots = tree.port.token_slots(path)[: -tree.compressor.config.tail_tokens]
-        assert segment.attention is not None
-        return tree.compressor.scored_text(slots, segment.attention, text.prompt)
+        return tree.compressor.scored_text(slots, attention.sums, text.prompt)
 
     def forget(self) -> None:
         """Empty the cache; the server is as before the text."""
         self._scheduler.flush_cache(empty_cache=False)
         self._tree.prefixes.prefills = self._served
 
-    def _run(self, req: Req) -> None:
-        """Take turns of the scheduler until a request is released, and nothing is left in flight."""
-        num_idle = 0
+    def _run(self, tokens: Sequence[int], *, is_cached: bool) -> None:
+        """Prefill tokens: take turns of the scheduler until the request is released, and nothing is left in flight.
+
+        ``is_cached``: the tree keeps what it computes.
+        """
+        req, num_idle = self._queued(tokens, is_cached=is_cached), 0
         while not req.finished():
             num_idle += not self._turn()
             if num_idle > MAX_IDLE_TURNS:
@@ -153,6 +202,30 @@ class TextReader:
             raise self._unreadable(len(req.origin_input_ids), req.finished_reason.message)
         while self._turn():
             pass
+
+    def _queued(self, tokens: Sequence[int], *, is_cached: bool) -> Req:
+        """Queue a request without an answer, bypassing the checks and limits for clients."""
+        scheduler = self._scheduler
+        sampling = SamplingParams(max_new_tokens=0, temperature=0)
+        sampling.normalize(None)
+        req = Req(
+            f"kvevict-text-{next(_NUMBERS)}",  # for logs only
+            "",
+            array("q", tokens),
+            sampling,
+            eos_token_ids=scheduler.model_config.hf_eos_token_id,
+            vocab_size=scheduler.model_config.vocab_size,
+        )
+        req.tokenizer = scheduler.tokenizer
+        req.logprob_start_len = -1
+        req.skip_radix_cache_insert = not is_cached
+        req.finished_output = True
+        scheduler.init_req_max_new_tokens(req)
+        scheduler._set_or_validate_priority(req)
+        req.arrival_processed_tokens = scheduler.processed_tokens_counter
+        req.time_stats.set_wait_queue_entry_time()
+        scheduler.waiting_queue.append(req)
+        return req
 
     def _turn(self) -> bool:
         """One turn of :meth:`Scheduler.event_loop_normal` that receives nothing; False if no batch was run."""
@@ -250,4 +323,6 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
         distilling.log(logging.INFO, "learned statistics of keys and values; it took %.0f s", seconds)
         return
     found = 100 * (distilling.learned.weights.recall or 0.0)
-    distilling.log(logging.INFO, "learned scores find %.0f %% of what passes keep; it took %.0f s", found, seconds)
+    distilling.log(
+        logging.INFO, "learned scores find %.0f %% of what repetitions attend to; it took %.0f s", found, seconds
+    )

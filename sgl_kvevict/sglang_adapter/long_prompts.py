@@ -168,12 +168,6 @@ def around_check(
     is_alone = not adder.can_run_list and not adder.running_batch.reqs
     if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.drop_unread_parts(req):
         verdict = original(adder, req, **lens, **kwargs)
-    if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.prefixes.readers[req].is_pass:
-        tree.port.checked = req  # the lock of this check is its own: what it reads may shrink for it, or it never fits
-        try:
-            verdict = original(adder, req, **lens, **kwargs)
-        finally:
-            tree.port.checked = None
     if verdict[0] or admission is None or chunk_limit is None or not is_long(tree, req):
         return verdict
     # SGLang has locked the prefix for this check, so its slots count as taken; the peak counts the whole prompt.

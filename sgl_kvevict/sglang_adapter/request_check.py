@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_kvevict.cache.probes import question_probes
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.guard import Place
-from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
+from sgl_kvevict.request import parse_request_options
 from sgl_kvevict.sglang_adapter.adapters import namespace_of_request
-from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error, why_uncached
-from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
+from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
 
 INT32_MAX = 2**31 - 1
 BEAMS = "--radix-cache-backend kvevict refuses beam search: beams have no request whose prefix could be compressed."
-QUESTIONS = f"custom_params.{REQUEST_KEY}.questions"
 
 
 def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: object) -> None:
@@ -34,9 +30,6 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree):
         return
-    limit = scheduler.max_queued_requests
-    if limit is not None and len(scheduler.waiting_queue) >= limit:
-        tree.prefixes.passes.withdraw(SchedulerPasses(scheduler))  # it must not take a client's place
     with tree.guard.at(Place.OPTIONS) as attempt:
         reason = refusal(scheduler, tree, req)
         if reason is not None:
@@ -54,17 +47,12 @@ def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinat
 
 def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     """Return why a request cannot be served; None if it can."""
-    config = tree.compressor.config
     try:
         check_tokens(_words(req), scheduler.model_config.vocab_size)
         check_sampling(req, scheduler.model_config.vocab_size)
         _check_namespace(req, tree)
-        options = parse_request_options(req.sampling_params.custom_params, config)
+        options = parse_request_options(req.sampling_params.custom_params)
         if options is not None:
-            if options.warm and req.skip_radix_cache_insert:
-                why = f"nothing of a request with {why_uncached(req)} is cached"
-                raise ConfigError(f"custom_params.{REQUEST_KEY}.warm: got true; allowed: false, because {why}")
-            _check_questions(options, req, scheduler, tree, config)
             if options.exact:
                 tree.prefixes.readers[req].is_exact = True
             if options.least_share:
@@ -130,36 +118,3 @@ def _refuse(req: Req, reason: str, status: HTTPStatus) -> None:
     req.sampling_params.normalize(None)
     req.logprob.top_logprobs_num = 0
     req.set_finish_with_abort(reason, status)
-
-
-def _check_questions(
-    options: RequestOptions, req: Req, scheduler: Scheduler, tree: KVEvictTree, config: KVEvictConfig
-) -> None:
-    num_questions = len(options.questions)
-    if not num_questions:
-        return
-    if not tree.prefixes.passes.is_on:
-        why = "the server's policy makes no scoring passes"
-    elif req.multimodal_inputs is not None:
-        why = "the prompt has images, which a scoring pass cannot compute again"
-    elif scheduler.tokenizer is None:
-        why = "the server runs without a tokenizer (--skip-tokenizer-init)"
-    else:
-        num_tokens = _num_tokens(options, scheduler, config.max_question_tokens)
-        if num_tokens > config.max_question_tokens:
-            raise ConfigError(
-                f"{QUESTIONS}: got {num_questions} questions of at least {num_tokens} tokens; allowed: at most "
-                f"{config.max_question_tokens} tokens (the server's max_question_tokens)"
-            )
-        return
-    raise ConfigError(f"{QUESTIONS}: got {num_questions} questions; allowed: none, because {why}")
-
-
-def _num_tokens(options: RequestOptions, scheduler: Scheduler, limit: int) -> int:
-    """Tokens of all questions; counting stops above ``limit``."""
-    num_tokens = 0
-    for probe in question_probes(scheduler.tokenizer, options.questions):
-        num_tokens += len(probe)
-        if num_tokens > limit:
-            break
-    return num_tokens

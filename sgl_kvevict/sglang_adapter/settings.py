@@ -85,7 +85,6 @@ class ServerSettings:
         speculative_num_draft_tokens: of one verification step; None without drafts.
         state_strategy: ``--mamba-radix-cache-strategy``, of models with recurrent layers.
         load_format: of the target model; a draft model may have its own, see :func:`has_weights`.
-        has_tokenizer: not ``--skip-tokenizer-init``.
         model_path: as given, or the folder that SGLang downloaded it to.
     """
 
@@ -96,7 +95,6 @@ class ServerSettings:
     speculative_num_draft_tokens: int | None
     state_strategy: str
     load_format: str
-    has_tokenizer: bool
     model_path: str
     tokenizer_path: str
 
@@ -124,7 +122,6 @@ class ServerSettings:
             speculative_num_draft_tokens=published("speculative_num_draft_tokens"),
             state_strategy=str(published("mamba_radix_cache_strategy")),
             load_format=str(published("load_format")),
-            has_tokenizer=not published("skip_tokenizer_init"),
             model_path=model_path,
             tokenizer_path=published("tokenizer_path") or model_path,
         )

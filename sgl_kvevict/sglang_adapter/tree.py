@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InsertParams,
@@ -29,11 +27,11 @@ from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_of
-from sgl_kvevict.cache.readers import ReaderRecord, Released
+from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, parse_request_options
-from sgl_kvevict.segments import Compressor, PromptObservation, ReaderChunk
+from sgl_kvevict.segments import Compressor, PromptObservation, TextAttention
 from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
 from sgl_kvevict.sglang_adapter.distilling import Distilling
@@ -56,13 +54,11 @@ class UnifiedTreePort:
     """Implements :class:`sgl_kvevict.cache.ports.TreePort`, which describes the methods.
 
     Attributes:
-        checked: a request that SGLang checks for admission, whose path it has locked for the check; None: none.
         held: last node of the path that :meth:`holding` holds; None: it holds none.
     """
 
     def __init__(self, cache: KVEvictTree, ranks: TensorRanks, adapters: LoRANameTable) -> None:
         self.ranks = ranks
-        self.checked: Req | None = None
         self.held: UnifiedTreeNode | None = None
         self._cache = cache
         self._adapters = adapters
@@ -87,8 +83,6 @@ class UnifiedTreePort:
 
     def locked_by(self, reader: Req) -> UnifiedTreeNode | None:
         """Last node of the path that a request locks."""
-        if self.checked is not None and reader is self.checked:
-            return self._cache.tree_core.node_by_id(reader.last_node)
         return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
 
     def cut(self, path: Sequence[UnifiedTreeNode], end: int) -> UnifiedTreeNode:
@@ -186,7 +180,7 @@ class KVEvictTree(UnifiedRadixCache):
     """Unified tree whose nodes may hold spans. It reports events to the objects of ``prefixes``, which decide.
 
     With policy ``none`` it works as stock. ``host`` is memory for what is dropped, maybe none; without ``access`` there
-    is no store, without ``distilling`` no scores are learned. ``guard`` catches errors that concern one request or job.
+    is no store, without ``distilling`` no scores are learned. ``guard`` catches errors that concern one request.
     """
 
     def __init__(
@@ -207,9 +201,6 @@ class KVEvictTree(UnifiedRadixCache):
             self.port, compressor, self.guard, get_and_increase_time_counter, host, access, states
         )
         self.spans = self.prefixes.spans
-        # Prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess it: SGLang
-        # reports removed and aborted requests by id.
-        self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"
         self._blocking = BlockingNodes(self, self.prefixes.table, splittable=compressor.splittable)
         self._weighs_recency = False
         # SGLang's constructor builds the components and calls reset, so this comes after our attributes.
@@ -427,10 +418,10 @@ class KVEvictTree(UnifiedRadixCache):
         self.prefixes.note_read(req, last, len(req.origin_input_ids))
 
     def _count(self, req: Req) -> None:
-        """Count the prompt of a user's request, once."""
+        """Count the prompt of a request, once."""
         record = self.prefixes.readers[req]
         is_sample = req.sampling_params.n > 1 and not _is_hidden(req)  # its prompt was counted before
-        if not (record.is_pass or record.is_counted or is_sample):
+        if not (record.is_counted or is_sample):
             record.is_counted = True
             totals = self.prefixes.totals
             totals.prompts += 1
@@ -445,24 +436,18 @@ class KVEvictTree(UnifiedRadixCache):
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then report it."""
-        is_finished = req.finished()
         path = path_to(self.tree_core.node_by_id(req.last_node))
         if not checkpointed:
             self._note_read(req)
-        why = Released.RETRACTED
-        if is_finished:
-            why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
         super().on_release(req, checkpointed=checkpointed)
         if path and self._blocking.is_retired(path[0]):
             self._blocking.drop_unread(path[0])
-        self.prefixes.released(req, why)
+        self.prefixes.released(req)
 
     def _options_of(self, req: Req) -> RequestOptions:
-        """The request's cache options; ``max_new_tokens=0`` without log-probabilities means ``warm`` if ``n`` is 1."""
-        options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
-        wants_nothing = req.sampling_params.max_new_tokens == 0 and not (req.return_logprob or _is_hidden(req))
-        options = options or RequestOptions()
-        return options.model_copy(update={"warm": True}) if wants_nothing else options
+        """The request's cache options."""
+        options = parse_request_options(req.sampling_params.custom_params)
+        return options or RequestOptions()
 
     # ---- what a forward reads ---------------------------------------------------------------------------------
 
@@ -482,7 +467,7 @@ class KVEvictTree(UnifiedRadixCache):
         slots: torch.Tensor = self.components[SWA].window_slots(self.port.slots_of(req, start, end), path, start)
         return slots
 
-    def observe(self, req: Req, start: int, end: int) -> list[PromptObservation | ReaderChunk]:
+    def observe(self, req: Req, start: int, end: int) -> Sequence[PromptObservation | TextAttention]:
         """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`Prefills.observe`."""
         node = self.tree_core.node_by_id(req.last_node)
         return self.prefixes.prefills.observe(req, node, start, end, len(req.full_untruncated_fill_ids))

@@ -46,7 +46,6 @@ class SegmentHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: KEY
     identity: str
     splittable: bool
-    is_measured: bool
     bits: list[int]
     draft: str = ""
     evicted: int = 0
@@ -61,7 +60,6 @@ class SegmentRecord:
         identity: digest of the identity that made it.
         start: logical position of its first token; ``end``: after its last token.
         splittable: a prompt that diverges inside it can use its beginning.
-        is_measured: its order was measured by readers, not predicted.
         tokens: [end], int64, all tokens of its path.
         parts: its entries, the widest first.
         order: [num_entries], int16, keys of the order, part after part; None: unknown.
@@ -76,7 +74,6 @@ class SegmentRecord:
     start: int
     end: int
     splittable: bool
-    is_measured: bool
     tokens: Tensor
     parts: tuple[CopiedRows, ...]
     order: Tensor | None = None
@@ -151,7 +148,6 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
         key=record.key,
         identity=record.identity,
         splittable=record.splittable,
-        is_measured=record.is_measured,
         bits=[part.bits for part in record.parts],
         draft=draft if record.shadow is not None else "",
         evicted=0 if record.evicted is None else record.evicted.bits,
@@ -191,7 +187,7 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
         _require(found == (dtype, shape), f"{name}: got {found[0]} of {found[1]}; expected {dtype} of {shape}")
     start, end = key_bounds(key)
     grouped = _grouped(tensors, header.bits, header.evicted)
-    record = SegmentRecord(key, header.identity, start, end, header.splittable, header.is_measured, **grouped)
+    record = SegmentRecord(key, header.identity, start, end, header.splittable, **grouped)
     _check_values(record)
     return record
 

@@ -87,8 +87,7 @@ class SegmentStore(Tier):
     def put(self, record: SegmentRecord, namespace: Namespace) -> int:
         """Write a segment, list it, return the bytes written.
 
-        A stored segment is kept (0 bytes are written) unless only the new one was measured, or only the new one is
-        complete.
+        A stored segment is kept (0 bytes are written) unless only the new one is complete.
 
         Raises:
             StoreError: it cannot be written.
@@ -104,9 +103,10 @@ class SegmentStore(Tier):
         chain = namespace.chain(tokens, block_tokens)
         prefixes = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
         near = [each for entries in self._listed(prefixes[-1:]).values() for each in entries]
-        stored = max((each for each in near if each.key == record.key), key=_worth, default=None)
+        stored = max((each for each in near if each.key == record.key), key=lambda each: each.is_complete, default=None)
         name, written = segment_name(self.identity.digest, record.key), 0
-        if not self.backend.exists(name) or _worth(entry) > _worth(stored):
+        is_known_complete = stored is not None and stored.is_complete
+        if not self.backend.exists(name) or (entry.is_complete and not is_known_complete):
             data = encode_segment(record, "" if self._draft is None else self._draft.digest)
             self._put(name, data)
             written = len(data)
@@ -183,11 +183,6 @@ class SegmentStore(Tier):
 
     def _name(self, name: str) -> str:
         return f"{ROOT}/{self.identity.digest}/{name}"
-
-
-def _worth(entry: IndexEntry | None) -> tuple[bool, bool]:
-    """Larger for a segment that takes the place of another one; ``entry``: None if nothing is known of it."""
-    return (False, False) if entry is None else (entry.is_measured, entry.is_complete)
 
 
 def decode_entry(data: bytes) -> IndexEntry:

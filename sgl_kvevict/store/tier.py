@@ -39,13 +39,11 @@ class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         key: its name, see :meth:`Namespace.segment`.
         splittable: a prompt that diverges inside it can use its beginning.
-        is_measured: its order was measured by readers, not predicted.
         is_complete: it has every entry of its tokens.
     """
 
     key: KEY
     splittable: bool
-    is_measured: bool
     is_complete: bool = False
 
     @property
@@ -61,7 +59,7 @@ class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @staticmethod
     def of(record: SegmentRecord) -> IndexEntry:
         """The entry of a segment."""
-        return IndexEntry(record.key, record.splittable, record.is_measured, record.is_complete)
+        return IndexEntry(record.key, record.splittable, record.is_complete)
 
 
 @dataclass(frozen=True)

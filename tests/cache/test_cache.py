@@ -15,7 +15,7 @@ DOCUMENT = document(0, 20)
 class LargePrompt(CacheObservation):
     """Takes more memory than there is."""
 
-    num_bytes = 1
+    num_bytes, first_query = 1, 0
 
 
 def cache(**fields) -> tuple[Harness, Totals]:
@@ -49,7 +49,7 @@ def test_a_range_given_up_for_want_of_memory_is_counted(monkeypatch):
     assert harness.prefill(req)
     monkeypatch.setattr(Resizer, "can_rank", lambda _, segment: segment.prompt is not None)
     path = path_to(harness.tree.tree_core.node_by_id(req.last_node))
-    assert harness.tree.prefixes.resizer.shrink(path, length_of(path) - 2, LargePrompt())
+    harness.tree.prefixes.resizer.shrink(path, length_of(path) - 2, LargePrompt())
     assert (totals.refused_in_use, totals.refused_no_memory) == (2, 1)  # once for the prompt, once here
     assert len(harness.tree.prefixes.table.wanted) == 0
     harness.tree.unlock(lock)
@@ -96,7 +96,7 @@ def test_dropping_the_lower_part_of_a_segment_repacks_the_rest():
 
 def test_a_request_that_will_not_be_cached_is_not_observed():
     """Nothing would ever use what was seen, and end it."""
-    harness, _ = cache(needs_passes=True)
+    harness, _ = cache()
     harness.finish(harness.run(DOCUMENT))
     req = harness.uncached_request([*DOCUMENT, 50])
     assert harness.admit(req) and harness.tree.prefixes.readers[req].observation is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import Harness
 from sgl_kvevict.cache.growth import MAX_RETURNED
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.config import KVEvictConfig
@@ -14,14 +14,12 @@ from sgl_kvevict.segments.kept import entries_by_head
 from sgl_kvevict.sglang_adapter.monitoring.inspection import tree_report
 
 TEXT = [i * 7 % 11 for i in range(64)]
-CONFIG = KVEvictConfig(
-    budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1
-)
+CONFIG = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
 
 
 def harness_of(**options) -> Harness:
-    given = {"num_slots": 240, "host_blocks": 200, "config": CONFIG, "scores_any_range": True}
-    return Harness(**given | {"policy": PseudoRandomPolicy(needs_passes=True)} | options)
+    given = {"num_slots": 240, "host_blocks": 200, "config": CONFIG, "waits": True}
+    return Harness(**given | options)
 
 
 def serve(harness: Harness, tokens: list[int], **options) -> int:
@@ -135,10 +133,8 @@ def test_a_hint_that_cannot_be_had_is_answered_with_what_is_there():
 
 
 def test_an_own_prompt_of_a_request_that_asks_is_not_compressed_at_once():
-    policy = PseudoRandomPolicy()
-    config = CONFIG.model_copy(update={"score_after_matches": None})
     for options, is_packed in (({}, True), ({"complete": True}, False)):
-        harness = harness_of(policy=policy, config=config)
+        harness = harness_of(waits=False, scores_any_range=True)
         serve(harness, TEXT, **options)
         assert bool(harness.tree.prefixes.table.packed) is is_packed
 

@@ -14,9 +14,9 @@ BELOW = {"budget": 0.25, "min_budget": 0.1}
 
 
 def cache(num_slots: int = 320, *, bits: int | str = 16, **fields) -> Harness:
-    """Prefixes wait for passes, and can be ranked without them; of 320 slots 5 are released at once, of 64 one."""
-    options = {"scores_any_range": True, "bits": bits}
-    return make_harness(num_slots, needs_passes=True, options=options, **({"min_budget": 0.25} | fields))
+    """Prefixes stay uncompressed until slots are short; of 320 slots 5 are released at once, of 64 one."""
+    options = {"bits": bits}
+    return make_harness(num_slots, waits=True, options=options, **({"min_budget": 0.25} | fields))
 
 
 def cached(harness: Harness, number: int = 0, tokens: list[int] | None = None, *, at: float | None = None):

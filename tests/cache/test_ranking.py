@@ -10,7 +10,6 @@ import torch
 
 from helpers.documents import admitted, document, make_harness, ranges, reading, reclaim
 from helpers.late_stream import LateStream
-from helpers.passes import MiniScheduler
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.cache.resize import TURNS_OF_RANKING
 from sgl_kvevict.guard import Place
@@ -243,13 +242,3 @@ def test_a_range_whose_end_is_dropped_before_its_wrong_order_is_read():
         harness.evict(1)
     harness.turn()
     assert not ranges(harness)
-
-
-def test_what_passes_have_read_is_exchanged_in_turn():
-    cache = Cache(needs_passes=True)
-    scheduler = MiniScheduler(cache.harness)
-    for suffix in (50, 51):
-        cache.harness.finish(cache.harness.run([*DOCUMENT, suffix]))
-    assert scheduler.run_all() > 0
-    cache.turns()
-    assert ranges(cache.harness) == [(0, 18)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import Harness
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.errors import InvariantError
 
@@ -18,7 +18,7 @@ def in_place(harness: Harness):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_resize_gives_no_slots(is_packed):
-    harness = Harness(policy=PseudoRandomPolicy(needs_passes=True), scores_any_range=True)
+    harness = Harness(waits=True)
     segments, resizer = in_place(harness), harness.tree.prefixes.resizer
     if is_packed:
         resizer.shrink_now(segments, 0.5)

@@ -60,7 +60,6 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> S
             readers=4,
             readers_per_span=4 / 3,
             max_readers_per_span=3,
-            scoring_jobs=0,
             observation_bytes=0,
             host_bytes=2_000_000,
             host_used_bytes=500_000,
@@ -155,9 +154,9 @@ def test_a_prompt_longer_than_the_pool_is_shown_while_it_is_prefilled():
 
 def test_refusals_of_every_reason_are_counted():
     state, refusing = TopState("x"), report()
-    refusing.totals = Totals(refused_in_use=1, refused_not_cached=20, refused_no_room=300, refused_no_memory=4000)
+    refusing.totals = Totals(refused_in_use=1, refused_not_cached=20, refused_no_memory=4000)
     state.update(refusing)
-    assert "refused 4,321" in " ".join(drawn(state).split())
+    assert "refused 4,021" in " ".join(drawn(state).split())
 
 
 def test_a_server_that_does_not_answer_is_said_so_and_the_last_report_stays():

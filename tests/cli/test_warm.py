@@ -15,21 +15,18 @@ import pytest
 from sgl_kvevict.cli import main
 from sgl_kvevict.client import API_KEY_VAR, WarmError, warm
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.request import ticket_digest
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Records requests; the scoring of a prefix takes ``polls`` looks at the state."""
+    """Records requests, and answers with what it had cached."""
 
-    polls = 2
-    outcome: str | None = "compressed"
-    is_ours = True
-    is_forgetful = False
     refusal: str | None = None
     status = 400
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        details = {"device": 1000, "host": 50, "kvevict_compressed": 9}
+        self.meta_info: dict[str, Any] = {"prompt_tokens": 1234, "cached_tokens_details": details}
         self.seen: list[tuple[str, Any]] = []
         self.keys: list[str | None] = []
 
@@ -37,23 +34,9 @@ class FakeServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def state(self) -> dict[str, Any]:
-        """``/server_info``: outcomes by request, queued at first."""
-        body = self.seen[0][1]
-        options = body.get("sampling_params", body)["custom_params"]["kvevict"]
-        digest = ticket_digest(options["ticket"])
-        self.polls -= 1
-        outcomes = {} if self.is_forgetful else {digest: "queued" if self.polls > 0 else self.outcome}
-        told = {} if self.outcome is None else {"warm_outcomes": outcomes}
-        return {"internal_states": [{"kvevict": told} if self.is_ours else {}]}
-
 
 class Handler(BaseHTTPRequestHandler):
     server: FakeServer
-
-    def do_GET(self) -> None:
-        self.server.keys.append(self.headers["Authorization"])
-        self._answer(self.server.state())
 
     def do_POST(self) -> None:
         self.server.keys.append(self.headers["Authorization"])
@@ -62,9 +45,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.refusal is not None:
             self._answer({"error": self.server.refusal}, self.server.status)
         elif self.path == "/generate":
-            self._answer({"text": "", "meta_info": {"prompt_tokens": 1234}})
+            self._answer({"text": "", "meta_info": self.server.meta_info})
         else:
-            self._answer({"usage": {"prompt_tokens": 77}})
+            self._answer({"choices": [{"meta_info": self.server.meta_info}]})
 
     def _answer(self, value: dict[str, Any], status: int = 200) -> None:
         self.send_response(status)
@@ -85,61 +68,44 @@ def server() -> Iterator[FakeServer]:
         thread.join()
 
 
-def test_a_text_is_cached_and_awaited(server: FakeServer) -> None:
-    warmed = warm(server.url, text="a long prefix")
-    assert (warmed.tokens, warmed.outcome) == (1234, "compressed")
-    ((path, body),) = server.seen
-    assert path == "/generate" and body["text"] == "a long prefix"
-    assert body["sampling_params"]["max_new_tokens"] == 0
-    options = body["sampling_params"]["custom_params"]["kvevict"]
-    assert options["warm"] and len(options) == 2 and len(options["ticket"]) >= 32
+def test_a_text_is_one_request_without_an_answer(server: FakeServer) -> None:
+    report = warm(server.url, text="a long prefix")
+    assert (report.device, report.host, report.storage, report.compressed.num_tokens) == (1000, 50, 0, 9)
+    assert server.seen == [("/generate", {"text": "a long prefix", "sampling_params": {"max_new_tokens": 0}})]
 
 
-def test_messages_go_through_the_chat_template_and_questions_along(server: FakeServer) -> None:
+def test_messages_go_through_the_chat_template(server: FakeServer) -> None:
     messages = [{"role": "system", "content": "x"}]
-    assert warm(server.url, messages=messages, questions=["who?", "why?"]).tokens == 77
+    assert warm(server.url, messages=messages).device == 1000
     ((path, body),) = server.seen
     assert path == "/v1/chat/completions" and body["messages"] == messages
-    assert body["custom_params"]["kvevict"]["questions"] == ["who?", "why?"]
+    assert body["max_tokens"] == 1 and body["return_meta_info"]
 
 
-def test_a_policy_without_passes_has_nothing_to_wait_for(server: FakeServer) -> None:
-    server.outcome = None
-    assert warm(server.url, input_ids=[1, 2, 3]).outcome == "cached"
-
-
-def test_an_outcome_that_the_server_has_forgotten_is_unknown(server: FakeServer) -> None:
-    server.is_forgetful = True
-    assert warm(server.url, input_ids=[1, 2, 3]).outcome == "unknown"
-
-
-def test_refusals_silence_and_patience_are_named(server: FakeServer) -> None:
+def test_refusals_and_silence_are_named(server: FakeServer) -> None:
     with pytest.raises(ValueError, match="exactly one of text, input_ids and messages"):
         warm(server.url, text="a", input_ids=[1])
-    server.polls = 10**9
-    with pytest.raises(WarmError, match=r"still being scored after 0\.2 s"):
-        warm(server.url, text="a", timeout=0.2)
-    server.refusal = "custom_params['kvevict']: unknown field 'wram'"
-    with pytest.raises(WarmError, match=r"status 400.*wram"):
+    server.meta_info = {}
+    for given in ({"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+        with pytest.raises(WarmError, match="not an answer of SGLang"):
+            warm(server.url, **given)
+    server.refusal = "the prompt is too long"
+    with pytest.raises(WarmError, match=r"status 400.*too long"):
         warm(server.url, text="a")
     with pytest.raises(WarmError, match=r"http://127\.0\.0\.1:1/generate") as caught:
         warm("http://127.0.0.1:1", text="a")
     assert str(caught.value).endswith("no connection (Connection refused); is a server running there?")
-    server.refusal, server.is_ours = None, False
-    with pytest.raises(WarmError, match=r"runs without sgl-kvevict \(--radix-cache-backend kvevict\)"):
-        warm(server.url, text="a")
 
 
 def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, questions = tmp_path / "prefix.txt", tmp_path / "questions.txt"
+    text = tmp_path / "prefix.txt"
     text.write_text("a long prefix")
-    questions.write_text("who?\n\nwhy?\n")
-    arguments = ["warm", server.url, "--text-file", str(text), "--questions-file", str(questions), "--json"]
-    with pytest.raises(SystemExit, match="0"):
-        main(arguments)
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["tokens"] == 1234 and printed["outcome"] == "compressed"
-    assert server.seen[0][1]["sampling_params"]["custom_params"]["kvevict"]["questions"] == ["who?", "why?"]
+    for flags in ([], ["--json"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(["warm", server.url, "--text-file", str(text), *flags])
+    line, as_json = capsys.readouterr().out.splitlines()
+    assert "1,000 in the pool, 50 in the host's memory, 0 in the store" in line
+    assert json.loads(as_json)["device"] == 1000 and server.seen[0][1]["text"] == "a long prefix"
 
 
 def test_command_line_wants_one_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,9 @@ from torch import Tensor
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill import CachedRange, ScoredText, ScoreLearner, ScoreWeights, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
-from sgl_kvevict.distill.learner import RIDGE, SAMPLED_TOKENS, RidgeStatistics, top_recall
+from sgl_kvevict.distill.learner import RIDGE, SAMPLED_TOKENS, SCORE_FLOOR, RidgeStatistics, top_recall
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, QueryWindow, Signal
-from sgl_kvevict.policies.scorers import SCORE_FLOOR
 
 LAYERS, HEADS, DIM = 2, 2, 8
 GEOMETRY = KVGeometry(LAYERS, 2 * HEADS, HEADS, DIM, 4000)

@@ -7,7 +7,6 @@ import json
 import random
 import time
 import urllib.error
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,20 +16,11 @@ from sglang.srt.utils import MultiprocessingSerializer
 
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
-from helpers.traffic import assert_all_slots_are_back, generate, idle_state
+from helpers.traffic import assert_all_slots_are_back, generate
 from kvevict_tools.launcher import FLOAT32_FLAGS
 from kvevict_tools.measure import plugin_state
-from sgl_kvevict.request import ticket_digest
 
-# Passes of 16 tokens over documents of 400: a job takes so long that anything else falls into its middle.
-CONFIG = {
-    "policy": "reconstruction",
-    "min_prefix_tokens": 48,
-    "tail_tokens": 16,
-    "scoring_pass_tokens": 16,
-    "pass_share": 1.0,
-    "budget": 0.2,
-}
+CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "1024", *FLOAT32_FLAGS)
 
 
@@ -59,35 +49,14 @@ def ask(server, input_ids, max_new_tokens=4, custom_params=None, **fields):
     return json.loads(server.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **fields}))
 
 
-def warm(server, seed: int) -> str:
-    """Start a job; return the name of its outcome."""
-    return warm_all(server, [seed])[0]
-
-
-def warm_all(server, seeds: Iterable[int]) -> list[str]:
-    """Start jobs by one request; return the names of their outcomes."""
-    tickets = [f"ticket-of-a-test-{seed}" for seed in seeds]
-    sampling = [
-        {"max_new_tokens": 0, "custom_params": {"kvevict": {"warm": True, "ticket": ticket}}} for ticket in tickets
-    ]
-    server.post("/generate", {"input_ids": [document(seed) for seed in seeds], "sampling_params": sampling})
-    return [ticket_digest(ticket) for ticket in tickets]
-
-
-def outcome(server, name: str) -> str:
-    wait_until(lambda: plugin_state(server)["warm_outcomes"][name] != "queued")
-    return plugin_state(server)["warm_outcomes"][name]
+def compress(server, seed: int) -> None:
+    """Have a document compressed."""
+    ask(server, document(seed), 0)
+    assert plugin_state(server)["spans"] > 0
 
 
 def flush(server) -> None:
     server.post("/flush_cache?timeout=60")
-
-
-def many_jobs(server) -> list[str]:
-    """More passes than a test takes: whatever it does next, it does while passes run."""
-    names = warm_all(server, range(100, 112))  # all at once: few passes have begun when the last one comes
-    assert plugin_state(server)["scoring_jobs"] > 4
-    return names
 
 
 @pytest.mark.parametrize("theirs", ["text", ["list"], 5, 1.5, True, {"other": {"kvevict": 1}}, {"kvevict": None}])
@@ -97,7 +66,7 @@ def test_custom_params_that_are_not_ours_pass(server, theirs):
 
 def test_what_is_huge_is_refused_in_a_few_words(server):
     logged = len(server.log())
-    for values in ("x" * 5_000_000, {"warm": True, "questions": ["y" * 40] * 2000}):
+    for values in ("x" * 5_000_000, {"share": ["y" * 40] * 2000}):
         with pytest.raises(urllib.error.HTTPError) as error:
             ask(server, [5, 6, 7], custom_params={"kvevict": values})
         body = error.value.read()
@@ -114,19 +83,14 @@ def test_beam_search_is_refused(server):
 
 def test_an_empty_prompt_is_refused_beside_others(server):
     body = {"input_ids": [[5, 6, 7], []], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-    body["sampling_params"]["custom_params"] = {"kvevict": {"warm": True}}
     with pytest.raises(urllib.error.HTTPError) as error:
         server.post("/generate", body)
     assert error.value.code == 400 and b"got no tokens" in error.value.read()
 
 
 def test_names_are_no_identities(server):
-    """A name that looks like a pass's, and one that is in use again while its first bearer still runs."""
+    """One that is in use again while its first bearer still runs."""
     flush(server)
-    many_jobs(server)
-    with ThreadPoolExecutor(8) as pool:
-        runs = [pool.submit(ask, server, document(i), 8, rid=f"kvevict-pass-{i}") for i in range(1, 9)]
-        assert all(len(run.result()["output_ids"]) == 8 for run in runs)
     prompts = [document(i)[:40] for i in range(1, 5)]  # too short to be compressed: the same answer at any time
     alone = [ask(server, prompt, 40)["output_ids"] for prompt in prompts]
 
@@ -145,57 +109,6 @@ def test_names_are_no_identities(server):
                 assert answer is None or answer == expected[: len(answer)]
 
 
-def test_aborts_of_users_leave_passes_alone(server):
-    flush(server)
-    name = warm(server, 1)
-    for _ in range(40):
-        for rid in ("k", "kvevict", "kvevict-pass-"):
-            server.post("/abort_request", {"rid": rid})
-    assert outcome(server, name) == "compressed"
-
-
-def test_an_abort_of_everything_ends_passes(server):
-    flush(server)
-    names = many_jobs(server)
-    server.post("/abort_request", {"abort_all": True})
-    assert {outcome(server, name) for name in names} <= {"aborted", "compressed"}
-
-
-def test_outcomes_are_for_who_asked(server):
-    flush(server)
-    name = warm(server, 2)
-    ask(server, document(3), rid="my-secret-name")
-    shown = server.get_text("/server_info")
-    assert name in shown and "ticket-of-a-test" not in shown and "my-secret-name" not in shown
-    assert outcome(server, name) == "compressed"
-
-
-def test_a_flush_does_not_wait_for_passes(server):
-    many_jobs(server)
-    server.post("/flush_cache")  # answered with an error status if the server is not idle
-    state = plugin_state(server)
-    assert state["scoring_jobs"] == 0 and state["free_slots"] == state["total_slots"]
-
-
-def test_a_pass_ends_with_its_prefix_also_while_paused(server):
-    flush(server)
-    names = many_jobs(server)
-    server.post("/pause_generation", {"mode": "retract"})
-    server.post("/flush_cache")
-    server.post("/continue_generation", {})
-    assert {outcome(server, name) for name in names} <= {"dropped", "compressed"}
-    state = idle_state(server)
-    assert state["scoring_jobs"] == 0 and state["free_slots"] == state["total_slots"]
-
-
-def test_memory_can_be_released_while_passes_run(server):
-    flush(server)
-    many_jobs(server)
-    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
-    server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-    assert plugin_state(server)["scoring_jobs"] == 0
-
-
 def test_log_probabilities_of_a_prompt_are_exact_from_its_beginning(server):
     def logprobs(start: int) -> list[float]:
         answer = ask(server, [*document(6), 7], 1, return_logprob=True, logprob_start_len=start)
@@ -203,7 +116,7 @@ def test_log_probabilities_of_a_prompt_are_exact_from_its_beginning(server):
 
     flush(server)
     expected = logprobs(0)
-    assert outcome(server, warm(server, 6)) == "compressed"
+    compress(server, 6)
     assert logprobs(0) == pytest.approx(expected, abs=1e-3)
     # From the middle on, what is before is read from the cache: they are those of the compressed prefix.
     assert logprobs(300) != pytest.approx(expected[300:], abs=1e-3)
@@ -217,10 +130,9 @@ def other_weights(tmp_path_factory, tiny_llama):
 @pytest.mark.parametrize("flush_cache", [True, False])
 def test_nothing_compressed_survives_new_weights(server, tiny_llama, other_weights, flush_cache):
     flush(server)
-    assert outcome(server, warm(server, 4)) == "compressed"
+    compress(server, 4)
     assert ask(server, [*document(4), 7])["meta_info"]["cached_tokens"] == 400
     with ThreadPoolExecutor(1) as pool:
-        many_jobs(server)
         reader = None
         if not flush_cache:
             # One that reads the compressed prefix all along. SGLang waits for such requests before it changes the
@@ -233,7 +145,6 @@ def test_nothing_compressed_survives_new_weights(server, tiny_llama, other_weigh
             {"model_path": str(other_weights), "flush_cache": flush_cache, "abort_all_requests": False},
         )
         assert json.loads(reply)["success"]
-        assert plugin_state(server)["scoring_jobs"] == 0
         if reader is not None:
             assert not reader.done() and plugin_state(server)["spans"] > 0
             server.post("/continue_generation", {})
@@ -260,17 +171,16 @@ def shared_by_file():
 def test_nothing_compressed_survives_new_tensors(server, other_weights):
     """Without a session SGLang refuses them, and nothing is forgotten."""
     flush(server)
-    assert outcome(server, warm(server, 6)) == "compressed"
+    compress(server, 6)
     spans, before = plugin_state(server)["spans"], ask(server, [*document(5), 9])["output_ids"]
     tensors = list(load_file(other_weights / "model.safetensors").items())
     body = {"serialized_named_tensors": [MultiprocessingSerializer.serialize(tensors, output_str=True)]}
     with pytest.raises(urllib.error.HTTPError) as error:
         server.post("/update_weights_from_tensor", body | {"flush_cache": False})
     assert error.value.code == 400 and plugin_state(server)["spans"] == spans
-    many_jobs(server)
     server.post("/begin_weight_update", {})
     server.post("/update_weights_from_tensor", body | {"flush_cache": False})
     server.post("/end_weight_update", {})
-    assert plugin_state(server)["scoring_jobs"] == plugin_state(server)["spans"] == 0
+    assert plugin_state(server)["spans"] == 0
     assert ask(server, [*document(6), 9], 1)["meta_info"]["cached_tokens"] == 0
     assert ask(server, [*document(5), 9])["output_ids"] != before  # the weights did change

@@ -79,15 +79,13 @@ def test_all_is_kept_and_the_answers_are_those_without_drafts(
 
 
 def test_compressed_prefixes_are_found_and_outlive_their_server(start, target, tmp_path):
-    """Passes read the text as it is, its last token included; what is stored has the rows of the draft model, too."""
+    """What is stored has the rows of the draft model, too."""
     model = save_mimo(tmp_path / "mimo", target)
     flags = ("--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", str(model), *TREES)
     flags += ("--constrained-json-disable-any-whitespace",)  # random weights would fill an answer with blanks
     found = []
     for patch in (None, overlapped_drafts.__name__):
-        server = start(
-            model, *FLAGS, *flags, config={"store": str(tmp_path / "store"), "score_after_matches": 1}, patch=patch
-        )
+        server = start(model, *FLAGS, *flags, config={"store": str(tmp_path / "store")}, patch=patch)
         if patch is None:
             compress(server)
         results = [generate(server, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
@@ -105,10 +103,9 @@ def test_compressed_prefixes_are_found_and_outlive_their_server(start, target, t
 
 
 def compress(server):
-    """Have the document read by passes, compressed and stored."""
+    """Have the document compressed and stored."""
     generate(server, DOCUMENT, 0)
     wait_until(lambda: idle_state(server)["stored_segments"] > 0)
-    assert idle_state(server)["scoring_passes"] > 0
 
 
 def several_answers_and_a_grammar(server):

@@ -30,14 +30,14 @@ def fault(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(start, tiny_llama, fault, tmp_path_factory):
     events = {"endpoint": f"tcp://127.0.0.1:{free_port()}"}
-    config = {"policy": "helpers.faults:breakable", "min_prefix_tokens": 48, "tail_tokens": 16, "pass_share": 1.0}
+    config = {"policy": "helpers.faults:breakable", "min_prefix_tokens": 48, "tail_tokens": 16}
     config["store"] = str(tmp_path_factory.mktemp("store"))
     flags = (*FLAGS, "--enable-metrics")
     return start(tiny_llama, *flags, config={**config, "events": events}, env={FAULT_FILE: str(fault)})
 
 
 def traffic(server, seed: int) -> None:
-    """Shared prefixes, so that passes, compressions and releases happen; every request is answered."""
+    """Shared prefixes, so that compressions and releases happen; every request is answered."""
     rng = random.Random(seed)
     document = [rng.randrange(3, VOCAB_SIZE) for _ in range(300)]
     for _ in range(2):
@@ -66,7 +66,6 @@ def test_a_fault_stays_where_it_happens(server, fault, place):
     fault.write_text("")
     before = plugin_state(server)
     traffic(server, 100 + seed)
-    wait_until(lambda: plugin_state(server)["scoring_jobs"] == 0)
     state = idle_state(server)
     assert state["compressions"] > before["compressions"]
     assert state["errors"] == before["errors"]

@@ -28,13 +28,8 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy, list_policies
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-READER_POLICIES = {
-    info.name
-    for info in list_policies()
-    if (policy := build_policy(info.name, {})) is not None and Signal.READER_ATTENTION in policy.needs
-}
 TABLE = os.environ.get("KVEVICT_ALL_POLICIES")
-INTRODUCTION = f"""# Every policy in a real server
+INTRODUCTION = """# Every policy in a real server
 
 Written by `make test-policies`: SmolLM2-135M-Instruct on a CPU, chunks of 150 tokens, random retractions. Each row is
 one server, in which the demo's frontend program and its chat ran first. Then:
@@ -46,7 +41,7 @@ one server, in which the demo's frontend program and its chat ran first. Then:
 * 60 random requests followed, 16 at a time; compressions count from the server's start, requests without the demo's;
 * leaked: token slots without an owner and complaints of SGLang's checkers, at the end and after a flush.
 
-Left out: `{"`, `".join(sorted(READER_POLICIES))}`, which are scored by requests of their own.
+Left out: `distilled`, the default.
 
 """
 
@@ -80,7 +75,7 @@ ROUTINE = [
 
 def all_cases() -> list[Case]:
     """Every policy that has a name, and variants that take another way through the server."""
-    names = [info.name for info in list_policies() if info.name not in {"none", *READER_POLICIES}]
+    names = [info.name for info in list_policies() if info.name not in {"none", "distilled"}]
     cases = [Case(name, budget) for name in names for budget in (0.5, 0.2)]
     variants: list[tuple[str, dict[str, Any]]] = [
         ("chunkkv", {"reuse_layers": 2}),
@@ -179,6 +174,4 @@ def add_row(served: Served) -> None:
 
 def test_every_policy_is_served_or_left_out_for_a_reason():
     names = {info.name for info in list_policies()}
-    assert {case.policy for case in all_cases()} == names - READER_POLICIES - {"none"}
-    served_elsewhere = {"distilled", "reconstruction"}  # in test_scoring.py and test_distilled.py
-    assert served_elsewhere == READER_POLICIES
+    assert {case.policy for case in all_cases()} == names - {"none", "distilled"}  # see test_distilled.py

@@ -15,7 +15,6 @@ from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 from kvevict_tools.launcher import FLOAT32_FLAGS
-from kvevict_tools.measure import wait_until_scored
 from sgl_kvevict.client import CacheReport
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
@@ -78,7 +77,6 @@ def split_and_drop(server, endpoint, num_documents):
     for _ in range(num_documents):
         document = tokens(400)
         generate(server, document, 0)
-        wait_until_scored(server)
         generate(server, document[:150] + tokens(20), 1)
     for _ in range(60):  # prompts that nobody asks again go first, until the halves were left alone for long enough
         generate(server, tokens(400), 1)
@@ -89,10 +87,10 @@ def split_and_drop(server, endpoint, num_documents):
 
 
 def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
-    """Scoring passes, splits, drops, repacks, aborts and retractions at budget 0.2, watched all the time."""
+    """Splits, drops, repacks, aborts and retractions at budget 0.2, watched all the time."""
     endpoint = f"ipc://{tmp_path}/events"
-    passes = {"scoring_pass_tokens": 64}  # beside users few; all ranks have to agree when nobody is there
-    config = {**CONFIG, **passes, "policy": "reconstruction", "budget": 0.2, "events": {"endpoint": endpoint}}
+    policy = {"policy": "snapkv", "policy_options": {"window_size": 16}}
+    config = {**CONFIG, **policy, "events": {"endpoint": endpoint}}
     server = start(tiny_llama, *FLAGS, "--enable-metrics", config=config, env=ENV)
     split_and_drop(server, endpoint, num_documents=3)
     totals = totals_of(endpoint)
@@ -110,7 +108,7 @@ def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
     assert_all_slots_are_back(server)
     totals = totals_of(endpoint)
     assert "#retracted_reqs" in server.log()
-    assert server.log().count("kvevict: policy='reconstruction'") == 1
+    assert server.log().count("kvevict: policy='snapkv'") == 1
     server.post("/flush_cache?timeout=60")
     state = assert_all_slots_are_back(server)
     assert state["free_slots"] == state["total_slots"] and state["spans"] == 0

@@ -10,17 +10,15 @@ from helpers.harness import Harness
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
 
-CONFIG = KVEvictConfig(
-    budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, scoring_pass_tokens=16, score_after_matches=1
-)
+CONFIG = KVEvictConfig(budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4)
 
 
 def make_harness(
-    num_slots: int = 400, *, needs_passes: bool = False, splittable: bool = True, options: Any = None, **fields: Any
+    num_slots: int = 400, *, waits: bool = False, splittable: bool = True, options: Any = None, **fields: Any
 ) -> Harness:
     """A pool of so many token slots; ``options`` are more of the harness, ``fields`` of the configuration."""
-    policy = PseudoRandomPolicy(needs_passes=needs_passes, splittable=splittable)
-    given: dict[str, Any] = {"policy": policy, "config": CONFIG.model_copy(update=fields)}
+    policy = PseudoRandomPolicy(splittable=splittable)
+    given: dict[str, Any] = {"policy": policy, "waits": waits, "config": CONFIG.model_copy(update=fields)}
     return Harness(num_slots=num_slots - 1, **(given | (options or {})))
 
 

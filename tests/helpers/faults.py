@@ -23,9 +23,8 @@ ADAPTER = "sgl_kvevict.sglang_adapter"
 CACHE = "sgl_kvevict.cache"
 FAULTS: Mapping[Place, str] = {
     Place.OPTIONS: f"{ADAPTER}.request_check.parse_request_options",
-    Place.PROMPT: f"{CACHE}.prefills.RequestPrefills.complete",
-    Place.PASS: f"{CACHE}.passes.repetition_probes",
-    Place.OBSERVATION: "sgl_kvevict.segments.ReaderChunk.record",
+    Place.PROMPT: f"{CACHE}.prefills.Prefills.complete",
+    Place.OBSERVATION: "sgl_kvevict.segments.PromptObservation.record",
     Place.COMPRESSION: "sgl_kvevict.segments.Compressor.rank",
     Place.HOST: f"{CACHE}.host.HostMemory._bounds",
     Place.RELEASE: f"{CACHE}.resize.Resizer.try_wanted",
@@ -42,13 +41,13 @@ class InjectedFault(Exception):
 
 
 def breakable(**options: Any) -> Policy:
-    """Return the default policy, in a process that fails on demand."""
+    """Return a policy, in a process that fails on demand."""
     path = Path(os.environ[FAULT_FILE])
     for place, target in FAULTS.items():
         owner_name, _, name = target.rpartition(".")
         owner = pkgutil.resolve_name(owner_name)
         setattr(owner, name, _breakable(getattr(owner, name), place, path))
-    policy = build_policy("reconstruction", options)
+    policy = build_policy("snapkv", {"window_size": 16} | options)
     assert policy is not None
     return policy
 

@@ -55,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         extra_key=st.sampled_from([None, None, None, "tenant"]),
         max_new_tokens=st.sampled_from([1, 8, 8]),
         first_chunk=st.sampled_from([0, 5, 20, 200, 200, 200]),
-        rid=st.sampled_from(["same", "kvevict-pass-1", "other"]),
+        rid=st.sampled_from(["same", "other"]),
         is_cached=st.sampled_from([True, True, True, False]),
     )
     def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk, rid, is_cached):

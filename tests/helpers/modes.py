@@ -12,14 +12,7 @@ from helpers.traffic import idle_states
 from kvevict_tools.launcher import RunningServer
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
-CONFIG = {
-    "policy": "reconstruction",
-    "min_prefix_tokens": 48,
-    "tail_tokens": 16,
-    "scoring_pass_tokens": 64,
-    "pass_share": 1.0,
-    "budget": 0.2,
-}
+CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 PRIORITIES = (
     *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1"),
     *("--max-running-requests", "4"),  # so that a more urgent request finds no place
@@ -39,7 +32,7 @@ MODES: dict[str, Sequence[str]] = {
 
 
 def serve_readers(server: RunningServer, count: int, *, seed: int, priorities: bool) -> int:
-    """Requests that share a few documents, so that prefixes are found, scored and compressed all the time.
+    """Requests that share a few documents, so that prefixes are found and compressed all the time.
 
     Returns:
         How often one was taken off and run again, for want of slots or for a more urgent one.
@@ -54,7 +47,7 @@ def serve_readers(server: RunningServer, count: int, *, seed: int, priorities: b
         own = random.Random(seed * 10_000 + i)
         prompt = own.choice(documents) + [own.randrange(3, VOCAB_SIZE) for _ in range(own.randrange(1, 30))]
         sampling = {"temperature": 0, "max_new_tokens": own.choice([1, 4, 40]), "ignore_eos": True}
-        body: dict[str, object] = {"input_ids": prompt, "sampling_params": sampling, "rid": f"kvevict-pass-{i}"}
+        body: dict[str, object] = {"input_ids": prompt, "sampling_params": sampling}
         if priorities and own.random() < 0.8:
             body["priority"] = own.randrange(-3, 20)
         answer = json.loads(server.post("/generate", body))

@@ -21,7 +21,7 @@ from sgl_kvevict.segments import (
 
 def ordered(segment: Segment, keys: Tensor) -> None:
     """Give a segment an order."""
-    segment.order = Order(lambda: keys, is_measured=False, start=segment.start, end=segment.end)
+    segment.order = Order(lambda: keys, segment.start, segment.end)
 
 
 def kept_rows(selection: Selection, num_tokens: int) -> tuple[KeptRows]:

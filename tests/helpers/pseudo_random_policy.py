@@ -20,7 +20,6 @@ class PseudoRandomPolicy:
     window_size: int = 0
     needs: frozenset[Signal] = frozenset()
     splittable: bool = True
-    needs_passes: bool = False
     compresses: bool = True
     reuse_layers: int = 1
     rank: int = 0

@@ -18,7 +18,6 @@ DEFAULT = ServerSettings(
     speculative_num_draft_tokens=None,
     state_strategy="no_buffer",
     load_format="auto",
-    has_tokenizer=True,
     model_path="model",
     tokenizer_path="model",
 )

@@ -70,7 +70,6 @@ def record(
         start=start,
         end=len(path),
         splittable=True,
-        is_measured=False,
         tokens=torch.tensor(path),
         parts=(CopiedRows(16, lens, positions, rows[0], rows[1]),),
         order=torch.arange(len(positions), dtype=torch.int16),
@@ -110,7 +109,7 @@ def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:
     for name in a:
         same = a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
         assert same and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
-    for field in ("key", "identity", "start", "end", "splittable", "is_measured"):
+    for field in ("key", "identity", "start", "end", "splittable"):
         assert getattr(ours, field) == getattr(theirs, field), field
     assert [part.bits for part in ours.parts] == [part.bits for part in theirs.parts]
     assert (ours.evicted and ours.evicted.bits) == (theirs.evicted and theirs.evicted.bits)

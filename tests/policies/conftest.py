@@ -48,11 +48,10 @@ class Prompt:
         queries = self.queries[layer]
         first = max(queries.shape[0] - self.window, 0)
         begin = self.length - queries.shape[0] + first
+        attention = accumulated_attention(weights, self.num_heads)[:, self.start : self.end]
         signals: dict[Signal, object] = {
-            Signal.ACCUMULATED_ATTENTION: accumulated_attention(weights, self.num_heads)[:, self.start : self.end],
-            Signal.READER_ATTENTION: weights.view(self.num_heads, -1, self.length).norm(dim=1)[
-                :, self.start : self.end
-            ],
+            Signal.ACCUMULATED_ATTENTION: attention,
+            Signal.LEARNED_SCORES: attention.clamp(min=1e-9).log(),
         }
         if self.window:
             signals[Signal.WINDOW_QUERIES] = QueryWindow(queries[first:], lse[first:].float(), begin)

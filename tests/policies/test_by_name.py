@@ -54,7 +54,7 @@ def test_bad_options_name_option_value_and_what_is_allowed(options: dict[str, An
         build_policy("snapkv", options)
 
 
-@pytest.mark.parametrize("policy", ["none", "snapkv", "reconstruction"])
+@pytest.mark.parametrize("policy", ["none", "snapkv"])
 def test_chunks_shrink_by_learned_scores_only(policy: str) -> None:
     assert configured_policy(KVEvictConfig(prefill_budget=0.5)) is not None
     with pytest.raises(ConfigError, match=f"prefill_budget: got 0.5 for policy '{policy}'.* or policy distilled"):

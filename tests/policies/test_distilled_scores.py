@@ -1,4 +1,4 @@
-"""Scores of ``distilled``: logarithms of attention, measured or predicted or both, and of distances of values."""
+"""Scores of ``distilled``: logarithms of predicted attention, and of distances of values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sgl_kvevict.policies import LayerView, Signal
 from sgl_kvevict.policies.methods.distilled import DistilledScorer, relative_norms
-from sgl_kvevict.policies.scorers import joint_attention
 
 HEADS, TOKENS, DIM = 2, 40, 8
 SCORER = DistilledScorer(use_window=True)
@@ -38,21 +37,9 @@ def by_hand(values: Tensor, logs: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_are_attention_times_the_distance_of_values(dtype: torch.dtype) -> None:
     values = (normal(2, TOKENS, HEADS, DIM) * torch.tensor([1.0, 5.0])[:, None]).to(dtype)
-    measured, predicted = normal(3, HEADS, TOKENS).square() / 10, normal(4, HEADS, TOKENS) - 4
-    measured[0, :5] = 0  # never read
-    logs = {
-        "measured": (measured + 0.005).log(),
-        "predicted": predicted,
-        "both": ((measured + 0.005).log() + predicted) / 2,
-    }
-    signals = {
-        "measured": {"reader_attention": measured},
-        "predicted": {"learned_scores": predicted},
-        "both": {"reader_attention": measured, "learned_scores": predicted},
-    }
-    for name, expected in logs.items():
-        got = SCORER.score(view(values, **signals[name])).values
-        torch.testing.assert_close(got.double(), by_hand(values, expected), atol=1e-4, rtol=1e-4)
+    predicted = normal(4, HEADS, TOKENS) - 4
+    got = SCORER.score(view(values, learned_scores=predicted)).values
+    torch.testing.assert_close(got.double(), by_hand(values, predicted), atol=1e-4, rtol=1e-4)
 
 
 def test_what_all_values_share_and_a_layers_scale_do_not_count() -> None:
@@ -64,12 +51,6 @@ def test_what_all_values_share_and_a_layers_scale_do_not_count() -> None:
     assert relative_norms(torch.ones(TOKENS, HEADS, DIM)).isfinite().all()
 
 
-def test_without_passes_and_learned_scores_there_is_no_score() -> None:
-    with pytest.raises(ValueError, match="reader_attention"):
+def test_without_learned_scores_there_is_no_score() -> None:
+    with pytest.raises(ValueError, match="learned_scores"):
         SCORER.score(view(normal(2, TOKENS, HEADS, DIM)))
-
-
-def test_joint_attention_is_the_mean_of_logarithms() -> None:
-    measured, predicted = torch.tensor([0.0, 0.995, 0.495]), torch.tensor([0.0, -3.0, -6.0])
-    expected = [(-5.298317 + 0) / 2, (0 - 3) / 2, (-0.693147 - 6) / 2]
-    assert joint_attention(measured, predicted).tolist() == pytest.approx(expected)

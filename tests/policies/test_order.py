@@ -10,7 +10,7 @@ from kvevict_kernels import radix_select
 from sgl_kvevict.config import Bits
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
-from sgl_kvevict.policies.order import PINNED, measured_order, order_of, scores_of
+from sgl_kvevict.policies.order import PINNED, order_of
 from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.segments import Order, Packed, Rows, Segment, Sources, TokenRange, View
 
@@ -91,22 +91,6 @@ def test_layers_that_share_a_choice_share_its_order():
     assert found[:4] == found[4:8] == found[8:]
 
 
-def test_scores_come_back_from_the_order():
-    scores = [[[-9.0, -0.25, 0.0, 0.5]], [[60000.0, 1.0, -60000.0, 2.0]]]
-    want = torch.tensor(scores).flatten()
-    for kept in (ALL, NONE):
-        found = torch.tensor(keys(scores, kept), dtype=torch.int16)
-        torch.testing.assert_close(scores_of(found), want, rtol=2**-9, atol=0)
-    assert scores_of(torch.tensor([PINNED], dtype=torch.int16)).item() == 65504.0
-
-
-def test_a_measured_order_keeps_as_many_at_the_budget_and_what_is_pinned():
-    order = torch.tensor([PINNED, 5, -7, 900, -30, -40], dtype=torch.int16)
-    found = measured_order(order, torch.tensor([0.0, 0.1, 3.0, 0.2, 5.0, -1.0])).tolist()
-    assert found[0] == PINNED and [key >= 0 for key in found] == [True, False, True, False, True, False]
-    assert sorted(range(6), key=found.__getitem__) == [5, 1, 3, 2, 4, 0]
-
-
 @pytest.mark.parametrize(
     ("windows", "bits", "sizes", "smaller"),
     [
@@ -117,7 +101,7 @@ def test_a_measured_order_keeps_as_many_at_the_budget_and_what_is_pinned():
         ((), 4, [(16, 16), (4, 432)], [(16, 16), (4, 192)]),
     ],
 )
-@pytest.mark.parametrize("name", ["reconstruction", "h2o", "streaming-llm"])
+@pytest.mark.parametrize("name", ["random", "h2o", "streaming-llm"])
 def test_order_and_choice_read_nothing_from_a_device(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -135,18 +119,17 @@ def test_order_and_choice_read_nothing_from_a_device(
     with FakeTensorMode():
         slots = torch.empty(100, dtype=torch.int64, device="meta")
         rows, attention = torch.empty(101, 2, 16, device="meta"), torch.empty(2, 100, device="meta")
-        signals = {Signal.READER_ATTENTION: attention, Signal.ACCUMULATED_ATTENTION: attention}
+        signals = {Signal.ACCUMULATED_ATTENTION: attention}
         order = policy.order(lambda layer: LayerView(layer, 0, rows, rows, slots, 0.3, signals), geometry, 160, 2).keys
         assert order.shape == (4, 2, 100)
         chosen = Sources(geometry, [TokenRange(slots, 0, order)]).best(20, bits, 2)
         assert [(part.bits, part.num_entries) for part in chosen.kept] == sizes
         kept, keys = chosen.entries, chosen.entries.keys
         assert kept.positions.shape == (chosen.num_entries,) and keys is not None
-        measured_order(keys, scores_of(keys))
         indptr = torch.empty(9, dtype=torch.int32, device="meta")
         parts = [Rows(width, kept.rows[:count], kept.positions[:count], indptr) for width, count in sizes]
         packed = Packed(slots[:20], tuple(parts))
-        light = Segment(geometry, 0, 100, packed, Order(lambda: keys, is_measured=False, start=0, end=100))
+        light = Segment(geometry, 0, 100, packed, Order(lambda: keys, 0, 100))
         chosen = Sources(geometry, [View(light, 0, 100)]).best(10, bits, 2)
         assert [(part.bits, part.num_entries) for part in chosen.kept] == smaller
         assert chosen.entries.positions.shape == (chosen.num_entries,)

@@ -17,14 +17,12 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments import (
     Packed,
-    ReaderObservation,
     Segment,
     SegmentPacker,
     Sources,
     Span,
     TokenRange,
     View,
-    bytes_of,
 )
 
 NUM_TOKENS, START, SLOTS = 40, 100, 64
@@ -212,30 +210,6 @@ def test_after_another_order_no_row_gets_more_bits(world: World) -> None:
     assert rest.sort(descending=True).values.equal(torch.cat([best[16:], others]).sort(descending=True).values[:24])
 
 
-@pytest.mark.parametrize("bits", ["auto", 8, 4])
-def test_passes_score_keys_as_they_are_read(world: World, bits: Bits) -> None:
-    """Squares of the softmax over decoded keys, entry by entry."""
-    segment = world.segment(8, bits)
-    readers = ReaderObservation(world.geometry, world.arenas[0], segment.end, statistics=world.statistics)
-    readers.observe(segment)
-    chunk = readers.begin_chunk(readers, segment.end, segment.end + 3, [(segment, None)])
-    random = torch.Generator().manual_seed(2)
-    queries, lse = torch.randn(3, 4, 32, generator=random), torch.full((3, 4), 5.0)
-    for layer in range(2):
-        chunk.record(layer, queries, lse, world.arenas[0][layer], 0.2)
-    assert segment.attention is not None
-    first = 0
-    for part in segment.storage.parts:
-        runs = run_of_entries(part.indptr)
-        keys = load_rows(world.arenas[0], part.rows, part.bits, world.statistics.of_runs(runs)[0])
-        for entry, (run, key) in enumerate(zip(runs.tolist(), keys, strict=True)):
-            head = run % 2
-            logits = 0.2 * queries[:, 2 * head : 2 * head + 2] @ key - 5.0
-            expected = logits.exp().square().sum()
-            assert segment.attention[first + entry].item() == pytest.approx(expected.item(), rel=1e-3)
-        first += part.num_entries
-
-
 def test_without_statistics_rows_have_16_bits(world: World) -> None:
     packer = SegmentPacker(world.geometry, *world.arenas)
     sources = Sources(world.geometry, [world.tokens()]).best(8, "auto")
@@ -276,6 +250,5 @@ def test_ranks_that_have_rows_of_different_widths_count_equally_many_bytes(world
     """After a cut one rank may have rows of 8 bits alone, and another one some of 4: what has room is up to slots."""
     wide, narrow = world.segment(20, "auto"), world.segment(28 // world.geometry.itemsize, "auto")
     assert [part.bits for part in wide.storage.parts] == [8] and narrow.storage.parts[-1].bits == 4
-    for num_bytes in (world.packer.bytes_of, lambda segment: bytes_of(segment, world.statistics)):
-        assert num_bytes(wide) * narrow.num_slots == num_bytes(narrow) * wide.num_slots
-    assert bytes_of(narrow, world.statistics) >= 4 * narrow.num_entries
+    num_bytes = world.packer.bytes_of
+    assert num_bytes(wide) * narrow.num_slots == num_bytes(narrow) * wide.num_slots

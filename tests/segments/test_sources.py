@@ -100,39 +100,34 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
     assert merged.positions.tolist() == [104, 107]
 
 
-def test_sums_of_readers_and_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
+def test_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
-    segment.attention, segment.readers = torch.arange(5.0), packer
     segment.splittable, order = False, segment.order
     written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1)
     segment.pack(written.packed, segment.end, written.kept)
-    assert segment.attention is not None and segment.attention.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert segment.order is not None and order is not None and segment.order.ranking is order.ranking
     assert segment.order.keys.tolist() == [1, 2, 3, 4] and segment.num_live_entries == 4
     assert not segment.splittable
 
 
-def test_tokens_in_place_have_an_order_and_sums_by_run_and_token(packer: SegmentPacker) -> None:
+def test_tokens_in_place_have_an_order_by_run_and_token(packer: SegmentPacker) -> None:
     numbers = torch.arange(16).view(2, 2, 4)
-    tokens = TokenRange(torch.arange(1, 5), START, numbers.to(torch.int16), numbers.float())
+    tokens = TokenRange(torch.arange(1, 5), START, numbers.to(torch.int16))
     best = packer.rewrite(Sources(GEOMETRY, [tokens]).best(1), 1)
     assert read(packer, best.packed) == named([], [], [], [0, 1, 2, 3])
     assert best.kept.keys is not None and best.kept.keys.tolist() == [12, 13, 14, 15]
-    assert best.kept.attention is not None and best.kept.attention.tolist() == [12.0, 13.0, 14.0, 15.0]
 
 
 def test_a_segment_in_place_is_cut_and_its_end_dropped_without_copies() -> None:
     segment = Segment(GEOMETRY, START, START + 6)
     keys = torch.arange(24, dtype=torch.int16).view(2, 2, 6)
     ordered(segment, keys)
-    segment.attention = keys.float()
     above = segment.cut_off(START + 2)
     assert (above.start, above.end, segment.start, segment.end) == (START, START + 2, START + 2, START + 6)
     segment.end_at(START + 5)
     for each, part in ((above, keys[..., :2]), (segment, keys[..., 2:5])):
         assert each.order is not None and each.order.keys.equal(part) and each.num_entries == part.numel()
         assert each.order.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
-        assert each.attention is not None and each.attention.equal(part.float())
         assert each.num_live_entries == part.numel() and each.num_slots == each.num_tokens == part.shape[-1]
 
 

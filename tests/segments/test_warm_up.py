@@ -27,7 +27,7 @@ from sgl_kvevict.segments import (
     warm_up,
 )
 from sgl_kvevict.segments.sources import Range
-from sgl_kvevict.segments.warm_up import _observe, _read, _resize
+from sgl_kvevict.segments.warm_up import _observe, _resize
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
 
@@ -47,7 +47,7 @@ STORED = pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn],
 def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
     """From 16 bits to the least share, of prompts with and without sinks, cut and repacked on the way, and read."""
     geometry = replace(GEOMETRY, head_dim=32)
-    config = KVEvictConfig(policy="reconstruction", bits=bits)
+    config = KVEvictConfig(policy="snapkv", bits=bits)
     policy = build_policy(config.policy, {})
     assert policy is not None
     rows = torch.randn(2, *geometry.arena_shape).half()
@@ -59,7 +59,7 @@ def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
             slots = torch.arange(1003)[first : first + num_tokens]
             queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim).half()
             segment = Segment(geometry, start, start + num_tokens)
-            observation = _observe(compressor, Segment(geometry, 0, num_tokens), queries, slots)
+            observation = _observe(compressor, queries, slots)
             segment.order = compressor.rank(slots, start, observation, turn=0)
             source: Range = TokenRange(slots, start, segment.order.keys)
             for share in config.shares:
@@ -67,7 +67,6 @@ def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
                 _resize(compressor, segment, source, min(num_slots, segment.num_slots), observation)
                 source = segment.live_view
             _resize(compressor, segment, View(segment, start, start + num_tokens // 3))
-            _read(compressor, segment, queries)
     assert_nothing_new(warm, served)
 
 
@@ -83,7 +82,7 @@ def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -
 
 
 @STORED
-@pytest.mark.parametrize("policy_name", ["ada-snapkv", "reconstruction", "d2o"])
+@pytest.mark.parametrize("policy_name", ["ada-snapkv", "chunkkv", "d2o"])
 def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
     """Odd and a multiple of 16, at odd slots; cut in the middle, and repacked."""
     config = KVEvictConfig(policy=policy_name, budget=0.3)
@@ -96,17 +95,17 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
         for first, num_tokens in ((1, 97), (5, 176)):
             slots = torch.arange(1003)[first : first + num_tokens]
             queries = torch.randn(num_tokens, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
-            observation = _observe(compressor, Segment(GEOMETRY, 0, num_tokens), queries, slots)
+            observation = _observe(compressor, queries, slots)
             segment, _ = compress(compressor, slots, 0, observation)
             if policy.splittable:
                 end = num_tokens // 3
                 segment.runs_of(0, end)
                 repack(compressor.packer, segment, end)
-                read_and_squeeze(compressor, segment, queries)
+                squeeze(compressor.packer, segment, segment.num_slots // 2)
     assert_nothing_new(warm, served)
 
 
-@pytest.mark.parametrize("policy_name", ["ada-snapkv", "chunkkv", "d2o", "reconstruction"])
+@pytest.mark.parametrize("policy_name", ["ada-snapkv", "chunkkv", "d2o"])
 @pytest.mark.parametrize("devices", [("cuda",), ("cuda", "cpu")], ids=["torch", "triton"])
 def test_a_pool_of_16_bits_under_a_model_in_float32(
     monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], policy_name: str
@@ -117,17 +116,6 @@ def test_a_pool_of_16_bits_under_a_model_in_float32(
     assert policy is not None
     packer = SegmentPacker(GEOMETRY, *arena(torch.bfloat16))
     warm_up(Compressor(KVEvictConfig(policy=policy_name, budget=0.3), policy, packer), torch.float32)
-
-
-def read_and_squeeze(compressor: Compressor, segment: Segment, queries: torch.Tensor) -> None:
-    """Passes read what was compressed before they came, if the policy has passes; then it shrinks."""
-    store = compressor.packer
-    if compressor.policy.needs_passes:
-        _read(compressor, segment, queries)
-        segment.attention = torch.zeros(segment.num_entries)
-        compressor.rank_by_attention(segment)
-        segment.attention = None
-    squeeze(store, segment, segment.num_slots // 2)
 
 
 @pytest.mark.parametrize(

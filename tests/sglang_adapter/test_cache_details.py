@@ -9,7 +9,7 @@ from weakref import ref
 import pytest
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, publish_server_args
 from sgl_kvevict.cache_report import CacheReport
 from sgl_kvevict.sglang_adapter.cache_details import after_details
 
@@ -59,7 +59,7 @@ def end(harness: Harness, req) -> CacheReport:
 
 def under_pressure(**fields) -> Harness:
     """Prefixes are compressed when slots are short only."""
-    return Harness(scores_any_range=True, policy=PseudoRandomPolicy(needs_passes=True), **fields)
+    return Harness(waits=True, **fields)
 
 
 def test_nothing_is_told_before_a_prompt_is_prefilled():
@@ -87,7 +87,6 @@ def test_what_was_found_compressed():
         "kvevict_percent_16_bits": 30,
         "kvevict_percent_8_bits": 0,
         "kvevict_percent_4_bits": 0,
-        "kvevict_ranked_by_passes": 0,
     }
     read = harness.tree.prefixes.readers[req].report.compressed
     assert read.share == pytest.approx(ENTRIES / (COMPRESSED * RUNS)) and read.bits == 16
@@ -142,15 +141,6 @@ def test_a_prompt_that_leaves_a_segment_is_told_the_mean_of_all_its_tokens():
     harness.finish(ask(harness, DOCUMENT))
     read = told(harness, ask(harness, [*DOCUMENT[:20], 9, 9])).compressed
     assert read.num_tokens == 20 and read.share == pytest.approx(ENTRIES / (COMPRESSED * RUNS), abs=0.005)
-
-
-def test_entries_that_passes_have_ranked():
-    harness = Harness()
-    harness.finish(ask(harness, DOCUMENT))
-    (segment,) = harness.tree.prefixes.table.packed
-    assert not told(harness, ask(harness, [*DOCUMENT, 1])).compressed.num_ranked_by_passes
-    segment.order = SimpleNamespace(is_measured=True, keys=segment.entries.positions, turn=None)
-    assert told(harness, ask(harness, [*DOCUMENT, 2])).compressed.num_ranked_by_passes == COMPRESSED
 
 
 def test_an_exact_request_is_told_what_it_cost():

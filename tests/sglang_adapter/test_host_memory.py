@@ -198,8 +198,7 @@ def test_what_old_weights_computed_never_gets_there():
 
 def test_uncompressed_tokens_are_compressed_on_their_way():
     """As if they were no end of a prompt (an answer, say), they do not shrink before they are dropped."""
-    policy = PseudoRandomPolicy(needs_passes=True)
-    harness = Harness(host_blocks=60, policy=policy, scores_any_range=True)
+    harness = Harness(host_blocks=60, waits=True)
     serve(harness, DOCUMENTS[0])
     table = harness.tree.prefixes.table
     for node in list(table.shrinking):
@@ -211,20 +210,12 @@ def test_uncompressed_tokens_are_compressed_on_their_way():
     assert span.segment.num_slots == 17  # 30 % of 56
 
 
-def test_without_learned_scores_they_are_computed_again():
-    harness = Harness(host_blocks=60, policy=PseudoRandomPolicy(needs_passes=True))
-    serve(harness, DOCUMENTS[0])
-    drop_all(harness)
-    assert len(harness.host) == 0 and serve(harness, DOCUMENTS[0]) == 0
-
-
 def test_nothing_is_squeezed_below_the_budget_while_the_host_has_room():
-    config = KVEvictConfig(budget=0.2, min_budget=0.05, tail_tokens=4, min_prefix_tokens=6, score_after_matches=1)
-    policy = PseudoRandomPolicy(needs_passes=True)
+    config = KVEvictConfig(budget=0.2, min_budget=0.05, tail_tokens=4, min_prefix_tokens=6)
     documents = [[(i * step + step) % 11 for i in range(60)] for step in range(2, 10)]
 
     def smallest(host_blocks: int) -> int:
-        harness = Harness(config=config, policy=policy, num_slots=100, scores_any_range=True, host_blocks=host_blocks)
+        harness = Harness(config=config, num_slots=100, waits=True, host_blocks=host_blocks)
         for document in documents * 2:
             serve(harness, [*document, 1])
         assert host_blocks == 0 or totals(harness).compressions == len(documents)  # each is computed once
@@ -279,11 +270,8 @@ def test_nothing_is_dropped_for_a_prefix_that_cannot_have_its_slots():
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_path_that_is_held_shrinks_for_slots_and_is_not_dropped(is_read):
     """All that is promised can be had, also of a prefix that readers hold, and no slot more."""
-    config = KVEvictConfig(
-        budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1
-    )
-    policy = PseudoRandomPolicy(needs_passes=True)
-    harness = Harness(config=config, policy=policy, num_slots=160, scores_any_range=True)
+    config = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    harness = Harness(config=config, num_slots=160, waits=True)
     serve(harness, DOCUMENTS[0])
     prefixes, port = harness.tree.prefixes, harness.tree.port
     path, least = port.find(DOCUMENTS[0][:56], (None, None)), 6

@@ -1,4 +1,4 @@
-"""Requests are known by what they are, never by what clients call them; passes too."""
+"""Requests are known by what they are, never by what clients call them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.passes import MiniScheduler
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders, after_init_new, readers_of
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -56,28 +54,6 @@ def test_the_test_above_notices_requests_that_are_known_by_name(monkeypatch):
     monkeypatch.setattr(KVEvictTree, "read_paths", by_name)
     with pytest.raises((AssertionError, KeyError)):
         twins(Harness(num_slots=400))
-
-
-def test_a_user_s_request_named_like_a_pass_is_a_user_s():
-    config = KVEvictConfig(
-        budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20, score_after_matches=1
-    )
-    harness = Harness(num_slots=400, config=config, policy=PseudoRandomPolicy(needs_passes=True))
-    scheduler = MiniScheduler(harness)
-    for suffix in (1, 2):
-        req = harness.request([*BASES[0], suffix])
-        req.rid = f"kvevict-pass-{suffix}"
-        assert harness.admit(req) and harness.prefill(req)
-        harness.finish(req)
-    assert scheduler.run_all() == 3
-    assert sum(span.num_tokens for span in harness.tree.spans.values()) == 56
-
-
-def test_the_names_of_passes_cannot_be_guessed():
-    """SGLang tells clients by name what becomes of a request that it takes off or gives up."""
-    names = {Harness(num_slots=50).tree.pass_name for _ in range(4)}
-    assert len(names) == 4
-    assert all(name.startswith("kvevict-pass-") and len(name) > len("kvevict-pass-") + 12 for name in names)
 
 
 def test_a_forward_carries_its_requests_and_a_view_of_it_too():

@@ -13,28 +13,24 @@ from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
 from sglang.srt.models.gemma4_mm import Gemma4ForConditionalGeneration
 from torch import nn
 
-from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.passes import MiniScheduler
+from helpers.harness import Harness
+from helpers.scheduling import MiniScheduler
 from helpers.settings import refused
 from sgl_kvevict.cache.nodes import FIRST_IMAGE_TOKEN
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.model_parts import find_rotary
-from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.request_check import refusal
 
 TEXT = [i * 7 % 11 for i in range(40)]
 IMAGE = [FIRST_IMAGE_TOKEN + (1 << 62) - 1 - i % 4 for i in range(12)]
 OTHER = [token - 100 for token in IMAGE]
-TICKET = "a-text-of-the-asker"
 
 
-def cache() -> tuple[Harness, MiniScheduler]:
-    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
-    harness = Harness(num_slots=600, config=config, policy=PseudoRandomPolicy(needs_passes=True))
-    return harness, MiniScheduler(harness)
+def cache() -> Harness:
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    return Harness(num_slots=600, config=config)
 
 
 def ends(harness: Harness) -> list[int]:
@@ -48,37 +44,15 @@ def test_hashes_begin_where_sglang_lets_them_begin():
     assert FIRST_IMAGE_TOKEN == MM_PAD_SHIFT_VALUE
 
 
-def test_passes_read_the_text_before_an_image_and_nothing_else():
-    harness, scheduler = cache()
-    prompt = TEXT + IMAGE + TEXT[::-1]
-    for image in (IMAGE, OTHER, IMAGE):  # the second one cuts the path where its image begins
+def test_prompts_with_images_are_compressed_like_others():
+    harness = cache()
+    for image in (IMAGE, OTHER, IMAGE):  # the second one cuts the path inside what is compressed
         harness.finish(harness.run(TEXT + image + TEXT[::-1] + [5]))
-    assert scheduler.run_all() > 0
-    assert all(max(req.origin_input_ids) < FIRST_IMAGE_TOKEN for req in scheduler.passes)
-    assert ends(harness) == [len(TEXT) - 4]
-    harness.finish(harness.run([*prompt, 6], options={"warm": True, "ticket": TICKET}))
-    assert scheduler.run_all() == 0
-    assert cache_state(harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "has-images"
-
-
-def test_learned_scores_compress_what_passes_cannot_read():
-    """With `score_after_matches`: once it was found, and the text before it was read."""
-    fields = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
-    config = KVEvictConfig(**fields, score_after_matches=1)
-    policy = PseudoRandomPolicy(needs_passes=True)
-    harness = Harness(num_slots=600, config=config, policy=policy, scores_any_range=True)
-    scheduler, prompt = MiniScheduler(harness), TEXT + IMAGE + TEXT[::-1]
-    for image in (OTHER, IMAGE, IMAGE):
-        harness.finish(harness.run(TEXT + image + TEXT[::-1] + [5]))
-    assert ends(harness) == [] and scheduler.run_all() > 0 and ends(harness) == [len(TEXT) - 4]
-    harness.finish(harness.run([*prompt, 5]))
-    assert scheduler.run_all() == 0 and max(ends(harness)) >= len(prompt) - 4
-    harness.finish(harness.run([*TEXT, *OTHER, 9], options={"warm": True, "ticket": TICKET}))
-    assert cache_state(harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
+    assert max(ends(harness)) >= len(TEXT + IMAGE + TEXT) - 4
 
 
 def test_another_image_finds_nothing_of_this_one():
-    harness, _ = cache()
+    harness = cache()
     harness.finish(harness.run(TEXT + IMAGE + TEXT))
     for image, found in ((IMAGE, len(TEXT + IMAGE + TEXT)), (OTHER, len(TEXT))):
         req = harness.request(TEXT + image + TEXT + [3])
@@ -89,25 +63,19 @@ def test_another_image_finds_nothing_of_this_one():
 # ---- requests -------------------------------------------------------------------------------------------------------
 
 
-def asked(tokens: list[int], words: list[int] | None, **options: object) -> str | None:
+def asked(tokens: list[int], words: list[int] | None) -> str | None:
     """Why a request is refused; ``words``: its token ids before SGLang put hashes in, if it has images."""
-    harness, scheduler = cache()
-    req = harness.request(tokens, options=options or None)
+    harness = cache()
+    req = harness.request(tokens)
     if words is not None:
         req.multimodal_inputs, req.origin_input_ids_unpadded = SimpleNamespace(), array("q", words)
-    return refusal(scheduler, harness.tree, req)
+    return refusal(MiniScheduler(harness), harness.tree, req)
 
 
 def test_hashes_are_taken_from_sglang_only():
     assert asked(TEXT + IMAGE, TEXT + [7] * 12) is None
     assert "input_ids: got 70 at position 40" in str(asked(TEXT + IMAGE, TEXT + [70] * 12))
     assert f"input_ids: got {IMAGE[0]} at position 40" in str(asked(TEXT + IMAGE, None))
-
-
-def test_questions_about_images_are_refused():
-    options = {"warm": True, "questions": ["a"]}
-    assert asked(TEXT, None, **options) is None
-    assert "because the prompt has images" in str(asked(TEXT + IMAGE, TEXT + [7] * 12, **options))
 
 
 # ---- positions ------------------------------------------------------------------------------------------------------
@@ -163,7 +131,7 @@ def test_positions_are_kept_beside_the_keys():
 
 
 def test_no_tail_is_stored_whose_positions_would_be_missing():
-    compressor = cache()[0].tree.compressor
+    compressor = cache().tree.compressor
     assert compressor.stored_tail == 4
     compressor.slot_positions = torch.zeros(3, 601, dtype=torch.int32)
     assert compressor.stored_tail == 0

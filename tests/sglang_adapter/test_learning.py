@@ -1,15 +1,15 @@
-"""The policy that scores by what was learned: learned from texts before the first request, then used with passes."""
+"""The policy that scores by what was learned from texts before the first request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from helpers.harness import Harness
-from helpers.passes import Letters, MiniScheduler
+from helpers.scheduling import Letters, MiniScheduler
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.config import KVEvictConfig
@@ -17,17 +17,13 @@ from sgl_kvevict.distill import Learned, LearnedScores, RowSums, ScoreLearner, S
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.policies.methods.distilled import DistilledScorer
-from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import learning
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.learning import TextReader
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 NUM_LAYERS = 2
-TICKET = "a-random-text-of-the-asker"
 SUBJECT = "scores", "another policy"
 ROTARY = Rotary(torch.empty(600, 0), is_neox=True)
 
@@ -74,35 +70,19 @@ class ReadingScheduler(MiniScheduler):
 class LearnedCache:
     """A cache with learned scores."""
 
-    def __init__(self, num_slots=600, scorer=None, is_known=True, **fields):
-        values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
-        values |= {"score_after_matches": 1}
+    def __init__(self, num_slots=600, is_known=True):
+        values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6}
         policy = build_policy("distilled", {})
-        policy = policy if scorer is None else replace(policy, scorer=scorer)
-        self.harness = Harness(num_slots=num_slots, config=KVEvictConfig(**(values | fields)), policy=policy)
+        self.harness = Harness(num_slots=num_slots, config=KVEvictConfig(**values), policy=policy)
         self.prefixes = self.harness.tree.prefixes
         compressor = self.prefixes.compressor
         self.learned = compressor.learned = LearnedScores(ROTARY)
         if is_known:
             self.learned.weights = ScoreWeights.zeros(self.harness.geometry)
-        self.scheduler = MiniScheduler(self.harness)
 
-    def ask(self, document, *suffix, **options):
-        request = self.harness.run([*document, *suffix], options=options or None)
+    def ask(self, document, *suffix):
+        request = self.harness.run([*document, *suffix])
         self.harness.finish(request)
-
-    def work(self):
-        """Passes until nothing is left to do; the number of passes."""
-        before = len(self.scheduler.passes)
-        while len(self.prefixes.passes.jobs):
-            self.scheduler.run_pass()
-            self.harness.check()
-        return len(self.scheduler.passes) - before
-
-    def ask_twice(self, document):
-        self.ask(document, 1, 2, 3)
-        self.ask(document, 4, 5, 6)
-        return self.work()
 
     @property
     def spans(self):
@@ -128,8 +108,8 @@ def test_a_text_is_prefilled_and_repeated_and_leaves_nothing_behind():
     cache, scheduler, reader, text = read([i % 11 for i in range(140)])
     assert text.tokens.token_slots.numel() == 136 and text.scores.shape == (NUM_LAYERS, 2, 136)
     assert (text.scores > 0).all()
-    assert not cache.spans and not len(cache.prefixes.passes.jobs)
-    # 140 tokens in chunks of 50, then passes of 142 tokens (pool and context have room for no longer ones)
+    assert not cache.spans and cache.prefixes.totals.prompts == 0
+    # 140 tokens in chunks of 50, then repetitions of 142 tokens (pool and context have room for no longer ones)
     assert scheduler.num_batches > 3
     assert "window_queries" in {signal.value for signal in text.show(0).signals}
     reader.forget()
@@ -145,7 +125,7 @@ def test_weights_learned_from_texts_are_in_use_and_requests_are_as_always():
     cache.learned.weights = learner.solve()
     assert cache_state(cache.harness.tree)["learned_scores"] == {"texts": 1, "recall": None, "is_stale": False}
     cache.ask(document(2), 7, 8, 9)
-    assert cache.spans == [] and cache.harness.evict(1) and cache.spans == [(0, 59)]
+    assert cache.spans == [(0, 59)]
 
 
 def test_no_range_is_scored_before_scores_are_known():
@@ -169,17 +149,17 @@ def test_a_text_that_is_never_admitted_ends_the_start(monkeypatch):
         TextReader(scheduler, cache.harness.tree, *SUBJECT).read([1] * 140)
 
 
-def test_a_text_that_is_dropped_between_two_passes_ends_the_start(monkeypatch):
+def test_a_text_that_is_dropped_between_two_repetitions_ends_the_start(monkeypatch):
     cache = LearnedCache(is_known=False)
-    start = SchedulerPasses.start
+    queued = TextReader._queued
 
-    def drop_and_start(passes, node, probe):
-        pass_ = start(passes, node, probe)
-        cache.harness.evict(1)
-        return pass_
+    def drop_and_queue(reader, tokens, *, is_cached):
+        if not is_cached:
+            cache.harness.evict(1)
+        return queued(reader, tokens, is_cached=is_cached)
 
-    monkeypatch.setattr(SchedulerPasses, "start", drop_and_start)
-    with pytest.raises(UnsupportedSetupError, match="of a text of 140 tokens, it was dropped between two passes"):
+    monkeypatch.setattr(TextReader, "_queued", drop_and_queue)
+    with pytest.raises(UnsupportedSetupError, match="of a text of 140 tokens, it was dropped between two repetitions"):
         reader = TextReader(ReadingScheduler(cache.harness), cache.harness.tree, *SUBJECT)
         reader.read([i % 11 for i in range(140)])
         reader.score()
@@ -210,7 +190,8 @@ def test_scores_that_find_too_little_are_used_and_a_warning_says_so(caplog):
     assert made.learned.is_known and not caplog.records
     made = distilling()
     made._use(Learned(replace(ScoreWeights.zeros(made._geometry), recall=0.41)))
-    assert made.learned.weights.recall == 0.41 and "find 41 % of what passes keep, less than 70 %" in caplog.text
+    assert made.learned.weights.recall == 0.41
+    assert "find 41 % of what repetitions of a text attend to, less than 70 %" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -265,72 +246,12 @@ def test_prefills_alone_give_statistics():
 # ---- while serving --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Recorded(DistilledScorer):
-    """The scorer of the default policy; keeps which signals it was given."""
-
-    seen: list[set[str]] = field(default_factory=list)
-
-    def score(self, view):
-        self.seen.append({signal.value for signal in view.signals})
-        return super().score(view)
-
-
-def test_prompts_wait_for_passes_or_for_a_lack_of_slots():
+def test_the_first_prompt_is_compressed_at_once():
     cache = LearnedCache()
     cache.ask(document(2), 7, 8, 9)
-    assert cache.spans == []
-    assert cache.ask_twice(document(2)) == 3 and cache.spans == [(0, 56)]
-    cache.ask(document(3), 7, 8, 9)
-    assert cache.harness.evict(1) and cache.spans == [(0, 56), (0, 59)] and cache.work() == 0
-
-
-def test_passes_and_what_was_learned_choose_together_unless_questions_were_read():
-    scorer = Recorded(use_window=True)
-    cache = LearnedCache(scorer=scorer)
-
-    def given():
-        seen = scorer.seen[:]
-        scorer.seen.clear()
-        assert len(seen) == NUM_LAYERS
-        return seen[0]
-
-    cache.ask_twice(document(1))
-    assert given() == {"window_queries", "reader_attention", "learned_scores"}
-    cache.ask(document(2), 1, 2, 3)
-    assert cache.harness.evict(1) and given() == {"window_queries", "learned_scores"}
-    cache.ask(document(3), warm=True, questions=["Who?"])
-    assert cache.work() == 1 and "learned_scores" not in given()
-
-
-def test_passes_that_come_late_score_what_is_left():
-    cache = LearnedCache()
-    cache.ask(document(2), 1, 2, 3)
-    cache.ask(document(2), warm=True, ticket=TICKET)
-    assert cache.scheduler.run_pass()
-    assert cache.harness.evict(1) and cache.spans == [(0, 55)]
-    assert cache.work() == 2
-    assert {span.segment.is_measured for span in cache.prefixes.spans.values() if span.end == 55} == {True}
-    assert cache_state(cache.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
-
-
-def test_by_default_the_first_prompt_is_compressed_at_once():
-    cache = LearnedCache(score_after_matches=None)
-    cache.ask(document(2), 7, 8, 9)
-    assert cache.spans == [(0, 59)] and cache.work() == 0
+    assert cache.spans == [(0, 59)]
     cache.ask(document(2), 1, 1, 1)  # diverges inside what is compressed
     cache.harness.check()
-    assert cache.work() == 0
-
-
-def test_warm_requests_are_answered_at_once_but_for_those_with_questions():
-    cache = LearnedCache(score_after_matches=None)
-    cache.ask(document(2), warm=True, ticket=TICKET)
-    assert cache.work() == 0 and (0, 56) in cache.spans
-    assert cache_state(cache.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
-    cache.harness.flush()
-    cache.ask(document(3), warm=True, questions=["Who?", "Where?"])
-    assert cache.spans == [] and cache.work() == 2 and cache.spans == [(0, 56)]
 
 
 def test_new_weights_of_the_model_keep_what_was_learned_and_say_so(caplog):

@@ -13,11 +13,9 @@ import torch
 from torch import distributed
 
 from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.passes import TURN_S, MiniScheduler
 from helpers.threads_as_ranks import on_two_ranks
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
-from sgl_kvevict.cache.pacing import QUIET_S
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Learned, RowSums, ScoreWeights
 from sgl_kvevict.errors import InvariantError
@@ -27,9 +25,7 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])
-CONFIG = KVEvictConfig(
-    budget=0.4, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1, scoring_pass_tokens=20
-)
+CONFIG = KVEvictConfig(budget=0.4, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
 
 
 class Recorded(TensorRanks):
@@ -44,15 +40,17 @@ class Recorded(TensorRanks):
         return super().largest(value, *same)
 
 
-def cache_of_rank(rank: int, group: distributed.ProcessGroup, bits: Bits = 16, **policy: Any) -> Harness:
+def cache_of_rank(
+    rank: int, group: distributed.ProcessGroup, bits: Bits = 16, *, waits: bool = False, splittable: bool = True
+) -> Harness:
     config = CONFIG if bits == 16 else CONFIG.model_copy(update={"budget": 0.2})
-    policy_of_rank = PseudoRandomPolicy(rank=rank, **policy)
-    harness = Harness(num_slots=200, num_rows=6, config=config, policy=policy_of_rank, group=group, bits=bits)
+    policy = PseudoRandomPolicy(rank=rank, splittable=splittable)
+    harness = Harness(num_slots=200, num_rows=6, config=config, policy=policy, group=group, bits=bits, waits=waits)
     harness.tree.port.ranks = Recorded(group)
     return harness
 
 
-def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps: int) -> list[Any]:
+def traffic(harness: Harness, seed: int, steps: int) -> list[Any]:
     """Random operations; returns what the cache looked like after each. The harness checks contents all the time."""
     rng = random.Random(seed)
     looks = []
@@ -66,8 +64,6 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
             harness.evict(rng.choice([5, 20, 60]))
         elif decoding and action in ("decode", "finish", "retract"):
             getattr(harness, action)(rng.choice(decoding))
-        if scheduler is not None:
-            scheduler.run_pass()
         tree = harness.tree
         shape = [(len(node.key), tree.node_slots(node), tree.port.num_locks(node)) for node in tree.nodes()]
         looks.append((action, shape, harness.allocator.free_pages.tolist()))
@@ -80,19 +76,18 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
         ({}, 1, 16),
         ({}, 2, 16),
         ({"splittable": False}, 1, 16),
-        ({"needs_passes": True}, 2, 16),
+        ({"waits": True}, 2, 16),
         ({}, 1, "auto"),
         ({}, 2, 4),
     ],
-    ids=["at-once", "at-once-2", "unsplittable", "passes", "mixed-bits", "4-bits"],
+    ids=["at-once", "at-once-2", "unsplittable", "when-short", "mixed-bits", "4-bits"],
 )
 def test_trees_and_slots_stay_equal(policy, seed, bits):
     """With rows of few bits at half the budget: more would keep every entry on both ranks."""
 
     def run(rank, group):
         harness = cache_of_rank(rank, group, bits, **policy)
-        scheduler = MiniScheduler(harness) if policy.get("needs_passes") else None
-        looks = traffic(harness, scheduler, seed, steps=900 if bits == 16 else 200)  # each of whose rows is decoded
+        looks = traffic(harness, seed, steps=900 if bits == 16 else 200)  # each of whose rows is decoded
         return looks, harness.tree.ranks.offered, harness.tree.prefixes.totals, rank_states(harness.tree)
 
     (looks, offered, totals, states), (others_looks, others_offered, others_totals, others_states) = on_two_ranks(run)
@@ -147,52 +142,6 @@ def test_ranks_whose_trees_differ_stop():
         return True
 
     assert all(on_two_ranks(run))
-
-
-def test_no_rank_starts_a_pass_while_another_waits_for_a_flush():
-    """Each gives up waiting by its own clock."""
-
-    def run(rank, group):
-        harness = cache_of_rank(rank, group, needs_passes=True)
-        scheduler = MiniScheduler(harness)
-        harness.finish(harness.run(DOCUMENTS[0], options={"warm": True}))
-        scheduler.flush_wrapper._pending = object() if rank else None
-        waiting = []
-        for _ in range(3):
-            scheduler.turn()
-            waiting.append(len(scheduler.waiting_queue))
-        scheduler.flush_wrapper._pending = None
-        scheduler.turn()
-        return [*waiting, len(scheduler.waiting_queue)]
-
-    assert on_two_ranks(run) == [[0, 0, 0, 1]] * 2
-
-
-@pytest.mark.parametrize("has_users", [False, True])
-def test_a_pass_starts_when_the_clocks_of_all_ranks_allow_it(has_users):
-    """Also after users have met a pass, and beside them."""
-
-    def run(rank, group):
-        harness = cache_of_rank(rank, group, needs_passes=True)
-        scheduler = MiniScheduler(harness)
-        scheduler.turn_s *= 3 if rank else 1
-        user = harness.request([1, 2, 3])
-        harness.finish(harness.run(DOCUMENTS[0], options={"warm": True}))
-        starts = []
-        for turn in range(400):
-            scheduler.running_batch.reqs = [user] if turn % 120 < 3 or (has_users and turn > 120) else []
-            scheduler.turn()
-            if scheduler.waiting_queue:
-                starts.append(turn)
-                scheduler.waiting_queue.clear()  # it is gone, and its job with it
-                scheduler.turn()
-                harness.finish(harness.run([9, turn % 7, *DOCUMENTS[0][2:]], options={"warm": True}))
-        return starts, scheduler.now
-
-    (starts, now), (others, others_now) = on_two_ranks(run)
-    assert starts == others and others_now == 3 * now
-    assert starts[0] == 3 + QUIET_S / TURN_S - 1  # by the slow clock
-    assert len(starts) > 3
 
 
 def test_statistics_are_kept_of_all_heads_and_each_rank_reads_its_own():

@@ -19,8 +19,8 @@ def test_ranks_drop_and_load_the_same(host_blocks):
     """
 
     def run(rank, group):
-        policy = PseudoRandomPolicy(rank=rank, needs_passes=True)
-        harness = Harness(num_slots=90, policy=policy, group=group, scores_any_range=True, host_blocks=host_blocks)
+        policy = PseudoRandomPolicy(rank=rank)
+        harness = Harness(num_slots=90, policy=policy, group=group, waits=True, host_blocks=host_blocks)
         found = []
         for number, document in enumerate(DOCUMENTS * 3):
             req = harness.request([*document, 1])

@@ -8,18 +8,16 @@ import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.passes import Letters, MiniScheduler
+from helpers.harness import Harness
+from helpers.scheduling import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing, refusal
 
-WARM = {"warm": True}
 
-
-def refusals(custom_params, needs_passes=True, tokenizer=None, **fields) -> list[str]:
+def refusals(custom_params) -> list[str]:
     """Reasons for which a request is refused; what it asked is forgotten then."""
-    config = KVEvictConfig(tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, **fields)
-    tree = Harness(config=config, policy=PseudoRandomPolicy(needs_passes=needs_passes)).tree
+    config = KVEvictConfig(tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    tree = Harness(config=config).tree
     reasons = []
     req = SimpleNamespace(
         origin_input_ids=[1],
@@ -33,45 +31,37 @@ def refusals(custom_params, needs_passes=True, tokenizer=None, **fields) -> list
         skip_radix_cache_insert=False,
         set_finish_with_abort=lambda reason, _: reasons.append(reason),
     )
-    scheduler = SimpleNamespace(
-        tree_cache=tree, tokenizer=tokenizer, max_queued_requests=None, model_config=SimpleNamespace(vocab_size=64)
-    )
+    scheduler = SimpleNamespace(tree_cache=tree, model_config=SimpleNamespace(vocab_size=64))
     before_queueing(scheduler, req)
     assert req.sampling_params.custom_params == (None if reasons else custom_params)
     return reasons
 
 
 @pytest.mark.parametrize(
-    ("needs_passes", "options", "tokenizer", "message"),
+    ("options", "message"),
     [
-        (True, {"warm": 1}, Letters(), "custom_params.kvevict.warm: got 1; allowed: true or false"),
-        (True, "warm", Letters(), 'custom_params.kvevict: got "warm"'),
-        (True, {"questions": ["a"]}, Letters(), 'kvevict.questions: got ["a"]'),
-        (True, {**WARM, "questions": ["a"]}, None, "allowed: none, because the server runs without a"),
-        (True, {**WARM, "questions": ["a" * 9] * 4}, Letters(), "4 questions of at least 33 tokens"),
-        (False, {**WARM, "questions": ["a"]}, Letters(), "questions: got 1 questions; allowed: none, because"),
+        ({"exact": 1}, "custom_params.kvevict.exact: got 1; allowed: true or false"),
+        ("exact", 'custom_params.kvevict: got "exact"'),
+        ({"warm": True}, "custom_params.kvevict.warm: got true; allowed"),
     ],
 )
-def test_impossible_options_are_refused_with_a_reason(needs_passes, options, tokenizer, message):
-    (reason,) = refusals({"kvevict": options}, needs_passes, tokenizer, max_question_tokens=30)
+def test_impossible_options_are_refused_with_a_reason(options, message):
+    (reason,) = refusals({"kvevict": options})
     assert message in reason
 
 
 @pytest.mark.parametrize(
     "custom_params",
-    [None, {}, {"other": 1}, "text", [1], 7, True, {"kvevict": None}, {"kvevict": WARM}, {"kvevict": {"warm": False}}],
+    [None, {}, {"other": 1}, "text", [1], 7, True, {"kvevict": None}, {"kvevict": {}}, {"kvevict": {"exact": False}}],
 )
 def test_other_requests_pass(custom_params):
     assert refusals(custom_params) == []
-    assert refusals(custom_params, needs_passes=False) == []
 
 
 def test_nobody_else_names_the_namespace_of_an_adapter():
     """SGLang appends an adapter's id to the client's key; a client could write the same text."""
     harness = Harness()
-    scheduler = SimpleNamespace(
-        tree_cache=harness.tree, tokenizer=None, max_queued_requests=None, model_config=SimpleNamespace(vocab_size=64)
-    )
+    scheduler = SimpleNamespace(tree_cache=harness.tree, model_config=SimpleNamespace(vocab_size=64))
     adapter = LoRARef.deterministic_id("adapter", "/path")  # of --lora-paths; anybody can compute it
 
     def refused(extra_key, lora_id=None):
@@ -108,31 +98,6 @@ def test_a_server_with_stock_s_cache_is_left_alone():
 def test_beams_are_refused_by_our_cache_only():
     assert around_beams(lambda *_: None, SimpleNamespace(tree_cache=Harness().tree), object()) == BEAMS
     assert around_beams(lambda *_: "stock's", SimpleNamespace(tree_cache=object()), object()) == "stock's"
-
-
-@pytest.mark.parametrize("options", [WARM, {**WARM, "questions": ["a"]}])
-def test_a_prefix_that_is_never_cached_cannot_be_warmed(options):
-    """Its ticket would never be told."""
-    harness = Harness(policy=PseudoRandomPolicy(needs_passes=True))
-    reason = refusal(MiniScheduler(harness), harness.tree, harness.uncached_request([1, 2], options={**options}))
-    assert reason == (
-        "custom_params.kvevict.warm: got true; allowed: false, because nothing of a request with "
-        'bootstrap_host "2.2.2.2" is cached'
-    )
-    assert refusal(MiniScheduler(harness), harness.tree, harness.uncached_request([1, 2])) is None
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-def test_a_pass_that_waits_takes_no_user_s_place_in_the_queue(limit):
-    harness = Harness(num_slots=400, policy=PseudoRandomPolicy(needs_passes=True))
-    scheduler = MiniScheduler(harness)
-    scheduler.max_queued_requests = limit
-    harness.finish(harness.run(list(range(60)), options=WARM))
-    scheduler.turn()
-    assert len(scheduler.waiting_queue) == 1  # the pass
-    before_queueing(scheduler, harness.request([1, 2, 3]))
-    assert len(scheduler.waiting_queue) == limit - 1
-    assert scheduler.run_all() > 0  # its job has another one later
 
 
 @pytest.mark.parametrize(

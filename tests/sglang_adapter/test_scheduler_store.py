@@ -373,19 +373,6 @@ def test_a_document_behind_a_shared_header_needs_no_other_document(tmp_path):
         assert cache_state(second.harness.tree)["leaked_slots"] == 0
 
 
-def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
-    config = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, min_prefix_tokens=6)
-    server = Server(tmp_path, config=config, num_slots=200)
-    server.serve(DOCUMENT)
-    (key,) = keys_in(server.segments)
-    assert not server.segments.get(key).is_measured
-    (owner,) = server.harness.tree.spans
-    segment = server.harness.tree.spans[owner].segment
-    segment.order = replace(segment.order, is_measured=True)
-    server.harness.tree.prefixes.resizer.at_budget(owner)
-    assert server.writer.drain(300) and server.segments.get(key).is_measured
-
-
 def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
     Server(tmp_path).serve(DOCUMENT)
     server = Server(tmp_path, num_slots=200)

@@ -175,7 +175,7 @@ def test_what_the_index_says_of_a_segment_is_not_believed(backend):
     store.put(whole, SPACE)
     prompt = [*path[:50], *tokens(30, seed=1)]
     name = store._prefix_name(SPACE.chain(path, MIN_PREFIX)[2])
-    backend.put(name, msgspec.json.encode(IndexEntry(whole.key, True, False)))
+    backend.put(name, msgspec.json.encode(IndexEntry(whole.key, True)))
     found = store.find(prompt, SPACE)
     assert [same for same, _ in found] == [48]
     assert list(store.continuing(Lookup(prompt, SPACE, 0, 0), found)) == []
@@ -202,28 +202,25 @@ def test_a_name_lists_the_newest_segment(backend):
     for order in ((short, long), (long, short)):
         for each in order:
             store.put(each, SPACE)
-        assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(order[1].key, True, False))
-        assert store.find(path, SPACE)[0] == (160, IndexEntry(long.key, True, False))
+        assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(order[1].key, True))
+        assert store.find(path, SPACE)[0] == (160, IndexEntry(long.key, True))
     store.delete(short.key)
     store.put(long, SPACE)
-    assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(long.key, True, False))
+    assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(long.key, True))
 
 
 def test_a_complete_segment_takes_the_place_of_one_that_lacks_entries(backend):
-    """And one that readers have ordered that of one that they have not, complete or not."""
     store = SegmentStore(backend, OWN)
     plain = record(OWN, SPACE, tokens(40))
-    full, measured = completed(plain), dataclasses.replace(plain, is_measured=True)
+    full = completed(plain)
 
     def put(ours):
         return store.put(ours, SPACE), store.find(tokens(40), SPACE)[0][1]
 
-    assert put(plain)[0] > 0 and put(plain) == (0, IndexEntry(plain.key, True, False, False))
+    assert put(plain)[0] > 0 and put(plain) == (0, IndexEntry(plain.key, True))
     assert put(full)[0] > 0
-    assert put(plain) == put(full) == (0, IndexEntry(plain.key, True, False, True))
+    assert put(plain) == put(full) == (0, IndexEntry(plain.key, True, True))
     assert_same(full, store.get(plain.key))
-    assert put(measured)[0] > 0 and put(full) == (0, IndexEntry(plain.key, True, True, False))
-    assert_same(measured, store.get(plain.key))
 
 
 def test_a_conversation_is_found_though_another_prompt_shares_its_first_turn(backend):
@@ -241,24 +238,13 @@ def test_a_conversation_is_found_though_another_prompt_shares_its_first_turn(bac
 @pytest.mark.parametrize(("start", "end"), [(0, 16), (0, 40), (3, 20), (500, 1000), (1000, 9999), (0, 64_000)])
 def test_a_segment_has_few_names_and_whoever_uses_half_of_it_knows_one(start, end):
     key = f"{'ab' * 32}-{start}-{end}"
-    numbers = listed_blocks(IndexEntry(key, True, False), 16)
+    numbers = listed_blocks(IndexEntry(key, True), 16)
     assert numbers == sorted(set(numbers)) and len(numbers) <= 9 and numbers[-1] == end // 16
     half = start + (end - start) / 2
     assert (numbers[0] - 1) * 16 < half and numbers[0] * 16 > start
     steps = [b - a for a, b in pairwise(numbers)]
     assert max(steps, default=0) <= max((end - start) / 16 / 16 + 1, 1)
-    assert listed_blocks(IndexEntry(key, False, False), 16) == [end // 16]
-
-
-def test_a_measured_segment_replaces_a_predicted_one(backend):
-    store = SegmentStore(backend, OWN)
-    unread = record(OWN, SPACE, tokens(40))
-    read = record(OWN, SPACE, tokens(40), seed=1, is_measured=True)
-    written = [store.put(each, SPACE) > 0 for each in (unread, read, read, unread)]
-    assert written == [True, True, False, False]
-    assert_same(store.get(read.key), read)
-    ((_, entry),) = store.find(tokens(40), SPACE)
-    assert entry.is_measured
+    assert listed_blocks(IndexEntry(key, False), 16) == [end // 16]
 
 
 def put_many(url: str, numbers: list[int]) -> None:
@@ -536,7 +522,7 @@ def test_random_writers_never_mislead_a_reader(tmp_path):
     for step in range(400):
         store, prompt = rng.choice(stores), rng.choice(prompts)
         start = rng.choice([0, 0, 0, rng.randrange(len(prompt) - MIN_PREFIX)])
-        ours = record(OWN, SPACE, prompt, start, splittable=rng.random() < 0.7, is_measured=rng.random() < 0.5)
+        ours = record(OWN, SPACE, prompt, start, splittable=rng.random() < 0.7)
         store.put(ours, SPACE)
 
         def get(key, store=store):

@@ -1,4 +1,4 @@
-"""A week's traffic in fast motion through tree and scoring: memory stays where it is."""
+"""A week's traffic in fast motion through the tree: memory stays where it is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import resource
 from campaign.machine import build
 from campaign.parts import Counts
 
-from helpers.passes import MiniScheduler
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
-POLICIES = ("reconstruction", "snapkv")
+POLICIES = ("random", "snapkv")
 MAX_GROWTH_MB = 40.0
 
 
@@ -34,19 +33,12 @@ def unit(seed: int, share: float) -> Counts:
 
 
 def _traffic(harness, rng: random.Random, num_requests: int) -> None:
-    scheduler = MiniScheduler(harness)
     for _ in range(num_requests):
         document = rng.choice([rng.randrange(10**6), rng.randrange(5)])
         tokens = [document // 11**i % 11 for i in range(6)] + [i * 7 % 11 for i in range(30)]
-        options = None
-        if harness.tree.prefixes.passes.is_on and rng.random() < 0.2:
-            options = {"warm": True, "questions": ["who?"], "ticket": f"ticket {rng.random():.12f}"}
-        req = harness.run([*tokens, rng.randrange(11)], rng.choice([None, f"tenant {document}"]), options=options)
+        req = harness.run([*tokens, rng.randrange(11)], rng.choice([None, f"tenant {document}"]))
         if req is not None:
             harness.retract(req) if rng.random() < 0.2 else harness.finish(req)
-        if harness.tree.prefixes.passes.is_on and rng.random() < 0.5:
-            scheduler.run_pass()
-            scheduler.passes.clear()
 
 
 def _resident_mb() -> float:

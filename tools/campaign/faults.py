@@ -40,7 +40,7 @@ def _served_alike_after() -> Iterator[list[RunningServer]]:
     """Run a server; another one after it, started when the block has ended it, gives the same answers."""
     rng = random.Random(7)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(40)] for _ in range(4)]
-    with server(config={**CONFIG, "scoring_pass_tokens": 16}) as running:
+    with server(config=CONFIG) as running:
         before = [generate(running, prompt, 8)["output_ids"] for prompt in prompts]
         yield [running]
         for _ in range(1800):  # SGLang looks for the cause for a minute
@@ -116,11 +116,11 @@ def _a_clock_that_is_set_back(seed: int, share: float) -> None:
             assert assert_nothing_leaked(running) > 0 and not error_lines(running)
 
 
-def _sigterm_in_the_middle_of_a_compression(seed: int, share: float) -> None:
+def _sigterm_in_the_middle_of_traffic(seed: int, share: float) -> None:
     """SGLang answers what it has taken in before it ends; who comes later is turned away."""
     with _served_alike_after() as (running,), ThreadPoolExecutor(1) as pool:
         traffic = pool.submit(_traffic, running, 200 * share, seed)
-        while not plugin_state(running)["scoring_jobs"]:
+        while not plugin_state(running)["compressions"]:
             time.sleep(0.01)
         running.process.terminate()
         assert running.process.wait(240) == 0
@@ -134,5 +134,5 @@ FAULTS = (
     _a_detokenizer_that_is_killed,
     _a_full_disk_of_the_log,
     _a_clock_that_is_set_back,
-    _sigterm_in_the_middle_of_a_compression,
+    _sigterm_in_the_middle_of_traffic,
 )

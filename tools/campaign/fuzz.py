@@ -27,7 +27,7 @@ json_values = st.recursive(
 )
 options = json_values | st.fixed_dictionaries(
     {},
-    optional={"warm": st.booleans() | json_values, "questions": json_values, "ticket": json_values, "x": json_values},
+    optional={"exact": st.booleans() | json_values, "share": json_values, "retain": json_values, "x": json_values},
 )
 policies = st.sampled_from([info.name for info in list_policies()])
 
@@ -47,7 +47,7 @@ MAX_ERROR_CHARS = 60 * MAX_SHOWN_CHARS
 
 def _options(custom_params: object) -> None:
     try:
-        parse_request_options({"kvevict": custom_params}, KVEvictConfig())
+        parse_request_options({"kvevict": custom_params})
     except ConfigError as error:
         assert len(str(error)) < 4 * MAX_SHOWN_CHARS and "\n" not in str(error)
 

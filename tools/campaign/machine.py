@@ -19,13 +19,12 @@ from sglang.srt.managers.schedule_batch import Req
 from torch import distributed
 
 from helpers.harness import Harness, publish_server_args
-from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("reconstruction", {}),
+    ("random", {}),
     ("d2o", {}),
     ("k-vec", {}),
     ("chunkkv", {"reuse_layers": 2}),
@@ -33,7 +32,7 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 TWO_RANKS = "two ranks"
 DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])
-OFTEN = {"submit": 6, "chunk": 4, "decode": 4, "finish": 4, "retract": 1, "abort": 1, "drop": 2, "pass": 2}
+OFTEN = {"submit": 6, "chunk": 4, "decode": 4, "finish": 4, "retract": 1, "abort": 1, "drop": 2}
 ACTIONS = [action for action, times in OFTEN.items() for _ in range(times)]
 RARE = ["flush", "weights", "pause"]
 NAMESPACES = ((None, None), (None, None), (None, None), ("tenant", None), (None, "salt"), ("tenant", "salt"))
@@ -89,7 +88,6 @@ def build(name: str, options: dict[str, Any], rank: int = 0, group: distributed.
         tail_tokens=4,
         sink_tokens=2,
         min_prefix_tokens=6,
-        scoring_pass_tokens=20,
         policy_options=options,
     )
     kinds = (Harness, MergedHarness) if group is None else (RankHarness, MergedRankHarness)
@@ -101,17 +99,16 @@ def build(name: str, options: dict[str, Any], rank: int = 0, group: distributed.
 
 def drive(harness: Harness, rng: random.Random, steps: int) -> None:
     """Do random operations; the harness checks contents and conservation after each."""
-    scheduler = MiniScheduler(harness) if harness.tree.prefixes.passes.is_on else None
     for _ in range(steps):
         action = rng.choice(RARE) if rng.random() < 0.01 else rng.choice(ACTIONS)
-        _act(harness, scheduler, rng, action)
+        _act(harness, rng, action)
     _take_off_all(harness)
     total = harness.allocator.available_size() + harness.tree.evictable_size()
     assert total == harness.num_slots and harness.tree.protected_size() == 0
     assert not any(harness.tree.guard.errors.values())
 
 
-def _act(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random, action: str) -> None:
+def _act(harness: Harness, rng: random.Random, action: str) -> None:
     decoding = [req for req in harness.live if req.output_ids]
     prefilling = [req for req in harness.live if not req.output_ids]
     if action == "submit":
@@ -121,12 +118,10 @@ def _act(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random, 
         harness.prefill(req, req.prefix_len + rng.choice([1, 7, 30, 200]))
     elif action == "drop":
         harness.evict(rng.choice([5, 20, 60]))
-    elif action == "pass" and scheduler is not None:
-        scheduler.run_pass(rng.choice([None, 13]))
     elif action == "weights":
         harness.tree.forget_compressed()
     elif action == "pause":
-        _pause(harness, scheduler, rng)
+        _pause(harness, rng)
     elif action == "abort" and harness.live:
         harness.abort(rng.choice(harness.live))
     elif action == "flush" and not harness.live:
@@ -140,31 +135,20 @@ def _take_off_all(harness: Harness) -> None:
         harness.retract(req) if req.kv.holds_kv else harness._cancel(req)
 
 
-def _pause(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random) -> None:
-    """Everything that runs is taken off; while it is, the cache may be flushed, and a pass may wait in the queue."""
-    if scheduler is not None and rng.random() < 0.5:
-        scheduler.turn()
+def _pause(harness: Harness, rng: random.Random) -> None:
+    """Everything that runs is taken off; while it is, the cache may be flushed."""
     _take_off_all(harness)
-    if scheduler is not None:
-        scheduler._engine_paused = True
-        scheduler.turn()
     if rng.random() < 0.5:
         harness.flush()
-    if scheduler is not None:
-        scheduler.turn()
-        scheduler._engine_paused = False
 
 
 def _submit(harness: Harness, rng: random.Random) -> None:
     base = rng.choice(DOCUMENTS)[: rng.choice([0, 9, 20, 35, 50, 70])]
-    options = None
-    if harness.tree.prefixes.passes.is_on and rng.random() < 0.3:
-        options = {"warm": True, "questions": ["who?"] * rng.randrange(3), "ticket": f"ticket {rng.random():.12f}"}
     suffix = [rng.randrange(11) for _ in range(rng.randrange(1, 12))]
     extra_key, salt = rng.choice(NAMESPACES)
-    req = harness.request(base + suffix, extra_key, options)
+    req = harness.request(base + suffix, extra_key)
     req.cache_salt = salt
-    req.rid = rng.choice(["same", "kvevict-pass-1", "other"])
+    req.rid = rng.choice(["same", "other"])
     req.sampling_params.max_new_tokens = rng.choice([1, 3, 8])
     if harness.admit(req) and rng.random() < 0.7:
         harness.prefill(req)

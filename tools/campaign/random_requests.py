@@ -78,23 +78,19 @@ def _request(running: RunningServer, documents: list[list[int]], seed: int, poli
     if rng.random() < 0.3:
         body["lora_path"] = rng.choice(ADAPTERS)
     if rng.random() < 0.4:
-        sampling["custom_params"] = {"kvevict": _wish(rng, seed, policy)}
+        sampling["custom_params"] = {"kvevict": _wish(rng)}
     answer = KINDS.get(kind, _post)(running, body, rng)
     return kind if answer else f"{kind}, refused with a reason"
 
 
-def _wish(rng: random.Random, seed: int, policy: str) -> Body:
+def _wish(rng: random.Random) -> Body:
     wishes: list[Body] = [
-        {"warm": True, "ticket": f"the ticket of {seed:012}"},
         {"exact": True},
         {"retain": rng.choice([0.5, 5.0])},
         {"retain": 2.0, "share": 0.5},
         {"complete": True},
     ]
-    wish = rng.choice(wishes)
-    if "warm" in wish and policy == "reconstruction" and rng.random() < 0.5:
-        wish["questions"] = ["who was there?", "why?"][: rng.randrange(1, 3)]
-    return wish
+    return rng.choice(wishes)
 
 
 def _post(running: RunningServer, body: Body, _rng: random.Random | None = None) -> Any:
@@ -108,7 +104,7 @@ def _post(running: RunningServer, body: Body, _rng: random.Random | None = None)
 
 
 def _bad(running: RunningServer, body: Body, rng: random.Random) -> None:
-    bad = rng.choice([5, "x" * 10**6, {"questions": ["a"]}, {"warm": 1}])
+    bad = rng.choice([5, "x" * 10**6, {"share": ["a"]}, {"exact": 1}])
     body["sampling_params"]["custom_params"] = {"kvevict": bad}
     assert _post(running, body) is None
 

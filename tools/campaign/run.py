@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from campaign import bounds, faults, fuzz, latency, machine, random_requests, soak
+from campaign import bounds, faults, fuzz, machine, random_requests, soak
 from campaign.parts import Part
 
 from helpers.modes import MODES
@@ -37,7 +37,7 @@ LOW_PRIORITY = 10
 MAX_COUNTS = 2
 """Counts of a part that the page shows; of more it shows the file."""
 MACHINE = "random operations with real policies, every forward checked byte for byte"
-BOUNDS = "requests through tree, scoring and events in fast motion, memory flat"
+BOUNDS = "requests through tree and events in fast motion, memory flat"
 
 PARTS = (
     Part("machine", MACHINE, 1_000_000, machine.unit, len(machine.POLICIES) + 1),
@@ -54,7 +54,6 @@ PARTS = (
     ),
     Part("modes", "requests under every way to schedule them", 300 * len(MODES), soak.modes, len(MODES)),
     Part("faults", "faults around a server", 2 * len(faults.FAULTS), faults.unit, len(faults.FAULTS)),
-    Part("latency", "one-token answers beside a warm with many questions", 1, latency.unit, 1),
     Part("soak", "minutes at saturation, memory flat, no error line", 60, soak.soak, 1),
     Part("lengths", "minutes of prompts of all lengths in bfloat16, memory flat", 30, soak.lengths, 1),
 )

@@ -54,7 +54,7 @@ class StreamTiming:
 
 @contextmanager
 def alone(server: RunningServer, fleet: Collection[RunningServer]) -> Iterator[None]:
-    """Suspend all other servers of a fleet while the block runs: scoring passes keep one busy without requests."""
+    """Suspend all other servers of a fleet while the block runs: even an idle one takes turns."""
     with ExitStack() as resumed:
         for other in fleet:
             if other is not server:
@@ -93,16 +93,6 @@ def parse_gauges(text: str) -> PoolGauges:
         raise ValueError(f"/metrics lacks {', '.join(missing)}; is --enable-metrics set?")
     total, available, evictable, running = (int(found[name]) for name in _POOL_GAUGES)
     return PoolGauges(total=total, available=available, evictable=evictable, running=running)
-
-
-def wait_until_scored(server: RunningServer, timeout_s: float = 300.0) -> float:
-    """Wait until no prefix waits for scoring passes; return the seconds waited, about 0 on stock SGLang."""
-    begin = time.monotonic()
-    while any(state.get("scoring_jobs", 0) for state in plugin_states(server, timeout_s)):
-        if time.monotonic() - begin > timeout_s:
-            raise TimeoutError(f"prefixes still wait to be scored after {timeout_s:.0f} s")
-        time.sleep(0.1)
-    return time.monotonic() - begin
 
 
 def idle_gauges(server: RunningServer, timeout_s: float = 30.0) -> PoolGauges:

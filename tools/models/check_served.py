@@ -27,7 +27,6 @@ from kvevict_tools.launcher import (
     config_env,
     launch,
 )
-from kvevict_tools.measure import wait_until_scored
 from sgl_kvevict.distill import Learned, ModelIdentity, ScoreWeights, save_learned
 from sgl_kvevict.distill.features import NUM_WINDOW
 from sgl_kvevict.distill.fingerprint import fingerprint_of
@@ -38,7 +37,7 @@ FLAGS = ("--skip-server-warmup", "--max-total-tokens", "3000", "--context-length
 COMMON = {"min_prefix_tokens": 64, "tail_tokens": 16}
 EVERYTHING = COMMON | {"policy": "ada-snapkv", "budget": 1.0}
 """Everything is kept, in spans."""
-DEFAULT = COMMON | {"pass_share": 1.0, "scoring_pass_tokens": 128}
+DEFAULT = COMMON
 """The default policy and budget, for a small prefix."""
 
 
@@ -214,7 +213,6 @@ def test_images_are_served(family, tmp_path):
     with serve(family, model, tmp_path / "default.log", config, env) as ours:
         for _ in range(2):
             assert [len(answer["output_ids"]) for answer in seen(ours, placeholder)] == [6] * 8
-        wait_until_scored(ours)
         state = idle_state(ours)
         assert state["span_tokens"] >= least and state["span_slots"] < 0.3 * state["span_tokens"]
         assert state["leaked_slots"] == 0 and ours.leak_messages() == [] and state["errors"] == {}
@@ -239,7 +237,6 @@ def test_served(family, tmp_path):
     with serve(family, model, tmp_path / "default.log", DEFAULT) as ours:
         for _ in range(2):
             assert [len(tokens) for tokens in answers(ours)] == [6] * 5
-        wait_until_scored(ours)
         state = idle_state(ours)
         assert state["span_tokens"] >= 284 and state["span_slots"] < 0.3 * state["span_tokens"]
         assert state["leaked_slots"] == 0 and ours.leak_messages() == []
@@ -304,8 +301,7 @@ def test_two_ranks(name, config, tmp_path):
             assert got == [expected] * 2
             assert logprobs(ours) == pytest.approx(wanted, abs=2e-3)
         else:
-            wait_until_scored(ours)
-        state = idle_state(ours)
+            state = idle_state(ours)
         assert state["ranks"][0] == state["ranks"][1]
         assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0 and ours.leak_messages() == []
         assert config is EVERYTHING or state["span_slots"] < 0.3 * state["span_tokens"]
@@ -346,8 +342,7 @@ def chats(server: RunningServer) -> list[tuple[list[int], dict[str, Any]]]:
 
     asked = [ask(first, 30)]
     turn = [*first, *asked[0][1]["output_ids"][:-1]]
-    ask([*turn, 9], 1)  # a prefix that passes score waits for a second reader
-    wait_until_scored(server)
+    ask([*turn, 9], 1)
     asked += [ask([*turn, *others[i][-20:]]) for i in (1, 0)]
     asked += [ask([*first[:200], *others[i][-20:]]) for i in (1, 0)]
     return asked

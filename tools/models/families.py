@@ -103,11 +103,7 @@ ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
 IMAGES = """## Images
 
 SGLang puts hashes where the tokens of an image are, so keys tell images apart, and image tokens are compressed like
-others. Scoring passes do not read them: if a part of the prefix were dropped meanwhile, the image would have to be
-computed again. So a prefix with an image is scored by learned scores (`distilled`, the default) or by the prompt itself
-(`snapkv` and others); passes read the text before its first image.
-With a policy that knows nothing but passes (`reconstruction`) it stays uncompressed, and `warm` answers
-`has-images`. A `warm` request with `questions` beside an image is refused.
+others.
 With positions of three axes (M-RoPE) learned scores take keys
 back to where they were before RoPE; the positions are kept per slot (12 bytes).
 

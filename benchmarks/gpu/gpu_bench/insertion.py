@@ -17,7 +17,7 @@ from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import QueryWindow, Signal
 from sgl_kvevict.segments import KeptRows, Segment, SegmentPacker, Sources, TokenRange
 
-POLICIES = ("ada-snapkv", "reconstruction")
+POLICIES = ("ada-snapkv", "random")
 WINDOW = 32
 LLAMA_8B = {"hidden": 4096, "intermediate": 14336}
 
@@ -38,7 +38,6 @@ class Prefix:
         queries = (WINDOW, self.geometry.num_qo_heads, setting.head_dim)
         self.queries = torch.empty(queries, dtype=torch.bfloat16, device=setting.device).normal_()
         self.lse = torch.full(queries[:2], 12.0, device=setting.device)
-        self.reader_attention = torch.rand(heads, tokens, device=setting.device)
         self.num_kept = setting.kept_tokens * self.geometry.num_runs
 
     def random_rows(self) -> KeptRows:
@@ -63,7 +62,6 @@ class Prefix:
             sm_scale=self.setting.sm_scale,
             signals={
                 Signal.WINDOW_QUERIES: QueryWindow(self.queries, self.lse, self.setting.prefix_tokens),
-                Signal.READER_ATTENTION: self.reader_attention,
             },
         )
 

@@ -120,7 +120,7 @@ def find_system(name: str, model: Path, load: Load, *, is_gpu: bool, graphs: boo
     flags = ["--max-total-tokens", str(load.pool), "--page-size", "1", "--random-seed", "1", "--skip-server-warmup"]
     flags += [] if list(model.glob("*.safetensors")) else ["--load-format", "dummy"]
     flags += [] if has_tokenizer(model) else ["--skip-tokenizer-init"]
-    config = {"policy": "ada-snapkv", "budget": BUDGETS.get(name)}  # needs no scoring passes
+    config = {"policy": "ada-snapkv", "budget": BUDGETS.get(name)}
     if not is_gpu:
         flags += ["--dtype", "float32"]  # small sizes show that everything works: greedy answers are then the same
         ours = name in BUDGETS

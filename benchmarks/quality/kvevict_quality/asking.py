@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from kvevict_quality.sample import Prompts, Question, Sample
 from kvevict_tools.launcher import RunningServer
-from kvevict_tools.measure import flush, plugin_state, wait_until_scored
+from kvevict_tools.measure import flush, plugin_state
 from sgl_kvevict.client import warm
-from sgl_kvevict.config import LIGHT_SHARE, KVEvictConfig
 
 CONCURRENCY = 8
 _TIMEOUT_S = 3600.0
@@ -33,13 +32,12 @@ class Prepared:
     seconds: float
 
 
-def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequence[str] = ()) -> Prepared:
-    """Empty the cache, then send a context alone and wait until it is compressed.
+def prepare(server: RunningServer, context_ids: Sequence[int]) -> Prepared:
+    """Empty the cache, then send a context alone, which compresses it.
 
     Args:
         server: stock, or with this plugin.
         context_ids: token ids.
-        questions: what passes ask instead of repeating the context; (): they repeat it.
 
     Raises:
         RuntimeError: the plugin did not compress it, although its budget is below 1.
@@ -49,48 +47,13 @@ def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequen
     if (state := plugin_state(server)) is None or state["policy"] == "none":
         generate(server, context_ids, 0)
         return Prepared(len(context_ids), len(context_ids), time.perf_counter() - begin)
-    warmed = warm(server.url, input_ids=context_ids, questions=questions, timeout=_TIMEOUT_S)
-    wait_until_scored(server)
+    warm(server.url, input_ids=context_ids, timeout=_TIMEOUT_S)
     seconds = time.perf_counter() - begin
     state = plugin_state(server)
     assert state is not None
     if not state["spans"]:
-        raise RuntimeError(f"a context of {len(context_ids)} tokens was not compressed: {warmed.outcome}, {state}")
+        raise RuntimeError(f"a context of {len(context_ids)} tokens was not compressed: {state}")
     return Prepared(len(context_ids), int(state["evictable_slots"]), seconds)
-
-
-def prepare_in_two_stages(
-    server: RunningServer, context_ids: Sequence[int], config: KVEvictConfig, pool_slots: int
-) -> Prepared:
-    """Send a context alone, then a text beside which it does not fit, then have the context scored by passes.
-
-    Args:
-        server: with the policy ``distilled``, which waits for passes.
-        context_ids: token ids.
-        config: of the server.
-        pool_slots: of the server.
-
-    Raises:
-        RuntimeError: the context did not shrink to the light share first, and to the budget then.
-    """
-    flush(server)
-    begin = time.perf_counter()
-    generate(server, context_ids, 1)
-    other = [*reversed(context_ids)] * (pool_slots // len(context_ids) + 1)
-    generate(server, other[: pool_slots - len(context_ids) + config.tail_tokens], 1)
-    num_tokens = len(context_ids) - config.tail_tokens
-    light, small = config.num_slots(num_tokens, share=LIGHT_SHARE), config.num_slots(num_tokens)
-    state = plugin_state(server)
-    if state is None or (state["span_tokens"], state["span_slots"]) != (num_tokens, light):
-        raise RuntimeError(f"{num_tokens} tokens were to shrink to {light} slots, got {state}")
-    warm(server.url, input_ids=context_ids, timeout=_TIMEOUT_S)
-    wait_until_scored(server)
-    state = plugin_state(server)
-    others = 0 if state is None else int(state["span_tokens"]) - num_tokens
-    others_slots = config.num_slots(others, share=LIGHT_SHARE)
-    if state is None or state["span_slots"] != small + others_slots:
-        raise RuntimeError(f"{num_tokens} tokens were to shrink to {small} slots beside {others_slots}, got {state}")
-    return Prepared(len(context_ids), small + config.tail_tokens, time.perf_counter() - begin)
 
 
 def ask_all(server: RunningServer, prompts: Prompts, sample: Sample, context_ids: list[int]) -> list[str]:

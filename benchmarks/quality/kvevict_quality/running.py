@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean
 
 from kvevict_quality import fidelity
-from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare, prepare_in_two_stages
+from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare
 from kvevict_quality.origin import commit
 from kvevict_quality.rows import Row, merge_rows, read_rows
-from kvevict_quality.sample import SAMPLES_INDEX, Prompts, Question, Sample
-from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, QUESTIONS, TWO_STAGES, Setup
+from kvevict_quality.sample import Prompts, Question
+from kvevict_quality.systems import FULL, Setup
 from kvevict_quality.tasks import FIDELITY_TASKS, make_sample
 from kvevict_quality.tasks.texts import ShortAnswer
 from kvevict_tools.launcher import RunningServer, has_fast_bfloat16, launch
@@ -136,24 +136,12 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
             sums.answer_s += prompt.seconds
             sums.answered(sample.questions, answers)
             continue
-        if setup.policy == TWO_STAGES:
-            sums.prepared.append(prepare_in_two_stages(server, ids, setup.config, setup.pool_slots))
-        else:
-            sums.prepared.append(prepare(server, ids, _questions_to_read(plan, setup, task, tokens, sample)))
+        sums.prepared.append(prepare(server, ids))
         begin = time.perf_counter()
         answers = ask_all(server, plan.prompts, sample, ids)
         sums.answer_s += time.perf_counter() - begin
         sums.answered(sample.questions, answers)
     return sums
-
-
-def _questions_to_read(plan: Plan, setup: Setup, task: str, tokens: int, sample: Sample) -> list[str]:
-    """What passes are to ask: questions of the same kind about another context, or the sample's own; or nothing."""
-    if setup.policy == QUESTIONS:
-        sample = make_sample(task, tokens, plan.seed, SAMPLES_INDEX, plan.prompts.count)
-    elif setup.policy != KNOWN_QUESTIONS:
-        return []
-    return [plan.prompts.question_text(sample, question) for question in sample.questions]
 
 
 def _fidelity(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: int) -> _Sums:

@@ -11,19 +11,8 @@ from typing import Any
 
 from kvevict_tools.launcher import STRICT_CHECK_ENV, System, kvevict_system
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies import Policy, Signal, configured_policy
 
 FULL = "full"
-QUESTIONS = "questions"
-"""The policy ``reconstruction``, whose passes ask questions of the same kind instead of repeating the context."""
-KNOWN_QUESTIONS = "known-questions"
-"""The same, given the very questions that will be asked: not to be had where a prefix is shared, but what a budget
-could hold."""
-AWAITED = "awaited"
-"""The policy ``distilled`` as it is served where slots are ample: a context is compressed after its passes."""
-TWO_STAGES = "two-stages"
-"""The policy ``distilled`` as it is served where slots are short: a context first shrinks to the light share by learned
-scores, then to the budget by passes over what is left."""
 WHILE_PREFILLED = "while-prefilled"
 """The policy ``distilled`` on a pool of ``pool`` token slots (an option), fewer than a context has tokens: its chunks
 shrink while it is prefilled."""
@@ -36,8 +25,6 @@ OWN_FOLDER = Path(__file__).parents[3] / "examples" / "policies"
 if str(OWN_FOLDER) not in sys.path:
     sys.path.append(str(OWN_FOLDER))
 POOL_SLOTS = 24_000
-SHORT_POOL_SLOTS = 3_000
-"""Of ``TWO_STAGES``."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +32,16 @@ class Setup:
     """One server to start: the full cache, or a policy with a budget.
 
     Attributes:
-        policy: a policy's name, ``FULL``, ``QUESTIONS``, ``KNOWN_QUESTIONS``, ``AWAITED``, ``TWO_STAGES`` or
-            ``WHILE_PREFILLED``.
+        policy: a policy's name, ``FULL`` or ``WHILE_PREFILLED``.
         budget: share of the bytes; 1.0 for ``FULL``.
         options: of the policy; ``bits`` is the configuration's, ``pool`` is of ``WHILE_PREFILLED``.
         aware: context and question come in one prompt, compressed before the answer.
-
-    Raises:
-        ValueError: ``aware`` with a policy that compresses only what was read again.
     """
 
     policy: str
     budget: float
     options: Mapping[str, Any] = field(default_factory=dict)
     aware: bool = False
-
-    def __post_init__(self) -> None:
-        if self.aware and self.policy != FULL and self._waits_for_readers():
-            raise ValueError(
-                f"policy {self.policy!r} compresses a prompt only after it was read, so never before its answer; "
-                "allowed with --aware: policies that compress when the prompt is complete"
-            )
 
     @property
     def options_text(self) -> str:
@@ -93,7 +69,7 @@ class Setup:
         """Token slots of its server."""
         if self.policy == WHILE_PREFILLED:
             return int(self.options["pool"])
-        return SHORT_POOL_SLOTS if self.policy == TWO_STAGES else POOL_SLOTS
+        return POOL_SLOTS
 
     def system(self) -> System:
         """How to start its server."""
@@ -105,26 +81,13 @@ class Setup:
     def _config(self) -> dict[str, Any]:
         if self.policy == FULL:
             return {"policy": "none"}
-        served = OWN_POLICIES | dict.fromkeys((QUESTIONS, KNOWN_QUESTIONS), "reconstruction")
-        served |= dict.fromkeys((AWAITED, TWO_STAGES, WHILE_PREFILLED), "distilled")
+        served = OWN_POLICIES | {WHILE_PREFILLED: "distilled"}
         policy = served.get(self.policy, self.policy)
         ours = {"bits", "pool"} if self.policy == WHILE_PREFILLED else {"bits"}
         options = {name: value for name, value in self.options.items() if name not in ours}
         # Without memory of the host: a context that was asked about would get its evicted entries back from there.
         values = {"policy": policy, "budget": self.budget, "policy_options": options, "host_bytes": 0}
-        values |= {name: value for name, value in self.options.items() if name == "bits"}
-        return values | ({"score_after_matches": 1} if self.policy in (AWAITED, TWO_STAGES) else {})
-
-    def _waits_for_readers(self) -> bool:
-        policy = self._policy()
-        is_learned = Signal.LEARNED_SCORES in policy.needs and self.policy not in (AWAITED, TWO_STAGES)
-        return policy.needs_passes and not is_learned
-
-    def _policy(self) -> Policy:
-        policy = configured_policy(self.config)
-        if policy is None:
-            raise ValueError(f"policy {self.policy!r} compresses nothing; allowed: a policy that does")
-        return policy
+        return values | {name: value for name, value in self.options.items() if name == "bits"}
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:

@@ -93,12 +93,11 @@ def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0) -> TreeSe
         tail_tokens=-(-defaults.tail_tokens // UNIT),
         sink_tokens=defaults.sink_tokens // UNIT,
         min_prefix_tokens=defaults.min_prefix_tokens // UNIT,
-        score_after_matches=1_000_000_000,  # passes never come: no model runs
     )
     if bits is None:
         compressor = Compressor(config, NO_POLICY, packer)
     else:
-        compressor = LearnedCompressor(config, PseudoRandomPolicy(needs_passes=True), packer)
+        compressor = LearnedCompressor(config, PseudoRandomPolicy(), packer)
     ranks = TensorRanks(None)
     identity = host_identity(packer, config.min_prefix_tokens, ranks)
     blocks = host * num_slots // BLOCK_SLOTS

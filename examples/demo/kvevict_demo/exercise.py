@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvevict_tools.launcher import RunningServer
-from kvevict_tools.measure import flush, idle_gauges, in_turn, plugin_state, time_stream, wait_until_scored
+from kvevict_tools.measure import flush, idle_gauges, in_turn, plugin_state, time_stream
 
 from .pressure import Shown, ask, show_documents
 from .programs import max_overlap, run_branches, run_chat
@@ -110,7 +110,6 @@ class Exercise:
         seen: dict[str, Any] = {}
 
         def look_at_pool() -> None:
-            wait_until_scored(server)
             seen["prefix_slots"] = idle_gauges(server).evictable - empty
             seen["state"] = plugin_state(server) or {}
             self._progress.note(f"{name}: the document takes {seen['prefix_slots']:,} token slots; asking questions")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvevict_tools.launcher import RunningServer
-from kvevict_tools.measure import flush, idle_gauges, wait_until_scored
+from kvevict_tools.measure import flush, idle_gauges
 
 from .questions import DOCUMENT
 
@@ -60,7 +60,6 @@ def show_documents(server: RunningServer, pool_slots: int) -> Shown:
     for text in documents():
         tokens += _generate(server, text, 0)["prompt_tokens"]
         texts.append(text)
-        wait_until_scored(server)
         slots_each = slots_each or idle_gauges(server).evictable - empty
         if tokens >= WORKING_SET * pool_slots:
             return Shown(tuple(texts), tokens, slots_each)

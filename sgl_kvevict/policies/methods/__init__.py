@@ -9,14 +9,12 @@ from sgl_kvevict.policies.methods.h2o import H2O
 from sgl_kvevict.policies.methods.k_vec import KVec
 from sgl_kvevict.policies.methods.pyramidkv import PyramidKV
 from sgl_kvevict.policies.methods.random import Random
-from sgl_kvevict.policies.methods.reconstruction import Reconstruction
 from sgl_kvevict.policies.methods.snapkv import SnapKV
 from sgl_kvevict.policies.methods.streaming_llm import StreamingLLM
 from sgl_kvevict.policies.options import NamedPolicy
 
 METHODS: tuple[type[NamedPolicy], ...] = (
     Distilled,
-    Reconstruction,
     StreamingLLM,
     SnapKV,
     PyramidKV,

@@ -1,4 +1,4 @@
-"""``distilled``: passes, and scores that ``sgl_kvevict/distill/`` learns from them; the default."""
+"""``distilled``: attention that scores predict, which ``sgl_kvevict/distill/`` learns once a model; the default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.scorers import joint_attention, log_attention
 from sgl_kvevict.policies.signals import Signal
 
 WINDOW_SIZE = 8
@@ -23,12 +22,10 @@ NORM_FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class DistilledScorer(Scorer):
-    """Reader attention, measured or predicted or both, times how far the token's value is from the head's mean value.
+    """Predicted attention of later queries, times how far the token's value is from the head's mean value.
 
     Softmax weights add up to 1, so what is evicted is missed by this distance: a value near the mean is replaced by the
-    others. Distances are shares of the layer's mean. Where passes have read the range, attention is
-    :func:`sgl_kvevict.policies.scorers.joint_attention`; where they have read questions given with it, it is measured
-    alone.
+    others. Distances are shares of the layer's mean.
     With ``use_window`` the attention of the prompt's last ``WINDOW_SIZE`` queries is a feature of learned scores
     (:class:`sgl_kvevict.distill.ScoreWeights`).
 
@@ -47,20 +44,13 @@ class DistilledScorer(Scorer):
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Both scores, keys, values, and window queries with ``use_window``."""
+        """Learned scores, keys, values, and window queries with ``use_window``."""
         window = {Signal.WINDOW_QUERIES} if self.use_window else set()
-        scores = {Signal.LEARNED_SCORES, Signal.READER_ATTENTION}
-        return frozenset({*scores, Signal.KEYS, Signal.VALUES, *window})
+        return frozenset({Signal.LEARNED_SCORES, Signal.KEYS, Signal.VALUES, *window})
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer; ValueError if neither score is present."""
-        measured = view.find(Signal.READER_ATTENTION, Tensor)
-        if Signal.LEARNED_SCORES in view.signals:
-            predicted = view.need_per_token(Signal.LEARNED_SCORES)
-            attention = predicted if measured is None else joint_attention(measured, predicted)
-        else:
-            attention = log_attention(view.need_per_token(Signal.READER_ATTENTION))
-        return TokenScores(attention + relative_norms(view.values))
+        """Score one layer."""
+        return TokenScores(view.need_per_token(Signal.LEARNED_SCORES) + relative_norms(view.values))
 
 
 def relative_norms(values: Tensor) -> Tensor:
@@ -77,9 +67,9 @@ class Distilled(OneBudgetOptions):
     """``distilled``."""
 
     name = "distilled"
-    summary = "attention that passes measure or learned weights predict, times the value's distance from the mean"
+    summary = "attention that learned weights predict, times the value's distance from the mean"
     source = "this project, after KVzap (arXiv 2601.07891)"
-    use_when = "always: scores are learned once per model, so no pass is needed"
+    use_when = "always: scores are learned once per model"
 
     use_window: bool = Field(
         True, description="look at the attention of the prompt's last queries too, not at the cache alone"

@@ -50,7 +50,6 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         readers=sum(readers),
         readers_per_span=sum(readers) / max(len(readers), 1),
         max_readers_per_span=max(readers, default=0),
-        scoring_jobs=len(prefixes.passes.jobs),
         observation_bytes=prefixes.observation_bytes,
         host_bytes=host.num_blocks * host.block_bytes,
         host_used_bytes=host.used_bytes,

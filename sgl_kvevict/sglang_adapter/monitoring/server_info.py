@@ -54,9 +54,6 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         state |= tree.compressor.state()
     if stored := tree.prefixes.store_state():
         state["store"] = stored
-    passes = tree.prefixes.passes
-    if passes.is_on:
-        state["warm_outcomes"] = dict(passes.jobs.outcomes)
     return state
 
 
