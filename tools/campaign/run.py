@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from campaign import bounds, faults, fuzz, machine, random_requests, soak
+from campaign import bounds, faults, fuzz, machine, orders, random_requests, soak
 from campaign.parts import Part
 
 from helpers.modes import MODES
@@ -54,6 +54,9 @@ PARTS = (
     ),
     Part("modes", "requests under every way to schedule them", 300 * len(MODES), soak.modes, len(MODES)),
     Part("faults", "faults around a server", 2 * len(faults.FAULTS), faults.unit, len(faults.FAULTS)),
+    Part(
+        "orders", "orders of pauses, aborts, flushes, new weights beside requests", 200, orders.unit, len(orders.TIERS)
+    ),
     Part("soak", "minutes at saturation, memory flat, no error line", 60, soak.soak, 1),
     Part("lengths", "minutes of prompts of all lengths in bfloat16, memory flat", 30, soak.lengths, 1),
 )
