@@ -15,7 +15,7 @@ from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.growth import Growth
 from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.loading import Loading
-from sgl_kvevict.cache.nodes import Node, Reader, path_to
+from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.prefills import PrefillEvents, Prefills
 from sgl_kvevict.cache.pressure import Pressure
@@ -112,6 +112,13 @@ class PrefixCache:
         record.observation, record.is_live, record.room = None, False, -1
         with self._guard.at(Place.RELEASE):
             self.resizer.try_wanted(Occasion.RELEASED)
+
+    def aborted(self, path: Sequence[Node]) -> None:
+        """A reader of a path was aborted: samples that were to come may not come, so no prompt of it waits for them."""
+        with self._guard.at(Place.RELEASE):
+            for node in self.table.stop_awaiting(path):
+                prompt = path_to(node)
+                self.resizer.shrink(prompt, length_of(prompt) - self.compressor.config.tail_tokens)
 
     def admitting(self, reader: Reader, prompt: Prompt) -> None:
         """A request is about to match its prompt: load what the pool lacks of it.

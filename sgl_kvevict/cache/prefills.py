@@ -37,11 +37,11 @@ class PrefillEvents(Protocol):
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree."""
 
-    def complete(self, reader: Reader, node: Node, options: RequestOptions, *, goes_on: bool = False) -> None:
+    def complete(self, reader: Reader, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
         """A completely prefilled prompt, of which something was observed, is in the tree.
 
-        The path to ``node`` may be shorter than the prompt (models with windows or recurrent states). ``goes_on``:
-        other requests with the same prompt come next, and read it uncompressed.
+        The path to ``node`` may be shorter than the prompt (models with windows or recurrent states). ``num_samples``:
+        how many requests with the same prompt come next, all of which read it uncompressed; -1: this is one of them.
         """
 
 
@@ -59,6 +59,7 @@ class Prefills:
         pressure: Pressure,
     ) -> None:
         self._tree = tree
+        self._table = table
         self._spans = table.spans
         self._readers = readers
         self._compressor = compressor
@@ -98,7 +99,7 @@ class Prefills:
         """Let a prompt shrink up to a chunk that is in the tree."""
         self._pressure.chunk_complete(reader, path_to(node))
 
-    def complete(self, reader: Reader, node: Node, options: RequestOptions, *, goes_on: bool = False) -> None:
+    def complete(self, reader: Reader, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
         """Compress a prompt; one of which its client wants to read a share shrinks when slots are short."""
         record = self._readers[reader]
         observation, record.observation = record.observation, None
@@ -106,10 +107,10 @@ class Prefills:
             return
         path = path_to(node)
         end = min(observation.end, length_of(path))
-        if goes_on:
-            if not observation.has_failed:
-                self._resizer.cover(path, end - self._tail, observation, observation.num_bytes)
-        elif options.least_share and self._compressor.scores_any_range:
+        if options.least_share and self._compressor.scores_any_range:
             self._pressure.prompt_complete(path, end, observation)
+        elif num_samples and self._table.await_samples(node, num_samples):
+            if num_samples > 0 and not observation.has_failed:
+                self._resizer.cover(path, end - self._tail, observation, observation.num_bytes)
         else:
             self._resizer.shrink(path, end - self._tail, observation)

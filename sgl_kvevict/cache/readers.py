@@ -30,7 +30,7 @@ class ReaderRecord:
         computed_again: of an exact reader: prompt tokens that it computes although the tree has them.
         report: what its client is told, beside how many tokens came from pool, host and store. What it reads of its
             prompt is noted several times, of which the one that has lost most counts. None: not noted yet.
-        is_counted: its prompt is complete, and in the totals.
+        is_counted: its prompt is complete, and in the totals, or in them with the request before its samples.
     """
 
     is_live: bool = False

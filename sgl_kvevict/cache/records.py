@@ -23,10 +23,12 @@ class PrefixRecord:
     Attributes:
         span: the node's part of a segment, in place or packed; None: it belongs to none.
         retained_until: it counts as used until then (:meth:`CostAwareRecency.retain`); 0: it is not retained.
+        num_awaited: samples (``n``) of the prompt that ends with the node which have not begun.
     """
 
     span: Span | None = None
     retained_until: int = 0
+    num_awaited: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,19 @@ class PrefixTable:
         self.wanted: dict[Segment, None] = {}
         self.shrinking = NodeSet()
         self.prompts = Prompts()
+
+    def await_samples(self, node: Node, count: int) -> bool:
+        """So many more samples of a prompt are to come; -1: one has begun. Return whether any more is to come."""
+        record = self._records.setdefault(node, PrefixRecord())
+        record.num_awaited = max(record.num_awaited + count, 0)
+        return record.num_awaited > 0
+
+    def stop_awaiting(self, path: Sequence[Node]) -> list[Node]:
+        """No more samples of prompts on a path come; return the last nodes of those prompts that had some to come."""
+        found = [node for node in path if node in self._records and self._records[node].num_awaited]
+        for node in found:
+            self._records[node].num_awaited = 0
+        return found
 
     def retain(self, node: Node, until: int) -> None:
         """Let a node count as used until then, or as long as it already does; see :class:`PrefixRecord`."""
@@ -324,11 +339,13 @@ class PrefixTable:
             self.shrinking.discard(node)
 
     def forget(self) -> None:
-        """Remove segments in place: the weights have changed."""
+        """Remove segments in place, and counts of samples to come: the weights have changed."""
         for segment in list(self.in_place):
             for node in self.nodes_of(segment):
                 self._records[node].span = None
             self._leave_place(segment)
+        for record in self._records.values():
+            record.num_awaited = 0
 
 
 def _joined_order(segments: Sequence[Segment]) -> Order | None:

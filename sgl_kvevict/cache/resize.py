@@ -217,12 +217,16 @@ class Resizer:
 
     # ---- ranges that shrink to the budget ---------------------------------------------------------------------
 
-    def shrink(self, path: Sequence[Node], end: int, prompt: PromptObservation) -> None:
-        """Let the uncompressed tokens of a path up to ``end`` shrink to the budget, now or as soon as possible."""
+    def shrink(self, path: Sequence[Node], end: int, prompt: PromptObservation | None = None) -> None:
+        """Let the uncompressed tokens of a path up to ``end`` shrink to the budget, now or as soon as possible.
+
+        Without ``prompt`` they are ranked by the one that has covered them.
+        """
         if not self.is_long_enough(end - self._spans.compressed_len(path)):
             return
         segment = self.range_to(path, end)[-1]
-        if segment.prompt is None or prompt.first_query < segment.end:  # else it has computed nothing of the range
+        # A prompt that has computed nothing of the range is no better than the one that did.
+        if prompt is not None and (segment.prompt is None or prompt.first_query < segment.end):
             self._table.prompts.give(segment, prompt, prompt.num_bytes)
         self._table.wanted[segment] = None
         if self._try(segment, Occasion.RELEASED) is None:

@@ -98,7 +98,7 @@ class TextPrefills:
     def chunk_complete(self, reader: Req, node: Node) -> None:
         """Nothing shrinks."""
 
-    def complete(self, reader: Req, node: Node, options: RequestOptions, *, goes_on: bool = False) -> None:
+    def complete(self, reader: Req, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
         """Note where the text is."""
         self._tree.prefixes.readers[reader].observation = None
         self.node = node

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InsertParams,
@@ -372,6 +373,7 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
+        num_samples = self._num_samples(req)
         if req.finished() or up_to >= len(req.origin_input_ids):
             self._note_read(req)  # before its path changes
             self._count(req)
@@ -390,7 +392,7 @@ class KVEvictTree(UnifiedRadixCache):
         if record.is_complete:
             self._report_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
-                self.prefixes.prefills.complete(req, node, self._options_of(req), goes_on=_is_hidden(req))
+                self.prefixes.prefills.complete(req, node, self._options_of(req), num_samples)
             if attempt.failed:
                 record.observation = None
         elif not req.finished():
@@ -420,13 +422,18 @@ class KVEvictTree(UnifiedRadixCache):
     def _count(self, req: Req) -> None:
         """Count the prompt of a request, once."""
         record = self.prefixes.readers[req]
-        is_sample = req.sampling_params.n > 1 and not _is_hidden(req)  # its prompt was counted before
-        if not (record.is_counted or is_sample):
-            record.is_counted = True
+        was_counted, record.is_counted = record.is_counted, True
+        if not (was_counted or _is_sample(req)):  # a sample's was counted before it
             totals = self.prefixes.totals
             totals.prompts += 1
             totals.prompt_tokens += len(req.origin_input_ids)
             totals.found_tokens += req.cached_tokens
+
+    def _num_samples(self, req: Req) -> int:
+        """How many samples follow a request; -1: it is one, and has not begun before; see :meth:`Prefills.complete`."""
+        if self.prefixes.readers[req].is_counted or req.sampling_params.n == 1:
+            return 0
+        return -1 if _is_sample(req) else req.sampling_params.n
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""
@@ -436,6 +443,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then report it."""
+        is_aborted = isinstance(req.finished_reason, FINISH_ABORT)
         path = path_to(self.tree_core.node_by_id(req.last_node))
         if not checkpointed:
             self._note_read(req)
@@ -443,6 +451,8 @@ class KVEvictTree(UnifiedRadixCache):
         if path and self._blocking.is_retired(path[0]):
             self._blocking.drop_unread(path[0])
         self.prefixes.released(req)
+        if is_aborted:
+            self.prefixes.aborted(path)
 
     def _options_of(self, req: Req) -> RequestOptions:
         """The request's cache options."""
@@ -473,9 +483,9 @@ class KVEvictTree(UnifiedRadixCache):
         return self.prefixes.prefills.observe(req, node, start, end, len(req.full_untruncated_fill_ids))
 
 
-def _is_hidden(req: Req) -> bool:
-    """Whether SGLang has sent a request of no token, only to cache the prompt of ``n`` samples that it sends next."""
-    return bool(req.sampling_params.n > 1 and req.sampling_params.max_new_tokens == 0)
+def _is_sample(req: Req) -> bool:
+    """Whether a request is one of ``n``: SGLang sends one of no token before them, only to cache their prompt."""
+    return bool(req.sampling_params.n > 1 and req.sampling_params.max_new_tokens != 0)
 
 
 def _keeps_own_chunks(req: Req, up_to: int) -> bool:

@@ -24,14 +24,15 @@ def run(harness, req):
     return found
 
 
-def test_a_prompt_is_compressed_with_its_first_sample_and_counted_once():
+def test_a_prompt_is_compressed_with_its_last_sample_and_counted_once():
     harness = make_harness()
     assert run(harness, ask(harness, num_new=0)) == 0 and not ranges(harness)
-    samples = [ask(harness) for _ in range(3)]
-    assert all(map(harness.admit, samples))
-    assert [req.prefix_len for req in samples] == [39] * 3  # SGLang computes the last token
-    for req in samples:
-        harness.prefill(req)
+    samples = []
+    for _ in range(3):  # one after the other, as they come
+        assert not ranges(harness)
+        samples.append(ask(harness))
+        assert run(harness, samples[-1]) == 39  # SGLang computes the last token
+        harness.decode(samples[-1])
     assert ranges(harness) == [(0, 38)]
     for req in samples:
         harness.decode(req)
@@ -71,5 +72,60 @@ def test_samples_are_ranked_by_what_the_prompt_has_left_not_by_their_own_last_qu
         ),
     )
     run(harness, ask(harness, num_new=0))
-    run(harness, ask(harness))
+    for _ in range(3):
+        run(harness, ask(harness))
     assert ranges(harness) == [(0, 38)] and ranked == [0]
+
+
+def test_two_clients_samples_of_one_prompt_are_counted_together():
+    harness = make_harness()
+    for _ in range(2):
+        run(harness, ask(harness, num_new=0))
+    for _ in range(6):
+        assert not ranges(harness)
+        assert run(harness, ask(harness)) == 39
+    assert ranges(harness) == [(0, 38)]
+
+
+def test_samples_that_do_not_come_are_not_waited_for():
+    """A client that hangs up aborts those that run; those that SGLang has not admitted are never seen."""
+    harness = make_harness()
+    run(harness, ask(harness, num_new=0))
+    sample = ask(harness)
+    run(harness, sample)
+    assert not ranges(harness)
+    harness.abort(sample)
+    assert ranges(harness) == [(0, 38)]
+
+
+def test_a_prompt_that_waits_for_samples_shrinks_when_slots_are_short():
+    harness = make_harness(num_slots=60)
+    run(harness, ask(harness, num_new=0))
+    sample = ask(harness)
+    run(harness, sample)
+    assert not ranges(harness)
+    assert harness.run(document(1, 40)[:30]) is not None
+    assert (0, 38) in ranges(harness) and sample in harness.live
+
+
+def test_a_retracted_sample_is_counted_once():
+    harness = make_harness()
+    run(harness, ask(harness, num_new=0))
+    samples = [ask(harness) for _ in range(3)]
+    run(harness, samples[0])
+    harness.retract(samples[0])
+    run(harness, samples[1])
+    assert not ranges(harness)
+    run(harness, samples[2])
+    assert ranges(harness) == [(0, 38)]
+
+
+def test_the_node_of_a_prompt_that_waits_may_be_split():
+    harness = make_harness()
+    run(harness, ask(harness, num_new=0))
+    run(harness, ask(harness))
+    other = harness.run([*DOCUMENT[:39], 7, 8, 9])
+    assert other is not None
+    for _ in range(2):
+        run(harness, ask(harness))
+    assert ranges(harness)
