@@ -108,7 +108,7 @@ bench-judges: model ## foreign programs against stock and ours: cache-pressure, 
 bench-traces: setup ## conversations of coding agents through SGLang's tree and ours, over memory; no model; writes docs/results/traces
 	@nice $(BIN)/python -W ignore benchmarks/traces/run.py $(ARGS)
 
-bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1"; --aware)
+bench-quality: model ## what answers are worth after compression (ARGS="--policies distilled --budgets 0.2 0.1"; --aware)
 	@$(BIN)/python benchmarks/quality/run.py $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
 	@$(BIN)/python tools/write_tables.py

@@ -44,8 +44,8 @@ def run_agent(client: OpenAI, name: str) -> list[str]:
 
 def main(url: str) -> None:
     """Compress the system prompt, then run all agents side by side."""
-    done = warm(url, messages=[SYSTEM])
-    print(f"system prompt: {done.tokens:,} tokens, {done.outcome}")
+    had = warm(url, messages=[SYSTEM])
+    print(f"system prompt: compressed; {had.device:,} tokens were in the pool before")
     client = OpenAI(base_url=f"{url}/v1", api_key=API_KEY)
     with ThreadPoolExecutor(len(AGENTS)) as pool:
         for lines in pool.map(lambda name: run_agent(client, name), AGENTS):

@@ -1,7 +1,7 @@
 """Offline inference: `sgl.Engine` with the plugin, no server. A batch of prompts shares one compressed document.
 
 `sgl.Engine` takes both backends as keywords; the plugin's configuration is in KVEVICT_CONFIG, as for a server. A prompt
-without an answer (`max_new_tokens: 0`) has its prefix scored and compressed, then the batch reads the compressed copy.
+without an answer (`max_new_tokens: 0`) has its prefix compressed, then the batch reads the compressed copy.
 
     .venv/bin/python examples/engine.py [MODEL]
 """

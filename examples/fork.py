@@ -1,7 +1,7 @@
 """Many questions about one document at once, in SGLang's frontend language.
 
 `fork` has the server cache the shared prefix once; all branches read that one copy. A prefix cached this way is
-also scored and compressed, here while the first questions are answered. The second round reads the compressed copy.
+compressed as soon as it is complete. The second round reads the compressed copy.
 
     make serve                        # in another terminal
     .venv/bin/python examples/fork.py [URL]

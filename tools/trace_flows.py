@@ -178,7 +178,7 @@ class Tracer:
 
     def _of_a_prompt(self) -> None:
         driver = make(SHOT)
-        with self.flow("a new prompt, compressed at once", driver):
+        with self.flow("a new prompt, by its last queries", driver):
             assert driver.run(DOCUMENT) is not None
         assert driver.tree.spans
         num_nodes = len(list(driver.tree.nodes()))
@@ -187,7 +187,7 @@ class Tracer:
             assert driver.admit(req)
         assert len(list(driver.tree.nodes())) == num_nodes + 1
         driver = make(LEARNED)
-        with self.flow("a new prompt, slots are ample", driver):
+        with self.flow("a new prompt, by learned scores", driver):
             assert driver.run(DOCUMENT) is not None
 
     def _of_slots_that_are_short(self) -> None:

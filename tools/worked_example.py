@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 from sglang.srt.managers.schedule_batch import Req
 from write_tables import with_block
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import NO_ROTARY, Harness, publish_server_args
 from helpers.learned import random_scores
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
@@ -51,7 +51,7 @@ class Story:
             POOL, max_tokens=POOL, config=config, policy=policy, bits="auto", host_blocks=POOL, scores_any_range=True
         )
         compressor = self.harness.tree.compressor
-        compressor.learned = random_scores(self.harness.geometry, compressor.rotary)
+        compressor.learned = random_scores(self.harness.geometry, NO_ROTARY)
         self.rows: dict[str, list[int]] = {}
         a = self._run("A is computed", A)
         b = self._run("B branches off", B)
@@ -75,7 +75,7 @@ class Story:
 
     def _note(self, step: str, req: Req | None = None) -> None:
         tree, free = self.harness.tree, self.harness.allocator.available_size()
-        row = [POOL - free, free, tree.evictable_size(), tree.prefixes.hints.reclaimable()]
+        row = [POOL - free, free, tree.evictable_size(), tree.prefixes.pressure.reclaimable()]
         if req is not None:
             (path,) = tree.read_paths([req])
             row += [sum(int(runs.lens.sum()) for runs in path if runs.bits == bits) for bits in (16, 8, 4)]

@@ -36,7 +36,7 @@ def ran(server, request, tmp_path, monkeypatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ran", ["A service that answers from documents"], indirect=True)
 def test_documents(ran):
-    assert ran["done"].outcome == "compressed" and ran["done"].tokens > 2700
+    assert ran["had"].device < 100
     assert "Grey Heron" in ran["text"]
     report = ran["report"]
     assert report.compressed.num_tokens > 2700 and 0.3 < report.compressed.share < 1 and report.computed_again == 0

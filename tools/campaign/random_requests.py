@@ -25,7 +25,7 @@ CROWD, FEW = 24, 4
 whose requests prefixes stay long enough to be found, scored and compressed."""
 LONG, MIXED = (1, 40, 150, 300, 400, 400), (0, 1, 8, 40, 150, 300)
 """New tokens of their requests: long answers of a crowd do not fit, and SGLang retracts some."""
-POLICIES = ("distilled", "reconstruction", "ada-snapkv", "k-vec")
+POLICIES = ("distilled", "snapkv", "ada-snapkv", "k-vec")
 HEAD_DIM = 64
 """Of the model that ``distilled`` serves: large enough for rows of 8 and 4 bits."""
 SCHEMA = {
