@@ -1,7 +1,7 @@
 """Error handling: an error of one request ends that request's work, an error of accounting stops the server.
 
-SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a request or
-job. Where slots, spans and rows change hands, going on could give one user's keys to another:
+SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a
+request. Where slots, spans and rows change hands, going on could give one user's keys to another:
 :class:`accounting` makes every exception an :class:`InvariantError`, which no guard holds.
 """
 
@@ -27,10 +27,9 @@ class Place(Enum):
     OPTIONS = "options"
     """Checking a request's options: the request is refused with status 500."""
     PROMPT = "prompt"
-    """Counting a completed prompt as a reader, or queueing a job for it: neither happens."""
-    """Preparing a scoring pass and handing it to the scheduler: its job ends as "failed"."""
+    """Counting a completed prompt: it is not counted."""
     OBSERVATION = "observation"
-    """Recording queries of a prompt or a pass: the observation is discarded."""
+    """Recording queries of a prompt: the observation is discarded."""
     COMPRESSION = "compression"
     """Selecting entries by a policy: the range stays uncompressed."""
     STORE = "store"
@@ -38,7 +37,7 @@ class Place(Enum):
     HOST = "host"
     """Moving a prefix to the host's memory or back: it is dropped, or is computed."""
     RELEASE = "release"
-    """Continuing a job or pending ranges after a request was released: they keep waiting."""
+    """Compressing pending ranges after a request was released: they keep waiting."""
     MONITORING = "monitoring"
     """Writing metrics, answering a question: this time it is skipped."""
     SOCKETS = "sockets"
