@@ -24,7 +24,7 @@ OPERATORS = "required by operators: size, place and access are theirs to choose"
 EXTREMES = "required by measurements: the control that every policy is compared with"
 
 FIELDS = {
-    "policy": "policies-cost.md: `snapkv`",
+    "policy": PAPERS,
     "budget": "quality/dial.csv: 0.1",
     "bits": "quality/bits.md: auto",
     "min_budget": "serving/pressure.md: 16x the pool",
@@ -54,7 +54,7 @@ REQUEST_OPTIONS = {
     "retain": "required by clients who will ask again and know when (tests/sglang_adapter/test_retain.py)",
 }
 POLICIES = {
-    "distilled": "policies-cost.md: `distilled`",
+    "distilled": "quality/results.csv: distilled",
     "random": EXTREMES,
     **dict.fromkeys(
         ("ada-pyramidkv", "ada-snapkv", "chunkkv", "d2o", "h2o", "k-vec", "pyramidkv", "snapkv", "streaming-llm"),

@@ -123,10 +123,6 @@ class Spans(Mapping[Node, Span]):
         """Topmost node of a packed node's segment."""
         return self.nodes_of(node, self[node].segment)[0]
 
-    def last_of(self, owner: Node) -> Node:
-        """Last node with a span of the segment that a node owns."""
-        return self.views_of(owner)[-1]
-
     def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
         """Nodes of a segment, from the owner to ``lowest``."""
         nodes = []

@@ -81,11 +81,9 @@ class Prefills:
     ) -> Sequence[PromptObservation | TextAttention]:
         """The request's observation; none for decode rows of a mixed batch, and prompts too short to compress."""
         observation = self._readers[reader].observation
-        if observation is None or observation.is_complete:
+        if observation is None or observation.is_complete or not self._resizer.is_long_enough(prompt_len - self._tail):
             return []
         with self._guard.at(Place.OBSERVATION) as attempt:
-            if not self._resizer.is_long_enough(prompt_len - self._tail):
-                return []
             compressed_len = self._spans.compressed_len(path_to(node))
             slots = self._tree.slots_of(reader, compressed_len, end) if observation.needs_slots else None
             is_last = end >= prompt_len

@@ -24,7 +24,6 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("random", {}),
     ("d2o", {}),
     ("k-vec", {}),
     ("chunkkv", {"reuse_layers": 2}),

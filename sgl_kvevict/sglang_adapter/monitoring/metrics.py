@@ -58,7 +58,7 @@ class Metrics:
             else:
                 counter = Counter(PREFIX + name, text, names).labels(**labels)
             self._counters.append((counter, partial(getattr, tree.prefixes.totals, name)))
-        errors = Counter(PREFIX + "errors", "Exceptions held; each failed one request or job.", [*names, "place"])
+        errors = Counter(PREFIX + "errors", "Exceptions held; each failed one request.", [*names, "place"])
         for place in Place:
             counter = errors.labels(**labels, place=place.value)
             self._counters.append((counter, partial(tree.guard.errors.__getitem__, place)))
