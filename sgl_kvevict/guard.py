@@ -1,16 +1,15 @@
 """Error handling: an error of one request ends that request's work, an error of accounting stops the server.
 
-SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a
-request. Where slots, spans and rows change hands, going on could give one user's keys to another:
-:class:`accounting` makes every exception an :class:`InvariantError`, which no guard holds.
+SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a request. Where
+slots, spans and rows change hands, going on could give one user's keys to another: :class:`accounting` makes every
+exception an :class:`InvariantError`, which no guard holds.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator
 from enum import Enum
 from types import TracebackType
 
@@ -27,7 +26,7 @@ class Place(Enum):
     OPTIONS = "options"
     """Checking a request's options: the request is refused with status 500."""
     PROMPT = "prompt"
-    """Counting a completed prompt: it is not counted."""
+    """Compressing a completed prompt: it stays uncompressed."""
     OBSERVATION = "observation"
     """Recording queries of a prompt: the observation is discarded."""
     COMPRESSION = "compression"
@@ -37,7 +36,7 @@ class Place(Enum):
     HOST = "host"
     """Moving a prefix to the host's memory or back: it is dropped, or is computed."""
     RELEASE = "release"
-    """Compressing pending ranges after a request was released: they keep waiting."""
+    """Continuing pending ranges after a request was released: they keep waiting."""
     MONITORING = "monitoring"
     """Writing metrics, answering a question: this time it is skipped."""
     SOCKETS = "sockets"
@@ -68,19 +67,6 @@ class Guard:
         ``with guard.at(place) as attempt: ...`` is followed by ``if attempt.failed: ...``; nothing returns inside.
         """
         return Attempt(self, place)
-
-    @contextmanager
-    def on_one_rank(self) -> Iterator[None]:
-        """Turn exceptions into :class:`InvariantError` if there are several ranks.
-
-        For computations with one rank's own heads whose failure would leave the ranks with different trees.
-        """
-        try:
-            yield
-        except Exception as error:
-            if self.num_ranks == 1 or isinstance(error, InvariantError):
-                raise
-            raise InvariantError("one rank's computation failed; the others go on with another tree") from error
 
     def held(self, place: Place, error: Exception) -> None:
         """Count an exception; log the 1st (with its trace), 10th, 100th, .. one of each place."""

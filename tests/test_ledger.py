@@ -73,9 +73,9 @@ CEILINGS = {
     "sgl_kvevict/store": 2_200,
     "kernels": 7_050,
     "sgl_kvevict": 22_700,
-    "tests": 35_800,
+    "tests": 35_450,
     "benchmarks": 10_900,
-    "tools": 7_300,
+    "tools": 7_430,
 }
 """Lines of Python below a folder."""
 FILES = 226

@@ -1,7 +1,8 @@
 """The worked example of docs/design.md: python tools/worked_example.py writes its table into the page.
 
-Requests go through SGLang's real tree and pools (``tests/helpers/harness.py``), without a model: made-up scores choose
-the entries of each head; how many are kept of all heads together, and where they lie, is as in a server.
+Requests go through SGLang's real tree and pools (``tests/helpers/harness.py``), without a model: which entries of a
+head are kept is the choice of made-up scores; how many of all heads together, and where they lie, is what a server
+does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from pathlib import Path
 
 os.environ.setdefault("SGLANG_PLATFORM", "kvevict_cpu")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 
 from sglang.srt.managers.schedule_batch import Req
 from write_tables import with_block
@@ -30,7 +30,16 @@ POOL = 1400
 A = [number * 7 % 50 for number in range(1000)]
 B = A[:600] + [number * 11 % 47 + 50 for number in range(300)]
 C = A[:600] + list(range(100, 140))
-TITLES = ("slots held", "free", "evictable", "reclaimable", "entries read: 16 bits", "8 bits", "4 bits", "in slots")
+TITLES = (
+    "token slots held",
+    "free",
+    "evictable",
+    "reclaimable",
+    "entries read: 16 bits",
+    "8 bits",
+    "4 bits",
+    "in slots",
+)
 
 
 class Story:

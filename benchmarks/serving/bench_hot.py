@@ -1,4 +1,4 @@
-"""One prefix that several clients read without a pause: what is gained once it is compressed.
+"""One prefix that several clients read without a pause: what is gained because it is compressed.
 
 The prefix is cached, each client asks the next question as soon as it has its answer, and tokens are counted for some
 seconds.
@@ -60,8 +60,8 @@ PAGE = Page(
     command="python benchmarks/serving/bench_hot.py",
     summary=(
         f"Clients that ask one question after the other on one prefix, without a pause; answers of {ANSWERS['short']} "
-        f"or {ANSWERS['long']} tokens, a pool of {POOL_SLOTS:,} token slots. Steady state: {STEADY_S:g} s, the prefix "
-        f"long cached, `{FULL}` is the same attention backend without compression."
+        f"or {ANSWERS['long']} tokens, a pool of {POOL_SLOTS:,} token slots; {STEADY_S:g} s, the prefix long cached. "
+        f"`{FULL}` is the same attention backend without compression."
     ),
     tables=(
         Table("decode_tokens_per_s", "Decode, tokens/s of all clients", digits=1),
