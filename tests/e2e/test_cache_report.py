@@ -50,7 +50,7 @@ def server(start, demo_model):
     """The document is in its pool, compressed. Without memory of the host nothing that is evicted comes back."""
     server = start(demo_model, "--max-total-tokens", "1800", "--enable-cache-report", config={"host_bytes": 0})
     first = generate(server, PREFIX)
-    assert told(first) == CacheReport() and first["meta_info"]["cached_tokens"] == 0
+    assert told(first).device == 0 and first["meta_info"]["cached_tokens"] == 0
     return server
 
 
