@@ -191,6 +191,7 @@ class PrefixCache:
         """The whole tree was flushed."""
         self.keep_only_spans()
         self.table.clear()
+        self.pressure.clear()
         self.totals.clears += 1
 
     def keep_only_spans(self) -> None:
@@ -199,7 +200,6 @@ class PrefixCache:
             record.observation = None
         self.host.clear()
         self.table.forget()
-        self.pressure.clear()
 
     # ---- the store ----------------------------------------------------------------------------------------------
 

@@ -24,5 +24,6 @@ def test_a_prefix_is_warmed_with_the_key_and_nothing_shows_it(start, tiny_llama,
         warm(server.url, input_ids=prefix, api_key=KEY + "-not")
     assert KEY not in str(refused.value)
     monkeypatch.setenv(API_KEY_VAR, KEY)
-    assert warm(server.url, input_ids=prefix).tokens == 300
+    warm(server.url, input_ids=prefix)
+    assert warm(server.url, input_ids=prefix).device > 0
     server.stop(grace_s=0)

@@ -87,7 +87,7 @@ def test_what_sglang_decides_later_is_what_we_read(folder):
     """The record that a user typed says None, or 1, in all of these."""
     own = started(folder)
     assert own.chunked_prefill_size == 4096 and own.ranks_per_host == own.attn_dp_size == 1
-    assert own.tokenizer_path == own.model_path == str(folder) and not own.has_tokenizer
+    assert own.tokenizer_path == own.model_path == str(folder) and not own.has_tokenizer_files
     assert started(folder, chunked_prefill_size=-1).chunked_prefill_size is None
     drafts = started(folder, speculative_algorithm="NGRAM")
     assert drafts.speculative_algorithm == "NGRAM" and drafts.speculative_num_draft_tokens == 12
