@@ -7,6 +7,7 @@ then on the file named by ``FAULT_FILE`` holds the name of the place that is to 
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -43,7 +44,10 @@ class InjectedFault(Exception):
 def breakable(**options: Any) -> Policy:
     """Return a policy, in a process that fails on demand."""
     path = Path(os.environ[FAULT_FILE])
-    for place, target in FAULTS.items():
+    # The launcher builds the policy, too. There the metrics' module must not be imported before SGLang has said that
+    # several processes share them.
+    is_scheduler = multiprocessing.parent_process() is not None
+    for place, target in FAULTS.items() if is_scheduler else ():
         owner_name, _, name = target.rpartition(".")
         owner = pkgutil.resolve_name(owner_name)
         setattr(owner, name, _breakable(getattr(owner, name), place, path))
