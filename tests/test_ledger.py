@@ -73,9 +73,9 @@ CEILINGS = {
     "sgl_kvevict/store": 2_200,
     "kernels": 7_050,
     "sgl_kvevict": 22_700,
-    "tests": 35_450,
+    "tests": 34_809,
     "benchmarks": 10_900,
-    "tools": 7_430,
+    "tools": 7_299,
 }
 """Lines of Python below a folder."""
 FILES = 226

@@ -13,7 +13,6 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +81,6 @@ def test_a_plain_install_has_all_that_is_imported(project: dict[str, Any]) -> No
                     if name not in ("sgl_kvevict", "kvevict_kernels") and modules.get(name, name) not in declared:
                         missing[name] = str(path.relative_to(ROOT))
     assert missing == {}
-
-
-@pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms", "console_scripts"])
-def test_entry_points_resolve_as_declared(project: dict[str, Any], group: str) -> None:
-    declared = project["project"]["scripts"] if group == "console_scripts" else None
-    declared = declared or project["project"]["entry-points"][group]
-    installed = {entry.name: entry for entry in entry_points(group=group)}
-    for name, target in declared.items():
-        assert installed[name].value == target
-        assert callable(installed[name].load())
 
 
 @pytest.fixture(scope="module")
@@ -163,13 +152,6 @@ def test_the_wheel_works_in_a_clean_environment(
     assert entry == project["project"]["entry-points"]["sglang.srt.plugins"]["kvevict"]
 
 
-def test_lines_that_install_this_package_name_extras_that_exist(project: dict[str, Any]) -> None:
-    extras = set(project["project"]["optional-dependencies"])
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
-    named = [extra for page in pages for extra in re.findall(r'pip install "?\.\[(\w+)\]', page.read_text())]
-    assert named and set(named) <= extras
-
-
 def test_the_changelog_has_a_section_of_this_version(project: dict[str, Any]) -> None:
     spec = importlib.util.spec_from_file_location("release_notes", ROOT / "tools" / "release_notes.py")
     assert spec is not None and spec.loader is not None
@@ -180,11 +162,6 @@ def test_the_changelog_has_a_section_of_this_version(project: dict[str, Any]) ->
     date, text = notes.section(changelog, notes.version())
     assert date == "not released yet" or re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
     assert "### Added" in text and "\n## " not in text
-    two = "# Changelog\n\n## [1.1.0] - 2027-01-02\n\nB\n\n## [1.0.0] - 2026-12-24\n\nA\n"
-    assert notes.section(two, "1.1.0") == ("2027-01-02", "B\n")
-    assert notes.section(two, "1.0.0") == ("2026-12-24", "A\n")
-    with pytest.raises(ValueError, match=r"no section '## \[2\.0\.0\] - DATE'"):
-        notes.section(two, "2.0.0")
 
 
 def test_without_the_tools_of_a_checkout_the_command_runs_and_says_what_is_missing(tmp_path: Path) -> None:
@@ -222,15 +199,3 @@ def test_the_cpu_profile_pins_all_that_the_project_file_names(project: dict[str,
     groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
     wanted = {normalised(re.split(r"[\[<>=]", requirement)[0]) for group in groups for requirement in group}
     assert wanted - {"sgl-kvevict"} <= set(pins())
-
-
-def test_scripts_can_be_run() -> None:
-    for script in (".ci/run", "scripts/setup_env.sh"):
-        assert os.access(ROOT / script, os.X_OK), script
-        subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
-
-
-def test_the_license_is_the_one_declared(project: dict[str, Any]) -> None:
-    text = (ROOT / "LICENSE").read_text()
-    assert "Apache License" in text and "Version 2.0" in text and "END OF TERMS AND CONDITIONS" in text
-    assert project["project"]["license"] == "Apache-2.0"

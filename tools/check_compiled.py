@@ -36,9 +36,9 @@ CACHE = ROOT / ".setup" / "compiled"
 """What Triton keeps of what it compiled: only what changed is compiled again."""
 OTHER_PYTHON = ROOT / ".venv-compile" / "bin" / "python"
 COLUMNS = ("triton", "sm", "head_dim", "kernel", "registers", "stack", "shared", "programs per SM", "copies in flight")
-COLUMNS += ("instructions", "cycles")
+COLUMNS += ("instructions",)
 LOOP_KEYS = 64
-"""Keys to which instructions and cycles refer."""
+"""Keys to which instructions refer."""
 MORE_INSTRUCTIONS = 1.1
 """So many times the instructions are no regression."""
 WORKERS = 4
@@ -53,8 +53,7 @@ Written by `make test-compile`, which needs no GPU. Registers and stack bytes ar
 fit into registers is on the stack), shared bytes a program's. Programs per SM are what is resident at once, by
 registers, shared memory and threads. Copies in flight: groups of asynchronous copies that the loop with the products
 leaves unfinished when it waits; K, V and the next indices are a group each, so 3 are one step ahead, 6 are two.
-Instructions are those of a warp in the shortest pass of that loop, per 64 keys; cycles are what a warp alone takes for
-them by their control codes and published latencies, products not counted.
+Instructions are those of a warp in the shortest pass of that loop, per 64 keys.
 A head_dim of 576/512 means latents: keys of 576 numbers, of which 512 are also the value.
 """
 Row = tuple[str, ...]
@@ -91,9 +90,8 @@ def facts(spec: dict[str, Any], result: dict[str, Any]) -> Row:
     assert result["shared"] <= limits.shared_per_block, f"{name}: {result['shared']} bytes shared on sm_{arch}"
     programs = limits.programs_per_sm(registers=result["registers"], shared=result["shared"], num_warps=result["warps"])
     shown = [result["registers"], result["stack"], result["shared"], programs, result["in_flight"]]
-    for column in ("instructions", "cycles"):
-        is_over_keys = name.startswith(("split", "extend"))
-        shown.append(round(result[column] * LOOP_KEYS / spec["args"]["BLOCK_N"]) if is_over_keys else None)
+    is_over_keys = name.startswith(("split", "extend"))
+    shown.append(round(result["instructions"] * LOOP_KEYS / spec["args"]["BLOCK_N"]) if is_over_keys else None)
     return tuple("" if value is None else str(value) for value in shown)
 
 

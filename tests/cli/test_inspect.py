@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from importlib.resources import files
 
@@ -20,11 +19,6 @@ from sgl_kvevict.cli.output import print_shaped
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.questions import StatusReport, TreeNode, TreeReport
 from sgl_kvevict.events.totals import Gauges, Pool, Totals
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian package chromium)")
 
 EVIL = "</script><script>document.title='taken over'</script><b>&amp;\u2028"
 

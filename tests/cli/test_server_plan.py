@@ -237,13 +237,8 @@ def test_what_cannot_be_used_is_named_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (
-            {"kv_lora_rank": 512, "index_topk": 2048},
-            "the model chooses the tokens that a query reads by an index cache",
-        ),
         ({"is_encoder_decoder": True}, "the model is an encoder-decoder"),
         ({"attn_logit_softcapping": 50.0}, "the model caps its attention logits"),
-        ({"text_config": {"attention_chunk_size": 8192}}, "the model attends within chunks"),
     ],
 )
 def test_a_model_that_is_refused_is_known_by_its_configuration(
@@ -265,35 +260,6 @@ def test_other_configurations_are_left_to_sglang(
 ) -> None:
     Path(model_folder, "config.json").write_text(text)
     assert run(capsys, "serve", model_folder, "--dry-run")[0] == 0
-
-
-def test_a_second_word_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
-    code, _, err = run(capsys, "serve", model_folder, "0.2")
-    assert code == 2 and "got '0.2' after the model; allowed: -- and SGLang's own flags" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--budget", "20%"], "--budget"),
-        (["--budget", "1.5"], "budget: got 1.5; allowed: a float in (0, 1]"),
-        (["--budget", "256"], "budget: got 256.0; allowed: a float in (0, 1]"),
-        (["--budget", "0"], "budget: got 0.0; allowed: a float in (0, 1]"),
-        (["--tail-tokens", "0"], "tail_tokens: got 0; allowed: an integer >= 1"),
-        (["--tail-tokens", "x"], "tail-tokens"),
-        (["--policy", "nope"], "'nope'"),
-        (["--policy-option", "window_sizes=3"], "window_sizes"),
-        (["--policy-option", "window_size"], "got 'window_size'; allowed: key=value"),
-        (["--config", "nowhere.json"], "'nowhere.json' cannot be read"),
-        (["--tp-size", "2"], "--tp-size"),
-    ],
-)
-def test_bad_input_ends_with_code_2(
-    capsys: pytest.CaptureFixture[str], model_folder: str, arguments: list[str], message: str
-) -> None:
-    code, out, err = run(capsys, "serve", model_folder, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
 
 
 # ---- where the configuration comes from -------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-
 import msgspec
 import pytest
 import zmq
@@ -99,28 +96,6 @@ def test_deep_and_huge_messages(config, service, context):
     with pytest.raises(zmq.Again):
         client.recv_multipart()
     client.close()
-    assert is_well(context, config)
-
-
-@FUZZ
-@given(data=st.binary(max_size=300))
-def test_bytes_that_are_not_zmq_at_all(data, config, service, context):
-    host, port = config.endpoint.removeprefix("tcp://").rsplit(":", 1)
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
-        connection.sendall(data)
-    assert is_well(context, config)
-
-
-def test_http_and_a_subscriber(config, service, context):
-    port = int(config.endpoint.rsplit(":", 1)[1])
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    xsub = context.socket(zmq.XSUB)  # a kind of socket that does not go with ours
-    xsub.connect(config.endpoint)
-    for frame in (b"", b"\x01", b"\x00nobody", b"\x07strange", bytes(1000)):
-        with contextlib.suppress(zmq.Again):
-            xsub.send(frame, zmq.NOBLOCK)
-    xsub.close(linger=0)
     assert is_well(context, config)
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from itertools import combinations
 from pathlib import Path
 
 import pytest
 import yaml
 
 from sgl_kvevict.config import parse_config
-from sgl_kvevict.events.totals import REFUSED, Gauges, Totals, descriptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yml").read_text())
-MONITORING = ROOT / "examples" / "monitoring"
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
@@ -94,28 +91,3 @@ def test_the_compose_file_fits_the_images() -> None:
         mounts = dict(volume.split(":") for volume in service["volumes"])
         assert mounts.keys() == COMPOSE["volumes"].keys() and config.store == mounts["store"]
         assert all(place in made for place in mounts.values())  # made in the image, so that its user owns the volume
-
-
-def series() -> set[str]:
-    """Names of our series, as Prometheus shows them."""
-    counters = {name for name in descriptions(Totals) if not name.startswith(REFUSED)}
-    names = {f"{name}_total" for name in (*counters, "refusals", "errors")}
-    gauges = {re.sub(r"^entries_\d+$", "entries", name) for name in descriptions(Gauges)}  # one series with a label
-    return {f"kvevict:{name}" for name in names | (gauges - {"pool"}) | {"pool_slots"}}
-
-
-def test_every_query_of_the_dashboard_names_a_series_that_is_exported() -> None:
-    dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    named = set(re.findall(r"kvevict:\w+", " ".join(queries)))
-    assert len(named) > 20 and named <= series()
-    boxes = [panel["gridPos"] for panel in dashboard["panels"]]
-    assert all(box["x"] >= 0 and box["x"] + box["w"] <= 24 for box in boxes)
-    for a, b in combinations(boxes, 2):  # no panel hides another
-        apart = (
-            a["x"] + a["w"] <= b["x"]
-            or b["x"] + b["w"] <= a["x"]
-            or a["y"] + a["h"] <= b["y"]
-            or b["y"] + b["h"] <= a["y"]
-        )
-        assert apart

@@ -32,13 +32,6 @@ def test_a_wrong_command_line_is_told_in_a_few_lines(line: str) -> None:
     assert ERRORS[line] in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") < 12
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_every_example_that_asks_a_server_looks_for_it_first(name: str) -> None:
-    source = (ROOT / "examples" / name).read_text(encoding="utf-8")
-    if "[URL]" in source:
-        assert "    main(server_url())\n" in source
-
-
 def test_setup_without_the_right_python_names_it(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "requirements").mkdir()

@@ -34,10 +34,9 @@ def compile_all(specs: list[Spec], cache_dir: str, python: str = sys.executable)
     Returns:
         Per kernel ``ptx``, ``registers`` and ``stack`` (bytes) of a thread, ``shared`` (bytes of a program),
         ``warps``, and of the loop with the products, None without such a loop: ``in_flight``, groups of copies that it
-        leaves unfinished when it waits; ``instructions`` of a warp in one pass, and ``cycles`` of a warp alone without
-        its products. ``loads_before_keys``: of global memory, one after the other, before the first row of K or V; None
-        without asynchronous copies. ``loads_behind_wait``: the same behind the wait for the kernel before it, or of the
-        whole kernel.
+        leaves unfinished when it waits; ``instructions`` of a warp in one pass. ``loads_before_keys``: of global
+        memory, one after the other, before the first row of K or V; None without asynchronous copies.
+        ``loads_behind_wait``: the same behind the wait for the kernel before it, or of the whole kernel.
 
     Raises:
         AssertionError: a kernel does not compile; the message holds the compiler's.
@@ -118,7 +117,7 @@ def _compile(spec: Spec) -> dict[str, Any]:
     from triton.compiler import ASTSource, compile
 
     from helpers.gpu_kernels import type_of
-    from helpers.sass import common_path, cycles, loads_before, loads_behind, parse
+    from helpers.sass import common_path, loads_before, loads_behind, parse
 
     module, _, name = spec["kernel"].partition(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -139,7 +138,6 @@ def _compile(spec: Spec) -> dict[str, Any]:
     ptx: str = compiled.asm["ptx"]
     registers, stack = _usage(compiled.asm["cubin"])
     code = parse(_dump(compiled.asm["cubin"], "--dump-sass"))
-    loop = common_path(code)
     return {
         "ptx": ptx,
         "registers": registers,
@@ -147,8 +145,7 @@ def _compile(spec: Spec) -> dict[str, Any]:
         "shared": int(compiled.metadata.shared),
         "warps": int(compiled.metadata.num_warps),
         "in_flight": copies_in_flight(ptx),
-        "instructions": len(loop) or None,
-        "cycles": cycles(loop) or None,
+        "instructions": len(common_path(code)) or None,
         "loads_before_keys": loads_before(code),
         "loads_behind_wait": loads_behind(code),
     }

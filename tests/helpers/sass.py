@@ -1,4 +1,4 @@
-"""Read the machine code of a compiled kernel: the loop with the products, and how long a warp takes for one pass.
+"""Read the machine code of a compiled kernel: the loop with the products, and what loads wait for.
 
 The loop's common path is its shortest one: blocks that are branched over (masks, say) are not in it.
 """
@@ -10,19 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 PRODUCTS = re.compile(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA|QGMMA)")
-LATENCY = {"MUFU": 20, "SHFL": 24, "LDS": 30, "LDSM": 33, "LDG": 500, "LD": 500, "S2R": 20, "S2UR": 20, "R2UR": 12}
-"""Cycles until a result of variable latency is there, by published measurements of Volta to Hopper; others: 12."""
-SHARED_PIPE = {"MUFU": 8, "SHFL": 2, "F2F": 8}
-"""Cycles between two instructions of a unit with fewer lanes than a warp has threads."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction and its control bits."""
+    """One instruction."""
 
     address: int
     text: str
-    control: int
 
     @property
     def opcode(self) -> str:
@@ -40,26 +35,11 @@ class Instruction:
         found = re.search(r"\bBRA(?:\.\w+)*\s+(?:!?U?P\w+,\s*)?`?\(?0x([0-9a-f]+)", self.text)
         return int(found[1], 16) if found else None
 
-    @property
-    def stall(self) -> int:
-        """Cycles before the next instruction of the warp."""
-        return max(1, self.control & 15)
-
-    @property
-    def sets(self) -> int:
-        """Barrier that is released when the result is there; 7: none."""
-        return self.control >> 5 & 7
-
-    @property
-    def waits(self) -> list[int]:
-        """Barriers that must be released before the instruction starts."""
-        return [i for i in range(6) if self.control >> 11 & 1 << i]
-
 
 def parse(sass: str) -> list[Instruction]:
-    """Instructions of ``cuobjdump --dump-sass``, whose second line of each holds the upper half of its encoding."""
-    pattern = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\s*\n\s*/\* 0x([0-9a-f]{16}) \*/")
-    return [Instruction(int(m[1], 16), m[2], int(m[3], 16) >> 41) for m in pattern.finditer(sass)]
+    """Instructions of ``cuobjdump --dump-sass``."""
+    pattern = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/")
+    return [Instruction(int(m[1], 16), m[2]) for m in pattern.finditer(sass)]
 
 
 def common_path(code: list[Instruction]) -> list[Instruction]:
@@ -92,20 +72,6 @@ def _shortest(code: list[Instruction], place: dict[int, int], first: int, last: 
         path.append(code[i])
         i = previous[i]
     return path[::-1]
-
-
-def cycles(path: list[Instruction]) -> int:
-    """Cycles of one warp alone for a path: stalls, results of variable latency, narrow units; products take none."""
-    now, ready, free = 0, [0] * 8, dict.fromkeys(SHARED_PIPE, 0)
-    for one in path:
-        now = max([now, *(ready[i] for i in one.waits)])
-        if one.opcode in free:
-            now = max(now, free[one.opcode])
-            free[one.opcode] = now + SHARED_PIPE[one.opcode]
-        if one.sets < 6 and not PRODUCTS.search(one.text):
-            ready[one.sets] = max(ready[one.sets], now + LATENCY.get(one.opcode, 12))
-        now += one.stall
-    return now
 
 
 FIRST_KEY = re.compile(r"\bLDGSTS\S*\.128\b")

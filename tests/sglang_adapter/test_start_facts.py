@@ -91,23 +91,6 @@ def test_a_pool_holds_at_least_one_prompt_that_is_compressed():
         assert reason.startswith(f"--max-total-tokens: got {wrong!r}; allowed: an integer >= 110")
 
 
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        ({"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}, []),
-        ({"radix_cache_backend": "kvevict"}, ["the attention backend is None; start with --attention-backend kvevict"]),
-        ({"attention_backend": "kvevict"}, ["needs the matching --radix-cache-backend kvevict, got None"]),
-        (
-            {"radix_cache_backend": "kvevict", "attention_backend": "kvevict", "decode_attention_backend": "triton"},
-            ["the attention backend is 'triton'; start with"],
-        ),
-    ],
-)
-def test_both_backends_are_ours(given, parts):
-    found = reasons_of(SETTINGS, BeforeLoad(given.get, KVEvictConfig()))
-    assert len(found) == len(parts) and all(part in reason for part, reason in zip(parts, found, strict=True))
-
-
 def test_the_checks_import_neither_sglang_nor_torch():
     source = Path(start_facts.__file__).read_text()
     assert "import torch" not in source and "import sglang" not in source and "from sglang" not in source

@@ -6,7 +6,6 @@ import traceback
 
 import pytest
 from campaign import bounds, fuzz, machine
-from campaign.run import PARTS, table
 
 
 @pytest.mark.parametrize("seed", range(len(machine.POLICIES) + 1))
@@ -30,12 +29,3 @@ def test_random_input_is_understood_or_refused(seed):
 
 def test_memory_is_flat():
     assert bounds.unit(0, 0.01)["done"] == 200
-
-
-def test_the_table_names_every_part():
-    nothing = {"units": 0, "failures": 0, "seconds": 0.0, "counts": {"done": 0}, "commits": {}}
-    counts, commits = {"done": 2000, "cases": 2000}, {"abc1234": 2000}
-    fuzzed = {"units": 2, "failures": 1, "seconds": 7200.0, "counts": counts, "commits": commits}
-    text = table({part.name: nothing for part in PARTS} | {"fuzz": fuzzed})
-    assert all(f"|{part.name}|" in text for part in PARTS)
-    assert "|2,000|120,000|1|0 to 1|2.0|abc1234|cases: 2,000|" in text

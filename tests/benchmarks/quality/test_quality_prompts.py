@@ -55,10 +55,3 @@ def test_later_turns_follow_the_answer_before(prompts, question):
     follow_up = prompts.decode(prompts.question_ids(sample, question, turn=1))
     assert follow_up == "<end> <user> What colour is it? <end> <assistant> It is"
     assert sample.conversations == [(question, question)]
-
-
-def test_scores_are_shares_of_contained_values_in_any_case():
-    from kvevict_quality.sample import Question
-
-    question = Question("", "", ("123", "Rome"), 4)
-    assert [question.score(text) for text in ("", " 1234", "in ROME: 123")] == [0.0, 0.5, 1.0]

@@ -33,25 +33,6 @@ def row(**changes):
     return Row(**{**ROW, **changes})
 
 
-def full(**changes):
-    return row(**{"policy": "full", "budget": 1.0, **changes})
-
-
-def test_rows_survive_the_file_and_replace_each_other(tmp_path):
-    from kvevict_quality.rows import merge_rows, read_rows
-
-    path = tmp_path / "sub" / "results.csv"
-    assert read_rows(path) == []
-    merge_rows(path, [row(), row(task="fidelity", kl=0.25)])
-    merge_rows(path, [row(score=0.5), row(budget=0.1)])
-    assert {(r.task, r.budget, r.score, r.kl) for r in read_rows(path)} == {
-        ("needle-single", 0.2, 0.5, None),
-        ("needle-single", 0.1, 0.4, None),
-        ("fidelity", 0.2, 0.4, 0.25),
-    }
-    assert read_rows(path)[0].kept_share == pytest.approx(0.226)
-
-
 def test_divergence_of_truncated_distributions():
     from kvevict_quality.fidelity import agreement, divergence
 
@@ -84,71 +65,6 @@ def test_standard_errors_are_of_the_same_questions():
     assert share == 0.75 and error == pytest.approx((3 * 0.25**2 + 0.75**2) ** 0.5 / 4)
     with pytest.raises(ValueError, match="got 1 beside 2"):
         paired_share([1, 0], [1])
-
-
-def test_models_stand_below_each_other_and_needle_tasks_count_together():
-    from kvevict_quality.by_model import model_table
-
-    rows = [
-        full(scores="1 1"),
-        full(task="needle-multi-key", scores="0 1"),
-        full(task="squad", scores="0.5 0.5", model="q"),
-        row(scores="1 0"),
-        row(task="needle-multi-key", scores="0 1"),
-        row(policy="distilled", task="squad", scores="0.5 0.5", model="q"),
-        full(task="squad", scores="0 0", model="q", seed=1),  # not asked of the policy
-    ]
-    assert model_table(rows).splitlines()[0].endswith("| full | `distilled` 0.2 | `snapkv` 0.2 |")
-    assert model_table(rows).splitlines()[2:] == [
-        "| m | `needles` | 1,024 | 4 | 0.75 |  | 67 ± 27 % |",
-        "| q | `squad` | 1,024 | 4 | 0.25 | 100 ± 0 % |  |",
-    ]
-
-
-def test_missed_goals_of_the_default_are_marked_at_their_budget():
-    from kvevict_quality.by_model import model_table
-
-    rows = [
-        full(task="table", scores="1 1 1 1"),
-        row(policy="distilled", task="table", scores="1 1 1 0"),
-        row(policy="distilled", task="table", scores="0 0 0 0", options="bits=16"),
-        row(policy="distilled", task="table", scores="1 1 1 0", budget=0.1),
-    ]
-    line = model_table(rows, {("table", 1024, 0.2): 0.95, ("table", 4096, 0.1): 0.8}).splitlines()[-1]
-    assert line == "| m | `table` | 1,024 | 4 | 1.00 | *75 ± 22 %* | 0 ± 0 % | 75 ± 22 % |"
-
-
-def test_presses_are_divided_by_their_own_full_cache():
-    from kvevict_quality.by_model import model_table
-
-    press = row(engine="kvpress", policy="KVzipPress", scores="1 1 0 0")
-    rows = [
-        full(scores="1 1 1 1"),
-        row(scores="1 1 1 0"),
-        row(engine="kvpress", policy="full", budget=1.0, scores="1 1 0 0"),
-    ]
-    head, _, line = model_table([*rows, press]).splitlines()
-    assert head.endswith("| full | `KVzipPress (kvpress)` 0.2 | `snapkv` 0.2 |")
-    assert line == "| m | `needles` | 1,024 | 4 | 1.00 | 100 ± 0 % | 75 ± 22 % |"
-
-
-def test_policies_stand_below_each_other_best_first():
-    from kvevict_quality.by_model import policy_table
-
-    rows = [
-        full(scores="1 1 1 1"),
-        full(task="table", scores="1 1 1 1"),
-        row(scores="1 1 0 0"),
-        row(task="table", scores="0 0 0 0"),
-        row(policy="d2o", scores="1 1 1 1"),
-        row(policy="d2o", scores="0 0 0 0", budget=0.1),
-    ]
-    assert policy_table(rows, 0.2).splitlines() == [
-        "| policy | `needles` | `table` |",
-        "| --- | --: | --: |",
-        "| `d2o` | 100 ± 0 % |  |",
-        "| `snapkv` | 50 ± 25 % | 0 ± 0 % |",
-    ]
 
 
 def dial_rows(scores, **changes):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import re
 
 import pytest
@@ -48,21 +47,6 @@ def test_questions_of_a_context_are_several_and_different():
     for task in all_tasks():
         for sample in samples(task, 1024):
             assert len({q.text for q in sample.questions}) == len(sample.questions) >= 3, task
-
-
-def test_needles_that_do_not_fit_are_refused():
-    from kvevict_quality.corpus import haystack
-
-    with pytest.raises(ValueError, match="num_tokens: got 5"):
-        haystack(random.Random(0), ["A needle that is far too long for this."], 5, count)
-
-
-def test_groups_of_tasks():
-    from kvevict_quality.tasks import NEEDLE_TASKS, select_tasks
-
-    assert select_tasks(["code", "needles", "code"]) == ("code", *NEEDLE_TASKS)
-    with pytest.raises(ValueError, match="'nedles'"):
-        select_tasks(["nedles"])
 
 
 def test_shots_show_the_rule_that_is_asked_for():

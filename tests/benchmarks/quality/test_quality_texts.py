@@ -64,25 +64,6 @@ def test_squad_asks_about_the_paragraphs_of_its_context(monkeypatch):
         assert question.answers == (town,) and question.variants == (f"{town} gates",)
 
 
-def test_squad_without_its_file_says_what_is_wanted(monkeypatch, tmp_path):
-    from kvevict_quality import archives
-
-    monkeypatch.setattr(archives, "SQUAD_FILE", tmp_path / "squad.json")
-    with pytest.raises(RuntimeError, match=r"squad.json is missing; allowed: any file in SQuAD 1.1's format"):
-        archives.squad_paragraphs()
-
-
-def test_an_archive_that_changed_is_refused(monkeypatch, tmp_path):
-    from kvevict_quality import archives
-
-    monkeypatch.setattr(archives, "FOLDER", tmp_path)
-    with pytest.raises(RuntimeError, match="false: "):
-        archives.fetched(archives.Archive("a.tgz", ("false",), "0"))
-    (tmp_path / "a.tgz").write_bytes(b"other")
-    with pytest.raises(RuntimeError, match=r"got sha256 .*; allowed: 00"):
-        archives.fetched(archives.Archive("a.tgz", ("false",), "00"))
-
-
 def test_factbook_asks_for_numbers_that_stand_there_once(monkeypatch):
     from kvevict_quality import archives
     from kvevict_quality.tasks import texts

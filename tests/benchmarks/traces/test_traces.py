@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "tra
 from trace_bench.clock import Machine
 from trace_bench.conversations import MAX_CONTEXT, UNIT, Conversation, Sample, Turn
 from trace_bench.replay import Everything, Replay
-from trace_bench.rows import Row, read, write
 from trace_bench.server import HostTier
 from trace_bench.systems import SYSTEMS
 
@@ -101,18 +100,3 @@ def test_a_host_tier_forgets_ends_before_beginnings():
     tier.put([7, 8])
     assert tier.find([1, 2, 3, 4, 9], 0) == 2 and tier.find([1, 2, 5, 6, 9], 1) == 3
     assert tier.find([1, 2, 5, 6], 0) == 3  # the last one is computed
-
-
-def test_the_clock_is_a_roofline():
-    machine = Machine()
-    assert machine.prefill_s(0, 0) == 0
-    assert machine.prefill_s(0, 1) == machine.weight_s == machine.step_s(0)
-    assert machine.prefill_s(100_000, 1000) > 2 * machine.prefill_s(0, 1000)
-    assert machine.step_s(450_000) > 3 * machine.weight_s and machine.load_s(machine.link) == 1
-
-
-def test_rows_are_read_as_they_were_written(tmp_path):
-    row = Row("ours", 0.5, 1, 10, 20, 30, 0.5, 0.25, 0.2, 0.75, 5.0, 1.5, 0.5, 0.125, 9.0, 2.0)
-    write(tmp_path / "rows.csv", [row])
-    assert read(tmp_path / "rows.csv") == [row] and row.found == 0.75 and row.busy_s == 2.0
-    assert Row.median([row, row]) == row
