@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sgl_kvevict.config import ENV_VAR, Bits, KVEvictConfig, load_config, parse_config
-from sgl_kvevict.config_file import read_config_file
+from sgl_kvevict.config import ENV_VAR, Bits, KVEvictConfig, load_config, parse_config, read_config_file
 from sgl_kvevict.errors import ConfigError
 
 

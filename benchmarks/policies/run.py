@@ -25,7 +25,7 @@ from policy_bench.prompt import DemoModel, PrefilledPrompt
 from policy_bench.report import write_report
 
 from kvevict_tools.models import ensure_model
-from sgl_kvevict.policies import Signal, build_policy, list_policies
+from sgl_kvevict.policies import build_policy, list_policies
 
 ROOT = Path(__file__).resolve().parents[2]
 REUSE = (2, 3, 5, 10)
@@ -38,10 +38,7 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
         policy = build_policy(info.name, {})
         if policy is None:
             continue
-        if Signal.LEARNED_SCORES in policy.needs:
-            found += [(info.name, {}), (info.name, {"use_window": False})]
-        else:
-            found.append((info.name, {}))
+        found.append((info.name, {}))
     return found + [("chunkkv", {"reuse_layers": layers}) for layers in REUSE]
 
 

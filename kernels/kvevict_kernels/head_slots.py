@@ -12,7 +12,7 @@ def head_slot_of(layer: Any, token_slot: Any, lane: Any, num_token_slots: Any, n
     ``num_kv_heads`` apart, so ``head_slot_of(layer, 0, lane, ...) + num_kv_heads * token_slot`` is the same.
 
     Unchecked arithmetic on ints, tensors or arrays that broadcast; the caller picks the integer type. numba compiles
-    this function; ``triton_head_slots.py`` has it for Triton.
+    this function; ``triton_rows.py`` has it for Triton.
     """
     slot = layer * num_token_slots + token_slot
     slot *= num_kv_heads

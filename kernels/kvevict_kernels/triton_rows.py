@@ -133,3 +133,9 @@ def with_values(b_out, b_sum, statistics_ptr, layer, head, o_d, H: tl.constexpr,
     mean = _load_statistics(statistics_ptr, layer, head, 2, o_d, H=H, D=D)
     deviation = _load_statistics(statistics_ptr, layer, head, 3, o_d, H=H, D=D)
     return b_out * deviation[None, :] + b_sum[:, None] * mean[None, :]
+
+
+@triton.jit
+def head_slot_of(layer, token_slot, lane, num_token_slots, num_kv_heads):
+    """:func:`kvevict_kernels.head_slots.head_slot_of` without annotations, which Triton's compiler rejects."""
+    return (layer * num_token_slots + token_slot) * num_kv_heads + lane

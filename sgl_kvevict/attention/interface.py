@@ -1,4 +1,4 @@
-"""The interface of all implementations of attention: plan a forward, run a layer."""
+"""The interface of all implementations of attention: plan a forward, run a layer; and what sink logits do to it."""
 
 from __future__ import annotations
 
@@ -90,3 +90,15 @@ class CapturableAttention(CompiledAttention, Protocol):
         Raises:
             InvariantError: the batch has more requests, or other numbers of new tokens than recorded.
         """
+
+
+def with_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add the sink logits [num_qo_heads] (any floating dtype) to a finished softmax; None: nothing changes.
+
+    ``out`` is [num_new_tokens, num_qo_heads, head_dim], ``lse`` [num_new_tokens, num_qo_heads] (float32, natural); so
+    are the results.
+    """
+    if sink_logits is None:
+        return out, lse
+    total = torch.logaddexp(lse, sink_logits.float())
+    return (out.float() * torch.exp(lse - total)[..., None]).to(out.dtype), total

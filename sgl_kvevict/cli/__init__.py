@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from sgl_kvevict.cli import operate
-from sgl_kvevict.cli.check import check
 from sgl_kvevict.cli.store import store
 from sgl_kvevict.errors import ConfigError, KVEvictError, printable
 
@@ -165,7 +164,7 @@ def policies(
     print_table(("option", "default", "meaning", "allowed"), described)
 
 
-for command in (operate.top, operate.inspect, operate.warm, operate.size, check):
+for command in (operate.top, operate.inspect, operate.warm, operate.size, operate.check):
     app.command()(command)
 app.add_typer(store)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvevict.cli.model_names import resolve_model, unknown_model
-from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
-from sgl_kvevict.config_file import read_config_file
+from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config, read_config_file
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.machine import CPU_PLATFORM, check_environment, has_fast_bfloat16, read_environment
 from sgl_kvevict.sglang_adapter.start_facts import before_load

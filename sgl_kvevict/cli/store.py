@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sgl_kvevict.cli.parameters import Json, Long
+from sgl_kvevict.cli.operate import Json, Long
 from sgl_kvevict.errors import ConfigError, StoreError
 from sgl_kvevict.paths import expanded
 

@@ -1,9 +1,10 @@
-"""Budget rules: how many entries each (layer, head) keeps."""
+"""Budget rules: how many entries each (layer, head) keeps; shares are rounded so that they add up exactly."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -13,12 +14,6 @@ from torch import Tensor
 
 from sgl_kvevict.policies.parts import BudgetAllocator, RangeScores, Trait
 from sgl_kvevict.policies.ranking import fill_in_order, key_max, top_counts, top_mask
-from sgl_kvevict.policies.rounding import (
-    exact_fraction,
-    largest_remainder,
-    largest_remainder_float,
-    round_shares,
-)
 
 Safeguard = Literal["authors_code", "paper", "kvpress"]
 VarianceNorm = Literal["minmax", "none"]
@@ -275,3 +270,39 @@ def totals_tensor(totals: LayerTotals, device: torch.device) -> Tensor:
 def common_total(totals: LayerTotals) -> int | None:
     """The layers' common total; None if totals differ or are on the device."""
     return totals[0] if isinstance(totals, tuple) and len(set(totals)) == 1 else None
+
+
+def exact_fraction(value: float) -> Fraction:
+    """The decimal that a user typed: 0.2 is 1/5, not the nearest double."""
+    return Fraction(str(value)).limit_denominator(1_000_000)
+
+
+def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Round non-negative shares that sum to ``total`` by largest remainder; ties to the lower index."""
+    floors = [int(share) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (floors[i] - shares[i], i))
+    for i in order[: total - sum(floors)]:
+        floors[i] += 1
+    return floors
+
+
+def largest_remainder(numerators: Tensor, denominator: int, totals: Tensor) -> Tensor:
+    """Round the fractions ``numerators / denominator``, [rows, parts] int64, to integers; ties to the lower index.
+
+    ``totals``, [rows] int64, are the exact sums of the rows' fractions.
+    """
+    floors = numerators.div(denominator, rounding_mode="floor")
+    return _add_missing(floors, numerators - floors * denominator, totals)
+
+
+def largest_remainder_float(shares: Tensor, totals: Tensor) -> Tensor:
+    """:func:`largest_remainder` of float64 shares [rows, parts], whose sums may have rounding errors."""
+    floors = shares.floor()
+    return _add_missing(floors.long(), shares - floors, totals)
+
+
+def _add_missing(floors: Tensor, remainders: Tensor, totals: Tensor) -> Tensor:
+    order = remainders.sort(dim=-1, descending=True, stable=True).indices
+    missing = (totals - floors.sum(-1)).unsqueeze(-1)
+    bonus = (torch.arange(floors.shape[-1], device=floors.device) < missing).to(floors.dtype)
+    return floors.scatter_add(-1, order, bonus.expand_as(floors).contiguous())

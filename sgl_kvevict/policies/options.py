@@ -58,7 +58,7 @@ class NamedPolicy(BaseModel):
     """A policy that users select by name. Fields of a subclass are its options.
 
     Attributes:
-        name: its file has this name, with "_" for "-".
+        name: in ``policy``.
         use_when: one line for the table of docs/policies.md.
     """
 
@@ -196,9 +196,3 @@ class BudgetOptions(NamedPolicy):
         elif self.budget_rule == "all-heads":
             heads = AdaptiveHeads("none")
         return LayeredBudget(layers, heads)
-
-
-class OneBudgetOptions(BudgetOptions):
-    """Options of policies whose default is one budget over all layers and heads."""
-
-    budget_rule: BudgetRule = "all-layers"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sgl_kvevict.policies.budgets import exact_fraction
 from sgl_kvevict.policies.parts import RangeScores, Selector
 from sgl_kvevict.policies.ranking import key_max, top_mask
-from sgl_kvevict.policies.rounding import exact_fraction
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
-from sgl_kvevict.sglang_adapter.latents import use_absorbed_queries
 from sgl_kvevict.sglang_adapter.model_facts import after_load
+from sgl_kvevict.sglang_adapter.model_hook import use_absorbed_queries
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.platform import share_rows_on_cpu
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks

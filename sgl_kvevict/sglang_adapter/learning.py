@@ -20,8 +20,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from sgl_kvevict.cache.nodes import Node, key_of, length_of, path_to, tokens_of
 from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.distill import CachedRange, ScoredText
-from sgl_kvevict.distill.repetition import repetitions, request_to_repeat
-from sgl_kvevict.distill.texts import passages_of
+from sgl_kvevict.distill.texts import passages_of, repetitions, request_to_repeat
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import Signal

@@ -1,4 +1,4 @@
-"""Models with windows and sinks, which SGLang starts only with the attention backends on its list."""
+"""Models that SGLang serves by the name of the attention backend: windows and sinks; latents (MLA)."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def around_model_adjustments(server_args: ServerArgs, previous: Callable[[Server
     decide(server_args, source, attention_backend=STAND_IN)
     previous(server_args)
     decide(server_args, source, attention_backend=BACKEND_NAME)
+
+
+def use_absorbed_queries() -> None:
+    """Have SGLang multiply queries with the key projection in every forward, so that attention reads latents.
+
+    A latent is one row per token and layer: a key of all query heads, whose beginning is the value. For backends that
+    it does not know, SGLang would prefill prompts without a cached prefix with expanded keys and values.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register(BACKEND_NAME, lambda _attention, _forward_batch: AttnForwardMethod.MLA)

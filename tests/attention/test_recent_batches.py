@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from sgl_kvevict.attention.recent_batches import MAX_BATCHES, RecentBatches
+from sgl_kvevict.attention.batch import MAX_BATCHES, RecentBatches
 
 
 def test_the_least_recently_used_makes_room_before_another_is_built() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention.flashinfer.span_groups import SpanGroup, group_spans, join_runs, merge_table
+from sgl_kvevict.attention.flashinfer.lists import SpanGroup, group_spans, join_runs, merge_table
 from sgl_kvevict.geometry import KVGeometry
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=8, num_token_slots=100)

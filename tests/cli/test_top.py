@@ -22,8 +22,7 @@ from rich.console import Console
 from helpers.event_sockets import description_of, ipc_config, wait_until
 from helpers.watched import WatchedHarness
 from sgl_kvevict.cli import main
-from sgl_kvevict.cli.top import TopOptions, run_top
-from sgl_kvevict.cli.top_view import TopState, render
+from sgl_kvevict.cli.top import TopOptions, TopState, render, run_top
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.events.client import ServerSilentError

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from helpers.scheduling import Letters
-from sgl_kvevict.distill.repetition import (
+from sgl_kvevict.distill.texts import (
     MAX_SENTENCE_TOKENS,
     MIN_SENTENCE_TOKENS,
     REPEAT,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvevict.config import parse_config
-from sgl_kvevict.config_file import read_config_file
+from sgl_kvevict.config import parse_config, read_config_file
 from sgl_kvevict.policies import configured_policy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "papers"

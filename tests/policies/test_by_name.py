@@ -23,7 +23,8 @@ def test_every_listed_policy_builds_with_its_defaults() -> None:
     for info in list_policies()[1:]:
         policy = build_policy(info.name, {})
         assert isinstance(policy, Policy) and policy.name == info.name
-        assert info.summary and all(option.meaning and option.allowed for option in info.describe())
+        assert info.summary and info.source and info.use_when
+        assert all(option.meaning and option.allowed for option in info.describe())
         hash(policy)
 
 

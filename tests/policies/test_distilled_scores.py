@@ -10,7 +10,7 @@ from sgl_kvevict.policies import LayerView, Signal
 from sgl_kvevict.policies.methods.distilled import DistilledScorer, relative_norms
 
 HEADS, TOKENS, DIM = 2, 40, 8
-SCORER = DistilledScorer(use_window=True)
+SCORER = DistilledScorer()
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvevict.config import parse_config
-from sgl_kvevict.config_file import read_config_file
+from sgl_kvevict.config import parse_config, read_config_file
 from sgl_kvevict.policies import Policy, build_policy
 
 Run = Callable[..., Any]

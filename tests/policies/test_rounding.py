@@ -4,8 +4,7 @@ from fractions import Fraction
 
 import torch
 
-from sgl_kvevict.policies.budgets import mix_with_uniform
-from sgl_kvevict.policies.rounding import exact_fraction, largest_remainder_float, round_shares
+from sgl_kvevict.policies.budgets import exact_fraction, largest_remainder_float, mix_with_uniform, round_shares
 
 
 def mix(hits: list[int], weight: float) -> list[int]:

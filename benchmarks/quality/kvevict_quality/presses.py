@@ -24,5 +24,3 @@ PRESSES: Mapping[str, Callable[[float], Any]] = {
     "CompactorPress": kvpress.CompactorPress,
     "KVzipPress": kvpress.KVzipPress,
 }
-#: Presses that make extra passes over the context.
-EXTRA_PASSES = frozenset({"KVzipPress"})

@@ -51,7 +51,6 @@ class Reply:
     """What a client saw of a streamed answer; times in seconds. ``calls_a_tool``: one of the request's."""
 
     first_s: float
-    whole_s: float
     prompt_tokens: int
     cached_tokens: int
     calls_a_tool: bool
@@ -156,6 +155,5 @@ def _ask(client: OpenAI, model: str, request: Request) -> Reply:
     if usage is None:
         raise ValueError("the stream ended without usage")
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-    whole = time.perf_counter() - begin
     known = {tool["function"]["name"] for tool in request.tools}
-    return Reply(first, whole, usage.prompt_tokens, cached or 0, bool(names) and known.issuperset(names))
+    return Reply(first, usage.prompt_tokens, cached or 0, bool(names) and known.issuperset(names))

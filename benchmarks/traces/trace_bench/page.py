@@ -10,8 +10,6 @@ from statistics import median
 
 from trace_bench.rows import Row
 
-COLOURS = {"stock": "tab:grey", "nothing": "tab:olive", "ours": "tab:blue"}
-
 
 def write_page(path: Path, rows: Sequence[Row], about: str) -> None:
     """Write the tables, medians over the seeds, beside the CSV and the plot of the same name."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.triton_head_slots import head_slot_of
+from kvevict_kernels.triton_rows import head_slot_of
 
 SCAN_BLOCK = 1024
 ENTRY_BLOCK = 1024

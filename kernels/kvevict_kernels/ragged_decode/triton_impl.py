@@ -37,8 +37,7 @@ from kvevict_kernels.ragged_decode.triton_items import (
     suffix_work_kernel,
 )
 from kvevict_kernels.ragged_decode.triton_merge import run_merge
-from kvevict_kernels.triton_head_slots import head_slot_of
-from kvevict_kernels.triton_rows import normalised_queries, with_values
+from kvevict_kernels.triton_rows import head_slot_of, normalised_queries, with_values
 
 INTERPRETER_PROGRAMS = 3
 REQUEST_BLOCK = 128

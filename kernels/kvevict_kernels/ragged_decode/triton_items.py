@@ -22,7 +22,6 @@ import triton.language as tl
 
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.tables import ITEM_WORDS
-from kvevict_kernels.ragged_decode.triton_chunks import suffix_chunk
 
 STEP_LISTS = (
     *("seq_lens_ptr", "pool_rows_ptr", "suffix_items_ptr", "suffix_start_ptr"),
@@ -31,6 +30,12 @@ STEP_LISTS = (
 """Not specialised on alignment: these may be slices of SGLang's buffers, whose alignment varies."""
 _WORDS = tl.constexpr(ITEM_WORDS)
 _READERS = tl.constexpr(1 << 26)
+
+
+@triton.jit
+def suffix_chunk(length, least, H: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr):
+    """Tokens per chunk of a suffix, from its length alone; NUM_ITEMS chunks fill the device."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length * H, NUM_ITEMS), STEP) * STEP, least)
 
 
 @triton.jit

@@ -10,11 +10,16 @@ import triton
 import triton.language as tl
 
 from kvevict_kernels.ragged_decode.tables import Tables
-from kvevict_kernels.ragged_decode.triton_chunks import run_chunk
 from kvevict_kernels.ragged_decode.triton_items import store_items
 
 UNIT_BLOCK = 256
 FILL_BLOCK = 128
+
+
+@triton.jit
+def run_chunk(length, chunk, cap):
+    """Entries per work item of a run: longer where the run would have more than ``cap`` items."""
+    return chunk * tl.maximum(tl.cdiv(length, chunk * cap), 1)
 
 
 @triton.jit(

@@ -13,7 +13,7 @@ from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import block_widths
-from kvevict_kernels.ragged_decode.triton_chunks import suffix_chunk
+from kvevict_kernels.ragged_decode.triton_items import suffix_chunk
 
 MERGE_VALUES = 4096
 """Numbers of partials merged at once, in shared memory: 16 KB, so that it bounds no resident programs."""

@@ -30,8 +30,7 @@ from kvevict_kernels.ragged_decode.triton_block import (
     load_queries,
     load_tree,
 )
-from kvevict_kernels.triton_head_slots import head_slot_of
-from kvevict_kernels.triton_rows import load_narrow, normalised_queries, with_values
+from kvevict_kernels.triton_rows import head_slot_of, load_narrow, normalised_queries, with_values
 
 COMBINE_ROWS = 16
 

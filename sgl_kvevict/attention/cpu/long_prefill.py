@@ -19,7 +19,7 @@ from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.row_codec import WIDTHS, RowStatistics, load_rows
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.sink_logits import with_sink_logits
+from sgl_kvevict.attention.interface import with_sink_logits
 from sgl_kvevict.errors import InvariantError
 
 WINDOW_BLOCK = 256

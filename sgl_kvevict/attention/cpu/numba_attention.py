@@ -9,9 +9,8 @@ from torch import Tensor
 
 from kvevict_kernels.row_codec import RowStatistics
 from kvevict_kernels.span_attention import Layout, SpanAttention
-from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, require_widths
+from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, RecentBatches, require_widths
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
-from sgl_kvevict.attention.recent_batches import RecentBatches
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from kvevict_kernels.checks import check_arenas
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, require_widths
+from sgl_kvevict.attention.batch import MAX_BATCHES, AttentionBatch, BatchKey, RecentBatches, require_widths
 from sgl_kvevict.attention.flashinfer.lists import SpanLists, build_span_lists, merge_spans
 from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill, compiles_kernels, new_workspace
+from sgl_kvevict.attention.interface import with_sink_logits
 from sgl_kvevict.attention.kernel_facts import kernels_for
-from sgl_kvevict.attention.recent_batches import MAX_BATCHES, RecentBatches
-from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.support import KERNELS, require
@@ -35,7 +34,7 @@ class FlashInferAttention:
     """Attention by FlashInfer; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Spans are planned when requests come or go or their paths change, once for all layers; suffixes once per forward.
-    Needs head_dim 64, 128 or 256, a 16-bit dtype, and no windows (:class:`sgl_kvevict.attention.by_window.ByWindow`).
+    Needs head_dim 64, 128 or 256, a 16-bit dtype, and no windows (:class:`sgl_kvevict.attention.backend.ByWindow`).
 
     Raises:
         UnsupportedSetupError: FlashInfer cannot be imported or does not have the model's head_dim or dtype.
@@ -87,7 +86,7 @@ class FlashInferAttention:
         """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.interface.Attention.plan`.
 
         Raises:
-            InvariantError: the new tokens are trees (:class:`sgl_kvevict.attention.by_window.ByWindow` plans those), or
+            InvariantError: the new tokens are trees (:class:`sgl_kvevict.attention.backend.ByWindow` plans those), or
                 a span has rows of fewer than 16 bits.
         """
         require_widths(batch.paths, has_statistics=False)

@@ -14,8 +14,8 @@ from kvevict_kernels.transfer import to_device
 from sgl_kvevict import support
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill, compiles_kernels, new_workspace
+from sgl_kvevict.attention.interface import with_sink_logits
 from sgl_kvevict.attention.kernel_facts import kernels_for
-from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 

@@ -16,10 +16,9 @@ from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.row_codec import WIDTHS, RowStatistics, check_statistics
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey, require_widths
+from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey, RecentBatches, require_widths
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
 from sgl_kvevict.attention.kernel_facts import kernels_for
-from sgl_kvevict.attention.recent_batches import RecentBatches
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.support import KERNELS, require

@@ -1,15 +1,12 @@
-"""The named policies: one file each, with options, composition, source, and parts that no other policy uses."""
+"""The named policies: a file has options, composition, source, and parts that no other policy uses."""
 
-from sgl_kvevict.policies.methods.ada_pyramidkv import AdaPyramidKV
-from sgl_kvevict.policies.methods.ada_snapkv import AdaSnapKV
 from sgl_kvevict.policies.methods.chunkkv import ChunkKV
 from sgl_kvevict.policies.methods.d2o import D2O
 from sgl_kvevict.policies.methods.distilled import Distilled
 from sgl_kvevict.policies.methods.h2o import H2O
 from sgl_kvevict.policies.methods.k_vec import KVec
-from sgl_kvevict.policies.methods.pyramidkv import PyramidKV
 from sgl_kvevict.policies.methods.random import Random
-from sgl_kvevict.policies.methods.snapkv import SnapKV
+from sgl_kvevict.policies.methods.snapkv import AdaPyramidKV, AdaSnapKV, PyramidKV, SnapKV
 from sgl_kvevict.policies.methods.streaming_llm import StreamingLLM
 from sgl_kvevict.policies.options import NamedPolicy
 

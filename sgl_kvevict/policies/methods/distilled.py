@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.options import OneBudgetOptions
+from sgl_kvevict.policies.options import BudgetOptions, BudgetRule
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
@@ -26,7 +25,7 @@ class DistilledScorer(Scorer):
 
     Softmax weights add up to 1, so what is evicted is missed by this distance: a value near the mean is replaced by the
     others. Distances are shares of the layer's mean.
-    With ``use_window`` the attention of the prompt's last ``WINDOW_SIZE`` queries is a feature of learned scores
+    The attention of the prompt's last ``WINDOW_SIZE`` queries is a feature of learned scores
     (:class:`sgl_kvevict.distill.ScoreWeights`).
 
     Source: VATP (arXiv 2406.12335), Sec. 3, multiplies attention by the norm of the value.
@@ -34,19 +33,9 @@ class DistilledScorer(Scorer):
         with the residual stream.
     """
 
-    use_window: bool
+    window_size = WINDOW_SIZE
+    needs = frozenset({Signal.LEARNED_SCORES, Signal.KEYS, Signal.VALUES, Signal.WINDOW_QUERIES})
     traits = frozenset({Trait.COMPARABLE})
-
-    @property
-    def window_size(self) -> int:
-        """Number of last queries of the prompt that the scorer reads."""
-        return WINDOW_SIZE if self.use_window else 0
-
-    @property
-    def needs(self) -> frozenset[Signal]:
-        """Learned scores, keys, values, and window queries with ``use_window``."""
-        window = {Signal.WINDOW_QUERIES} if self.use_window else set()
-        return frozenset({Signal.LEARNED_SCORES, Signal.KEYS, Signal.VALUES, *window})
 
     def score(self, view: LayerView) -> TokenScores:
         """Score one layer."""
@@ -63,7 +52,7 @@ def relative_norms(values: Tensor) -> Tensor:
     return (norms / norms.mean()).log_().T
 
 
-class Distilled(OneBudgetOptions):
+class Distilled(BudgetOptions):
     """``distilled``."""
 
     name = "distilled"
@@ -71,10 +60,8 @@ class Distilled(OneBudgetOptions):
     source = "this project, after KVzap (arXiv 2601.07891)"
     use_when = "always: scores are learned once per model"
 
-    use_window: bool = Field(
-        True, description="look at the attention of the prompt's last queries too, not at the cache alone"
-    )
+    budget_rule: BudgetRule = "all-layers"
 
     def build(self) -> Policy:
         """Make the policy."""
-        return self.policy(DistilledScorer(self.use_window))
+        return self.policy(DistilledScorer())

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from sgl_kvevict.errors import ConfigError, InvariantError
+from sgl_kvevict.policies.budgets import exact_fraction
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import BudgetOptions, OddInt
 from sgl_kvevict.policies.parts import RangeScores, Scorer, Selector, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.ranking import key_max, order_keys, top_mask
-from sgl_kvevict.policies.rounding import exact_fraction
 from sgl_kvevict.policies.signals import QueryWindow, Signal
 
 

@@ -28,11 +28,6 @@ ANIMALS = _words(
 NAMES = _words(
     "Alice Bruno Clara Daniel Emma Felix Greta Henry Irene Jacob Karla Leon Martha Nathan Olga Peter Rosa Simon"
 )
-SURNAMES = _words("Adler Becker Conti Dahl Ekman Faber Gruber Holm Ivanov Jensen Keller Lang Moreau Novak")
-JOBS = _phrases(
-    "the baker, the dentist, the painter, the gardener, the tailor, the butcher, the pilot, the plumber, the lawyer, "
-    "the sailor, the farmer, the teacher, the barber, the miner, the judge, the singer"
-)
 PLACES = _phrases(
     "the old lighthouse, the green bicycle, the wooden chest, the city museum, the railway station, the white piano, "
     "the night train, the chess club, the flower shop, the fish market, the swimming pool, the stone bridge, "
