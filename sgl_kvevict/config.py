@@ -189,11 +189,6 @@ class KVEvictConfig(BaseModel):
         ge=0,
         description="milliseconds that a queued request waits at most for the store; 0: nothing is read",
     )
-    accept_untested_sglang: bool = Field(
-        default=False,
-        description="start with another version of SGLang, if all functions hooked or overridden have the same "
-        "signatures",
-    )
     events: EventsConfig | None = Field(
         default=None,
         description="socket for inspection; `{}` opens it on loopback (docs/operations.md)",

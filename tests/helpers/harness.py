@@ -21,11 +21,11 @@ from weakref import WeakSet
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.mem_cache import events
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
-from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -55,6 +55,7 @@ from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.store.host import HostSegments
 
+LORA_NAMES = getattr(events, "KvEventLoraNames", events.LoRANameTable)  # which SGLang 0.5.22 has
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -139,7 +140,7 @@ class Harness:
         self.arenas: tuple[tuple[torch.Tensor, float], ...] = ((self.k, 1.0), (self.v, -1.0))
         if self.is_latent:
             self.v, self.arenas = self.k[..., :1], self.arenas[:1]
-        self.adapters = KvEventLoraNames()
+        self.adapters = LORA_NAMES()
         """LoRA adapters that were loaded; one with which a test asks is."""
         params = CacheInitParams(
             kv_event_lora_names=self.adapters,

@@ -13,7 +13,7 @@ from helpers.stored import identity as identity_of
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
+from sgl_kvevict.sglang_adapter.scheduler_store import fetch
 from sgl_kvevict.store import (
     Backend,
     Item,
@@ -160,7 +160,7 @@ class Server:
         """
         req = self.harness.request(prompt, extra_key, lora_id=lora_id)
         self.prefixes.readers[req].least_share = share
-        after_queueing(None, SimpleNamespace(tree_cache=self.harness.tree), req)
+        fetch(SimpleNamespace(tree_cache=self.harness.tree), req)
         assert self.settle(req) == set()
         self.harness.check()
         assert self.harness.admit(req)

@@ -1,40 +1,21 @@
-"""Functions of SGLang that we call, override or hook, with the parameters that we rely on."""
+"""Functions of SGLang that we call, with their parameters; ``signatures.json`` has what we hook or override."""
 
 from __future__ import annotations
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
-from sglang.srt.mem_cache.unified_cache.components import FullComponent, SWAComponent, TreeComponent
+from sglang.srt.mem_cache.unified_cache.components import FullComponent, TreeComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 SIGNATURES = {
     "UnifiedRadixCache.__init__": (UnifiedRadixCache.__init__, ["self", "params"]),
-    "UnifiedRadixCache.reset": (UnifiedRadixCache.reset, ["self"]),
-    "UnifiedRadixCache.checkpoint": (UnifiedRadixCache.checkpoint, ["self", "req", "up_to", "kwargs"]),
-    "UnifiedRadixCache.match_prefix": (UnifiedRadixCache.match_prefix, ["self", "params"]),
-    "UnifiedRadixCache.insert": (UnifiedRadixCache.insert, ["self", "params"]),
-    "UnifiedRadixCache.on_release": (UnifiedRadixCache.on_release, ["self", "req", "checkpointed"]),
-    "UnifiedRadixCache.touch_prefix": (UnifiedRadixCache.touch_prefix, ["self", "key"]),
-    "FullComponent.reclaimable_value_len": (FullComponent.reclaimable_value_len, ["self", "node"]),
-    "FullComponent.redistribute_on_node_split": (
-        FullComponent.redistribute_on_node_split,
-        ["self", "new_parent", "child"],
-    ),
-    "FullComponent.evict_component": (
-        FullComponent.evict_component,
-        ["self", "node", "device_frees", "host_frees", "cache_actions", "target"],
-    ),
     "FullComponent.apply_component_action": (FullComponent.apply_component_action, ["self", "action"]),
-    "SWAComponent._recover_from_incoming": (
-        SWAComponent._recover_from_incoming,
-        ["self", "node", "incoming_full", "start", "end", "result", "cache_actions"],
-    ),
     "SWATokenToKVPoolAllocator.clear_full_to_swa_mapping": (
         SWATokenToKVPoolAllocator.clear_full_to_swa_mapping,
         ["self", "full_indices"],
@@ -62,16 +43,11 @@ SIGNATURES = {
     "RadixKey.child_key": (RadixKey.child_key, ["self", "page_size"]),
     "Req.set_finish_with_abort": (Req.set_finish_with_abort, ["self", "error_msg", "status_code", "err_type"]),
     "Scheduler.abort_request": (Scheduler.abort_request, ["self", "recv_req"]),
-    "Scheduler.unload_lora_adapter": (Scheduler.unload_lora_adapter, ["self", "recv_req"]),
     "Scheduler.flush_cache": (Scheduler.flush_cache, ["self", "empty_cache"]),
     "Scheduler._set_or_validate_priority": (Scheduler._set_or_validate_priority, ["self", "req"]),
     "Scheduler.process_batch_result": (Scheduler.process_batch_result, ["self", "batch", "result"]),
-    "ScheduleBatch.filter_batch": (ScheduleBatch.filter_batch, ["self", "reqs_to_exclude", "keep_indices"]),
     "Scheduler.init_req_max_new_tokens": (Scheduler.init_req_max_new_tokens, ["self", "req"]),
-    "Scheduler._add_request_to_queue": (Scheduler._add_request_to_queue, ["self", "req", "is_retracted"]),
     "ReqToTokenPool.write": (ReqToTokenPool.write, ["self", "indices", "values"]),
-    "MHATokenToKVPool._create_buffers_normal": (MHATokenToKVPool._create_buffers_normal, ["self"]),
-    "MLATokenToKVPool._create_buffers": (MLATokenToKVPool._create_buffers, ["self"]),
     "MHATokenToKVPool._kv_buffer_shapes": (MHATokenToKVPool._kv_buffer_shapes, ["self"]),
     "AttentionBackend.init_forward_metadata": (
         AttentionBackend.init_forward_metadata,

@@ -12,9 +12,9 @@ from helpers.harness import Harness
 from helpers.long_machine import CONFIG
 from sgl_kvevict.sglang_adapter.cache_details import after_details
 from sgl_kvevict.sglang_adapter.long_prompts import (
+    abort_stuck,
     admission_of,
-    after_admission,
-    after_chunked_prefill,
+    lift_limits,
 )
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
@@ -227,8 +227,8 @@ def test_a_turn_that_tries_no_chunk_aborts_nobody():
     idle = SimpleNamespace(batch_to_run=None, running_batch=SimpleNamespace(is_empty=lambda: True))
     beside = SimpleNamespace(batch_to_run=None, running_batch=SimpleNamespace(is_empty=lambda: False))
     admission.is_parked = True
-    after_admission(beside, scheduler)
-    after_admission(idle, scheduler)
+    abort_stuck(beside, scheduler)
+    abort_stuck(idle, scheduler)
     assert scheduler._pending_chunked_abort_req is None
     prefill(scheduler, req)
     assert not scheduler.aborted
@@ -383,7 +383,7 @@ def lifted(monkeypatch, harness: Harness, *, truncates: bool = False, chunk: int
         max_req_len=POOL - 1,
         max_req_input_len=POOL - 6,
     )
-    after_chunked_prefill(None, scheduler)
+    lift_limits(scheduler)
     return scheduler
 
 

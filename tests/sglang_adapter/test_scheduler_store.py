@@ -27,12 +27,12 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scheduler_store import (
-    after_queueing,
-    around_admission,
+    fetch,
     identity_of,
     in_order,
     read_with,
     settings_of,
+    without_waiting,
 )
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -343,12 +343,12 @@ def test_new_weights_switch_the_store_off(tmp_path, monkeypatch):
     waiting = server.queue(DOCUMENT)
     server.loading.settle([waiting])
     server.harness.tree.forget_compressed()
-    for fetch in fetches:
-        fetch()  # it comes when nothing may be loaded any more
+    for finish in fetches:
+        finish()  # it comes when nothing may be loaded any more
     assert server.loading.settle([waiting]) == set() and not server.access.is_on
     assert server.loaded == (0, 0)
     late = server.harness.request([*DOCUMENT, 8])
-    after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), late)
+    fetch(SimpleNamespace(tree_cache=server.harness.tree), late)
     assert server.loading.state()[1] == 0
     server.harness.finish(server.harness.run(DOCUMENT))
     assert server.writer.drain(300)
@@ -437,7 +437,7 @@ def test_a_prompt_with_overridden_embeddings_waits_for_no_fetch(tmp_path):
     server.serve(DOCUMENT)
     req = server.harness.request([*DOCUMENT, 9])
     req.positional_embed_overrides = object()
-    after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), req)
+    fetch(SimpleNamespace(tree_cache=server.harness.tree), req)
     assert server.loading.state()[1] == 0
 
 
@@ -453,7 +453,7 @@ def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
         num_stored += lora_id is None
         assert len(keys_in(server.segments)) == num_stored
         req = server.harness.request([*DOCUMENT, 9], extra_key, lora_id=lora_id)
-        after_queueing(None, scheduler, req)
+        fetch(scheduler, req)
         assert server.loading.state()[1] == (lora_id is None)
         server.loading.clear()
 
@@ -499,14 +499,14 @@ def test_who_waits_is_passed_over_and_keeps_its_place(tmp_path):
         scheduler.waiting_queue = [*scheduler.waiting_queue[1:], d]  # b is admitted, d comes back
         return "plan"
 
-    assert around_admission(admit, scheduler) == "plan"
+    assert without_waiting(admit, scheduler) == "plan"
     assert seen == [[b]] and scheduler.waiting_queue == [a, c, d]
 
     def fail(scheduler):
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError):
-        around_admission(fail, scheduler)
+        without_waiting(fail, scheduler)
     assert scheduler.waiting_queue == [a, c, d]
 
 
