@@ -118,7 +118,7 @@ class PrefixCache:
         with self._guard.at(Place.RELEASE):
             for node in self.table.stop_awaiting(path):
                 prompt = path_to(node)
-                self.resizer.shrink(prompt, length_of(prompt) - self.compressor.config.tail_tokens)
+                self.resizer.shrink(prompt, self.compressor.end_of(length_of(prompt)))
 
     def admitting(self, reader: Reader, prompt: Prompt) -> None:
         """A request is about to match its prompt: load what the pool lacks of it.

@@ -63,7 +63,6 @@ class Prefills:
         self._spans = table.spans
         self._readers = readers
         self._compressor = compressor
-        self._tail = compressor.config.tail_tokens
         self._guard = guard
         self._resizer = resizer
         self._pressure = pressure
@@ -81,7 +80,8 @@ class Prefills:
     ) -> Sequence[PromptObservation | TextAttention]:
         """The request's observation; none for decode rows of a mixed batch, and prompts too short to compress."""
         observation = self._readers[reader].observation
-        if observation is None or observation.is_complete or not self._resizer.is_long_enough(prompt_len - self._tail):
+        num_tokens = self._compressor.end_of(prompt_len)
+        if observation is None or observation.is_complete or not self._resizer.is_long_enough(num_tokens):
             return []
         with self._guard.at(Place.OBSERVATION) as attempt:
             compressed_len = self._spans.compressed_len(path_to(node))
@@ -104,11 +104,11 @@ class Prefills:
         if observation is None:
             return
         path = path_to(node)
-        end = min(observation.end, length_of(path))
+        end = self._compressor.end_of(min(observation.end, length_of(path)))
         if options.least_share and self._compressor.scores_any_range:
             self._pressure.prompt_complete(path, end, observation)
         elif num_samples and self._table.await_samples(node, num_samples):
             if num_samples > 0 and not observation.has_failed:
-                self._resizer.cover(path, end - self._tail, observation, observation.num_bytes)
+                self._resizer.cover(path, end, observation, observation.num_bytes)
         else:
-            self._resizer.shrink(path, end - self._tail, observation)
+            self._resizer.shrink(path, end, observation)

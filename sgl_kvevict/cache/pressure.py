@@ -104,10 +104,10 @@ class Pressure:
         """Start a new heap: the table was emptied."""
         self._heap = NodeHeap(self._shrinking, self._priority)
 
-    def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
-        """Let the first ``num_tokens`` tokens of a path, a prompt, shrink when slots are short; its tail does not."""
+    def prompt_complete(self, path: Sequence[Node], end: int, prompt: PromptObservation) -> None:
+        """Let the tokens of a path up to ``end``, a prompt, shrink when slots are short."""
         if self._compressor.scores_any_range and not prompt.has_failed:
-            self._resizer.cover(path, num_tokens - self._config.tail_tokens, prompt, prompt.num_bytes)
+            self._resizer.cover(path, end, prompt, prompt.num_bytes)
 
     def chunk_complete(self, reader: Reader, path: Sequence[Node]) -> None:
         """Let the first chunks of a prompt shrink; they do so at once if ``prefill_budget`` is set.

@@ -225,8 +225,8 @@ class Resizer:
         if not self.is_long_enough(end - self._spans.compressed_len(path)):
             return
         segment = self.range_to(path, end)[-1]
-        # A prompt that has computed nothing of the range is no better than the one that did.
-        if prompt is not None and (segment.prompt is None or prompt.first_query < segment.end):
+        # A prompt that has computed at most the last token of the range, as SGLang always does, is no better.
+        if prompt is not None and (segment.prompt is None or prompt.first_query < segment.end - 1):
             self._table.prompts.give(segment, prompt, prompt.num_bytes)
         self._table.wanted[segment] = None
         if self._try(segment, Occasion.RELEASED) is None:

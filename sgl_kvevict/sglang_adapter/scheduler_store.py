@@ -81,7 +81,7 @@ def open_access(
         if draft is None and ranks.is_first:
             logger.warning("kvevict: the draft model has no safetensors files to know it by: its rows are not stored")
     backend = open_backend(config.store, config.store_bytes)
-    segments = SegmentStore(backend, identity, draft=draft, num_tail=config.tail_tokens)
+    segments = SegmentStore(backend, identity, draft=draft)
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
     access = StoreAccess(segments, WriteBehind(segments), reader)

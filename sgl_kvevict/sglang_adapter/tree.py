@@ -399,8 +399,7 @@ class KVEvictTree(UnifiedRadixCache):
             with self.guard.at(Place.PROMPT):
                 self.prefixes.prefills.chunk_complete(req, node)
         if up_to >= len(req.origin_input_ids) and (seconds := self._options_of(req).retain) is not None:
-            num_tokens = len(req.origin_input_ids) - self.compressor.config.tail_tokens
-            self.prefixes.recency.retain(path_to(node), num_tokens, seconds)
+            self.prefixes.recency.retain(path_to(node), len(req.origin_input_ids), seconds)
 
     def _is_kept_out(self, key: RadixKey) -> bool:
         """Whether a blocking node has readers; without readers it is dropped."""

@@ -13,7 +13,7 @@ from sgl_kvevict.segments import Sources, View
 from sgl_kvevict.segments.kept import entries_by_head
 from sgl_kvevict.sglang_adapter.monitoring.inspection import tree_report
 
-TEXT = [i * 7 % 11 for i in range(64)]
+TEXT = [i * 7 % 11 for i in range(60)]
 CONFIG = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
 
 
@@ -161,7 +161,7 @@ def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
     harness = harness_of(bits="auto", num_slots=400)
     shrunk(harness, 0.3)
     prefixes = harness.tree.prefixes
-    branch = [*TEXT[:40], *[9] * 24]
+    branch = [*TEXT[:40], *[9] * 20]
     serve(harness, branch)
     prefixes.resizer.shrink_now(prefixes.table.chain(prefixes._tree.find(branch[:60], (None, None))), 0.3)
     serve(harness, [*TEXT[:60], 5, 5])  # so that the branch goes first
@@ -181,7 +181,7 @@ def test_a_copy_of_a_segment_that_has_grown_and_of_another_one_is_in_order_of_po
     harness = harness_of(bits="auto", num_slots=400)
     first = shrunk(harness, 0.3)
     prefixes = harness.tree.prefixes
-    serve(harness, [*TEXT[:60], *[9] * 24])
+    serve(harness, [*TEXT[:60], *[9] * 20])
     path = prefixes._tree.find([*TEXT[:60], *[9] * 20], (None, None))
     prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.5)
     assert prefixes.growth.grow(first)
@@ -283,7 +283,7 @@ def test_reports_count_the_entries_of_every_piece_that_came_back() -> None:
     """Pieces have rows of one width, each in a part of its own; both halves of a segment that is split later."""
     harness = harness_of()
     segment = shrunk(harness, 0.5, 0.3, 0.1)
-    serve(harness, TEXT, complete=True)
+    serve(harness, [*TEXT, 5, 5], complete=True)
     serve(harness, TEXT[:30] + [10] * 12)
     assert segment.num_spans == 2 and segment.num_live_entries == num_entries(segment)
     report = tree_report(harness.tree, 100, expose_tokens=False)
@@ -295,13 +295,13 @@ def test_reports_count_the_entries_of_every_piece_that_came_back() -> None:
         assert sum(int(each.sum()) for each in counts.values()) == span.num_tokens * segment.geometry.num_runs
 
 
-@pytest.mark.parametrize("num_free", [0, 4, 20])
+@pytest.mark.parametrize("num_free", [0, 12, 20])
 def test_a_request_that_asks_loses_nothing_of_its_own_path(num_free):
     """A path of two segments, and no other prefix that could make room for what the first one takes back."""
     harness = harness_of(bits="auto", num_slots=400)
     shrunk(harness, 0.3, 0.1)
     prefixes = harness.tree.prefixes
-    text = [*TEXT[:60], *[9] * 64]
+    text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
     path = prefixes._tree.find(text[:120], (None, None))
     prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.3)
@@ -321,7 +321,7 @@ def test_what_fills_its_own_path_shrinks_for_a_request_that_asks():
     harness = harness_of(bits="auto", num_slots=400)
     first = shrunk(harness, 0.3, 0.1)
     prefixes = harness.tree.prefixes
-    text = [*TEXT[:60], *[9] * 64]
+    text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
     prefixes._tree.find(text[:120], (None, None))
     harness._alloc(harness.allocator.available_size())
@@ -353,7 +353,7 @@ def test_what_was_loaded_of_a_path_is_not_dropped_for_the_rest_of_it():
     harness = harness_of(num_slots=400)
     shrunk(harness, 0.3)
     prefixes = harness.tree.prefixes
-    text = [*TEXT[:60], *[9] * 64]
+    text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
     path = prefixes._tree.find(text[:120], (None, None))
     prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.3)

@@ -20,7 +20,7 @@ def cache(num_slots: int = 320, *, bits: int | str = 16, **fields) -> Harness:
 
 
 def cached(harness: Harness, number: int = 0, tokens: list[int] | None = None, *, at: float | None = None):
-    """A prompt without readers, last used at a time; 20 of its 22 tokens are not its tail."""
+    """A prompt without readers, last used at a time; of 20 tokens."""
     harness.finish(harness.run(tokens or document(number)))
     for node in nodes_of(harness, number):
         node.last_access_time = node.last_access_time if at is None else at
@@ -159,14 +159,15 @@ def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
 
 
 def test_nothing_shrinks_below_the_budget_just_before_it_would_be_dropped_to_the_host():
-    """Its tail goes first, and then it: what comes back by a copy loses no answers."""
+    """What is uncompressed below it goes first, and then it: what comes back by a copy loses no answers."""
     harness = cache(64, bits="auto", **BELOW)
     cached(harness)
+    cached(harness, 0, [*document(0), 98, 99])  # a question, too short for a segment
     while slots(harness).get(0) != 5:
         assert reclaim(harness)
-    node, tail = nodes_of(harness, 0)
+    node, question = nodes_of(harness, 0)
     recency = harness.tree.prefixes.recency
-    leaf = recency.get_priority(tail), tail
+    leaf = recency.get_priority(question), question
     recency.has_host_room = lambda segment: True
     assert reclaim(harness, leaf) == 0 and recency.get_priority(node) < leaf[0]
     recency.has_host_room = lambda segment: False
@@ -200,7 +201,7 @@ def test_short_parts_are_compressed_with_what_follows():
     harness = cache(min_prefix_tokens=6)
     header = document(0)[:3]
     harness.finish(harness.run([*header, 50]))
-    harness.finish(harness.run([*header, *document(1, 20)]))
+    harness.finish(harness.run([*header, *document(1, 18)]))
     assert reclaim(harness) == 10 and ranges(harness) == [(0, 3), (3, 21)]
 
 

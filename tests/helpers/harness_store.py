@@ -44,9 +44,7 @@ def identity_for(harness: Harness) -> StoreIdentity:
     )
 
 
-def exported(
-    harness: Harness, extra_key: str | None = None, tail: int = 4, *, is_complete: bool = False
-) -> list[SegmentRecord]:
+def exported(harness: Harness, extra_key: str | None = None, *, is_complete: bool = False) -> list[SegmentRecord]:
     """Segments of one namespace of a harness, through bytes and back, those nearest the root first.
 
     ``is_complete``: with what was evicted from them.
@@ -57,7 +55,7 @@ def exported(
         if span.end != span.segment.end or node.key.extra_key != extra_key:
             continue
         complements = tree.prefixes.complements if is_complete else None
-        leaving = export_segment(node, tree.port, tree.spans, tree.packer, identity, tail, complements)
+        leaving = export_segment(node, tree.spans, tree.packer, identity, complements)
         if leaving is not None:
             record = leaving.record()
             records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, identity, DRAFT))
