@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from helpers.documents import admitted, document, make_harness, nodes_of, ranges, reading, reclaim
 from helpers.harness import Harness
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.cache.pressure import WITH_16_BITS, WITH_FEW_BITS
+from sgl_kvevict.policies.order import LARGEST
+from sgl_kvevict.segments import CacheObservation
 
 BELOW = {"budget": 0.25, "min_budget": 0.1}
 """Shares 0.5, 0.25 and 0.1 in rows of 16 bits."""
@@ -125,6 +128,32 @@ def test_a_squeeze_keeps_the_first_in_order():
     for run in range(runs):
         old, new = (x.positions[x.indptr[run] : x.indptr[run + 1]].tolist() for x in (before, after))
         assert new == sorted(new) and set(new) <= set(old)
+
+
+@pytest.mark.parametrize(("tail_tokens", "sink_tokens", "kept"), [(2, 0, [19]), (1, 2, [0, 1]), (4, 0, [19])])
+def test_protected_tokens_stay_in_every_head_at_every_size(tail_tokens, sink_tokens, kept):
+    """Of two entries that a head keeps at the least share, sinks come first; half of the rest are the tail's."""
+    harness = cache(64, tail_tokens=tail_tokens, sink_tokens=sink_tokens, **BELOW)
+    cached(harness)
+    sizes = []
+    while reclaim(harness):
+        (segment,) = {span.segment for span in harness.tree.spans.values()}
+        runs = segment.storage.positions.split(segment.storage.parts[0].indptr.diff().tolist())
+        assert all(set(kept) <= set(run.tolist()) for run in runs)
+        sizes.append(segment.num_slots)
+    assert sizes == [10, 5, 2]
+    assert harness.tree.compressor.protected(20, 0) == (sink_tokens, len(kept) - sink_tokens)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_chunk_of_a_prompt_that_goes_on_has_no_tail(goes_on):
+    harness = cache(tail_tokens=2, min_budget=0.25)
+    observation = harness.tree.compressor.new_observation()
+    observation.begin_chunk(0, 20, is_last=not goes_on)
+    slots = torch.arange(1, 21)
+    keys = harness.tree.compressor.rank(slots, 0, observation, 0).keys
+    assert keys[..., -2:].gt(LARGEST).all() == (not goes_on) and keys[..., :-2].le(LARGEST).all()
+    assert harness.tree.compressor.rank(slots, 0, CacheObservation(), 0).keys[..., -2:].gt(LARGEST).all()
 
 
 def test_views_of_a_segment_are_squeezed_together():
