@@ -61,7 +61,8 @@ def test_clients_are_told_that_it_came_from_the_hosts_memory(server):
     reply = json.loads(server.post("/generate", body))["meta_info"]
     loaded = idle_state(server)["moved_in_tokens"] - before
     details = reply["cached_tokens_details"]
-    assert loaded > 0 and details["host"] == loaded and "storage" not in details
+    # It comes with the question that it was asked with.
+    assert loaded >= details["host"] == TOKENS and "storage" not in details
     assert details["device"] + details["host"] == reply["cached_tokens"]
     again = json.loads(server.post("/generate", body))["meta_info"]
     assert again["cached_tokens_details"]["host"] == 0 and again["cached_tokens"] >= TOKENS
