@@ -200,7 +200,7 @@ def test_command(capsys, model):
         "prefixes": (131072 - 4128) // 516 + 1,
         "host_prefixes": 2 * 131072 * 131072 // (516 * 132608),
         "load_bytes": 516 * 132608,
-        "tokens_per_slot": pytest.approx(4128 / 544),
+        "tokens_per_slot": pytest.approx(4128 / 516),
     }
 
 
