@@ -18,7 +18,7 @@ from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.paths import expanded, write_error
 
 SUPPORTED_SGLANG = ("0.5.23",)
-"""The versions that every test passes with, the newest last. A newer one may start, see :mod:`compat`."""
+"""Tested versions, the newest last. A newer one may start (``compat.py``)."""
 SGLANG_RANGE = " to ".join(dict.fromkeys((SUPPORTED_SGLANG[0], SUPPORTED_SGLANG[-1])))
 FLASHINFER = ("0.7.2",)
 """The versions that these pin."""
