@@ -107,7 +107,6 @@ class Adoption:
         if not self._fits(record, there):
             return None
         ordinary = self._spans.uncompressed(there)
-        self._table.chain(there)  # segments in place end with the path
         if not record.splittable and not self._is_whole(ordinary):
             return None
         readers = self._readers.movable(ordinary[0]) if ordinary else []

@@ -132,7 +132,8 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
             f"{got}, with logprob_start_len {shown(req.logprob_start_len)}; allowed: at least {num_tokens - room}, "
             "because tokens with log-probabilities are not compressed while the prompt is prefilled"
         )
-    tree.prefixes.readers[req].is_long = True
+    affordable = plan.affordable_share(num_tokens, num_new)
+    tree.prefixes.readers[req].chunk_share = max(min(plan.config.budget, affordable), plan.config.shares[-1])
     return None
 
 
@@ -225,4 +226,4 @@ def _num_with_logprobs(req: Req) -> int:
 
 def is_long(tree: Any, req: Req | None) -> bool:
     """Whether the chunks of a request's prompt shrink while it is prefilled."""
-    return req is not None and isinstance(tree, KVEvictTree) and tree.prefixes.readers[req].is_long
+    return req is not None and isinstance(tree, KVEvictTree) and tree.prefixes.readers[req].chunk_share is not None

@@ -47,11 +47,11 @@ def test_a_range_given_up_for_want_of_memory_is_counted(monkeypatch):
     assert harness.admit(req) and harness.prefill(req, 23)
     lock = harness.tree.lock(req.last_node)  # somebody whom nobody knows
     assert harness.prefill(req)
-    monkeypatch.setattr(Resizer, "can_rank", lambda _, segment: segment.prompt is not None)
+    monkeypatch.setattr(Resizer, "_can_rank", lambda _, opened: opened.prompt is not None)
     path = path_to(harness.tree.tree_core.node_by_id(req.last_node))
-    harness.tree.prefixes.resizer.shrink(path, length_of(path), LargePrompt())
+    harness.tree.prefixes.resizer.compress(path, length_of(path), LargePrompt())
     assert (totals.refused_in_use, totals.refused_no_memory) == (2, 1)  # once for the prompt, once here
-    assert len(harness.tree.prefixes.table.wanted) == 0
+    assert len(harness.tree.prefixes.table.open) == 0
     harness.tree.unlock(lock)
 
 
@@ -61,7 +61,7 @@ def test_a_lock_that_no_reader_explains_is_waited_for():
     assert harness.admit(req) and harness.prefill(req, 12)
     lock = harness.tree.lock(req.last_node)
     assert harness.prefill(req)
-    assert ranges(harness) == [] and len(harness.tree.prefixes.table.wanted) == 1
+    assert ranges(harness) == [] and len(harness.tree.prefixes.table.open) == 1
     assert totals.refused_in_use == 1
     harness.tree.unlock(lock)
     harness.finish(req)

@@ -38,7 +38,7 @@ def slots(harness: Harness) -> dict[int, int]:
 def entries(harness: Harness) -> dict[int, int]:
     """Entries of the only segment per run, on average, by the bits of their rows."""
     (segment,) = {span.segment for span in harness.tree.spans.values()}
-    return {part.bits: part.num_entries // harness.geometry.num_runs for part in segment.storage.parts}
+    return {part.bits: part.num_entries // harness.geometry.num_runs for part in segment.packed.parts}
 
 
 def test_nothing_is_compressed_while_there_is_room():
@@ -119,11 +119,11 @@ def test_a_squeeze_keeps_the_first_in_order():
     node = cached(harness)
     reclaim(harness)
     runs, segment = harness.geometry.num_runs, harness.tree.spans[node].segment
-    (before,), kept = segment.storage.parts, segment.order.keys.sort(descending=True).values[: 5 * runs]
+    (before,), kept = segment.packed.parts, segment.keys.sort(descending=True).values[: 5 * runs]
     reclaim(harness)
     assert segment is harness.tree.spans[node].segment
-    (after,) = segment.storage.parts
-    assert segment.order.keys.sort(descending=True).values.equal(kept)
+    (after,) = segment.packed.parts
+    assert segment.keys.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * runs
     for run in range(runs):
         old, new = (x.positions[x.indptr[run] : x.indptr[run + 1]].tolist() for x in (before, after))
@@ -138,7 +138,7 @@ def test_protected_tokens_stay_in_every_head_at_every_size(tail_tokens, sink_tok
     sizes = []
     while reclaim(harness):
         (segment,) = {span.segment for span in harness.tree.spans.values()}
-        runs = segment.storage.positions.split(segment.storage.parts[0].indptr.diff().tolist())
+        runs = segment.packed.positions.split(segment.packed.parts[0].indptr.diff().tolist())
         assert all(set(kept) <= set(run.tolist()) for run in runs)
         sizes.append(segment.num_slots)
     assert sizes == [10, 5, 2]

@@ -31,18 +31,18 @@ class Cache:
     @property
     def stages(self) -> list[str]:
         """Of the ranges that are to shrink, oldest first."""
-        orders = [segment.order for segment in self.table.wanted]
-        return ["waits" if order is None or order.turn is None else "is ranked" for order in orders]
+        return ["is ranked" if opened.is_launched else "waits" for opened in self.table.open.values()]
 
     def turns(self, count: int = TURNS_OF_RANKING) -> None:
         for _ in range(count):
             self.harness.turn()
 
     def compress_beginning(self, num_tokens: int) -> None:
-        """The first tokens of the range that waits are compressed for another reason."""
-        (segment,) = self.table.wanted
-        path = path_to(self.table.in_place[segment])
-        self.resizer.shrink_now(self.resizer.range_to(path, num_tokens), 1.0)
+        """The first tokens of the range that waits are compressed for another reason: they came from a file, say."""
+        (last,) = self.table.open
+        self.resizer._is_early_at = lambda first: False
+        self.resizer.compress(path_to(last), num_tokens, share=1.0)
+        del self.resizer._is_early_at
         self.harness.check()
 
 
@@ -63,7 +63,7 @@ def test_the_same_entries_are_kept_as_where_nothing_runs_beside():
     cache.harness.run(DOCUMENT)
     cache.turns()
     other.run(DOCUMENT)
-    one, two = (next(iter(each.tree.spans.values())).segment.storage.parts[0] for each in (cache.harness, other))
+    one, two = (next(iter(each.tree.spans.values())).segment.packed.parts[0] for each in (cache.harness, other))
     assert torch.equal(one.positions, two.positions) and torch.equal(one.rows, two.rows)
 
 

@@ -488,13 +488,13 @@ class Harness:
                 segments.setdefault(span.segment, []).append(span)
         assert len(self.tree.spans) == sum(len(spans) for spans in segments.values())
         for segment, spans in segments.items():
-            held.update(segment.storage.token_slots.tolist())
+            held.update(segment.packed.token_slots.tolist())
             assert segment.num_spans == len(spans)
             self._check_known(segment)
-            self._check_places(segment.storage)
+            self._check_places(segment.packed)
             owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
             assert owners == [True] + [False] * (len(spans) - 1)
-        self._check_in_place()
+        self._check_table()
         for req in self.live:
             if req.kv.holds_kv:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
@@ -533,37 +533,17 @@ class Harness:
 
     def _check_known(self, segment: Segment) -> None:
         """What is known of a segment's entries is known of each."""
-        if segment.order is not None and segment.order.turn is None:
-            assert segment.order.keys.numel() == segment.num_entries
+        assert segment.keys is None or segment.keys.numel() == segment.num_entries
 
-    def _check_in_place(self) -> None:
-        """Segments in place have all tokens of consecutive nodes, below packed ones and above those without one."""
+    def _check_table(self) -> None:
+        """Every record is of a node in the tree; open ranges end with uncompressed nodes."""
         table = self.tree.prefixes.table
-        found: dict[Segment, list[Span]] = {}
-        packed: dict[Segment, Any] = {}
-        for node in self.tree.nodes():
-            span, above = table.spans.of(node), table.spans.of(node.parent)
-            if span is None:
-                continue
-            assert node.parent is self.tree.root_node or above is not None, "no segment begins below a node without one"
+        owners = {span.segment: node for node in self.tree.nodes() if (span := table.spans.at(node)) and span.is_owner}
+        assert owners == table.packed
+        for node, span in table.spans.items():
             assert span.num_tokens == len(node.key) and span.end == length_of(path_to(node))
-            if span.is_packed:
-                if span.is_owner:
-                    packed[span.segment] = node
-                continue
-            found.setdefault(span.segment, []).append(span)
-            if above is not None and not span.is_owner:
-                assert above.segment is span.segment
-        assert packed == table.packed
-        assert found.keys() == table.in_place.keys() and table.wanted.keys() <= found.keys()
-        for segment, spans in found.items():
-            spans.sort(key=lambda span: span.start)
-            assert (segment.start, segment.end) == (spans[0].start, spans[-1].end)
-            assert segment.num_spans == len(spans) and spans[0].is_owner
-            assert table.spans.of(table.in_place[segment]) is spans[-1]
-            self._check_known(segment)
-        nodes = {*table.in_place.values(), *table.packed.values()}
-        assert table.shrinking <= nodes
-        assert table._records.keys() <= {*self.tree.nodes()}, "a record goes with its node"
-        assert set(table.prompts._sizes) == {each.prompt for each in found if each.prompt is not None}
-        assert sum(table.prompts._sizes.values()) == table.prompts.num_bytes
+        nodes = {*self.tree.nodes()}
+        assert table.open.keys() <= nodes and not table.open.keys() & table.spans.keys()
+        waiting = {last for last, opened in table.open.items() if opened.waits}
+        assert table.shrinking <= waiting | {*owners.values()} and waiting <= table.shrinking
+        assert table._records.keys() <= nodes, "a record goes with its node"

@@ -12,7 +12,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.order import LARGEST, PINNED, order_of
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.segments import Order, Packed, Rows, Segment, Sources, TokenRange, View
+from sgl_kvevict.segments import Packed, Rows, Segment, Sources, TokenRange, View
 
 
 def keys(values, kept, *, comparable=True, num_first=0, num_last=0):
@@ -141,7 +141,7 @@ def test_order_and_choice_read_nothing_from_a_device(
         indptr = torch.empty(9, dtype=torch.int32, device="meta")
         parts = [Rows(width, kept.rows[:count], kept.positions[:count], indptr) for width, count in sizes]
         packed = Packed(slots[:20], tuple(parts))
-        light = Segment(geometry, 0, 100, packed, Order(lambda: keys, 0, 100))
+        light = Segment(geometry, 0, 100, packed, keys)
         chosen = Sources(geometry, [View(light, 0, 100)]).best(10, bits, 2)
         assert [(part.bits, part.num_entries) for part in chosen.kept] == smaller
         assert chosen.entries.positions.shape == (chosen.num_entries,)

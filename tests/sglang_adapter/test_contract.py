@@ -265,7 +265,7 @@ OURS = {
         "is_exact",
         "is_live",
         "is_stale",
-        "is_long",
+        "chunk_share",
         "is_parked",
         "least_share",
         "prefills",

@@ -111,15 +111,15 @@ def test_what_comes_back_is_what_was_dropped():
     harness = Harness(host_blocks=60)
     serve(harness, DOCUMENTS[0])
     (span,) = harness.tree.spans.values()
-    (before,), order = span.segment.storage.parts, span.segment.order
-    keys, order = harness.tree.packer.keys(before.rows), None if order is None else order.keys
+    (before,), order = span.segment.packed.parts, span.segment.keys
+    keys = harness.tree.packer.keys(before.rows)
     drop_all(harness)
     serve(harness, [1, 1, 1])  # so that slots are others
     serve(harness, [*DOCUMENTS[0], 1])
     (segment,) = (span.segment for span in harness.tree.spans.values())
-    (after,) = segment.storage.parts
+    (after,) = segment.packed.parts
     assert after.positions.equal(before.positions) and after.indptr.equal(before.indptr)
-    assert harness.tree.packer.keys(after.rows).equal(keys) and (order is None or segment.order.keys.equal(order))
+    assert harness.tree.packer.keys(after.rows).equal(keys) and order is not None and segment.keys.equal(order)
 
 
 def test_a_segment_is_copied_once():
@@ -202,8 +202,8 @@ def test_uncompressed_tokens_are_compressed_on_their_way():
     harness = Harness(host_blocks=60, waits=True)
     serve(harness, DOCUMENTS[0])
     table = harness.tree.prefixes.table
-    for node in list(table.shrinking):
-        table.shrinking.discard(node)
+    for last in list(table.open):
+        table.close(last)
     drop_all(harness)
     assert totals(harness).compressions == 0 and totals(harness).dropped_spans == 0
     assert serve(harness, [*DOCUMENTS[0], 1]) == 60
@@ -276,7 +276,8 @@ def test_a_path_that_is_held_shrinks_for_slots_and_is_not_dropped(is_read):
     serve(harness, DOCUMENTS[0])
     prefixes, port = harness.tree.prefixes, harness.tree.port
     path, least = port.find(DOCUMENTS[0][:56], (None, None)), 6
-    assert prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.5) == 28
+    prefixes.resizer.compress(path, 56, share=0.5)
+    assert harness.tree.node_slots(path[-1]) == 28
     if is_read:
         req = harness.request([*DOCUMENTS[0][:56], 3])
         assert harness.admit(req) and req.prefix_len == 56 and harness.prefill(req)

@@ -157,7 +157,7 @@ def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path, bits):
         kept = [ask(watched, Kept(node.id), KeptReport) for node in compressed]
         harness.finish(reader)
     gauges, (segment,) = status.gauges, harness.tree.prefixes.table.packed
-    counts = {part.bits: part.num_entries for part in segment.storage.parts}
+    counts = {part.bits: part.num_entries for part in segment.packed.parts}
     assert counts == segment.entries_by_bits and segment.num_bytes == segment.num_slots * gauges.slot_bytes
     assert counts.keys() == ({16, 8, 4} if bits == "auto" else {16, 8})
     (row,) = status.prefixes
@@ -204,7 +204,7 @@ def test_kept_map_is_the_kept_set(watched):
     report = ask(watched, Kept(node.id), KeptReport)
     share = np.frombuffer(report.share, np.uint8).reshape(report.num_rows, report.num_bins)
     assert (report.start, report.end, report.num_bins, report.num_rows) == (0, 60, 60, 4)
-    indptr, positions = span.segment.storage.parts[0].indptr.tolist(), span.segment.storage.positions.tolist()
+    indptr, positions = span.segment.packed.parts[0].indptr.tolist(), span.segment.packed.positions.tolist()
     for row in range(4):
         assert np.flatnonzero(share[row]).tolist() == positions[indptr[row] : indptr[row + 1]]
     assert set(np.unique(share)) == {0, 255}
@@ -222,7 +222,7 @@ def test_kept_map_of_a_view_in_the_middle_of_a_segment():
     assert (span.end, span.segment.num_spans) == (30, 3)
     (runs,), exact = span.runs(), kept_share(span, 17)
     for row, (begin, length) in enumerate(zip(runs.starts.flatten(), runs.lens.flatten(), strict=True)):
-        positions = span.segment.storage.positions[begin : begin + length]
+        positions = span.segment.packed.positions[begin : begin + length]
         assert torch.equal(exact[row].nonzero().flatten() + 13, positions.long())
     assert torch.allclose(kept_share(span, 1).flatten(), exact.mean(1))
     with pytest.raises(ValueError, match="between 1 and the span's 17 tokens, got 18"):

@@ -201,14 +201,13 @@ def test_a_file_has_what_was_evicted_in_several_steps_and_from_several_segments(
 
     def shrink(prompt):
         path = prefixes._tree.find(prompt, (None, None))
-        chain = resizer.range_to(path, len(prompt))
-        for share in (0.5, 0.3):
-            if share == 0.5:
-                resizer.shrink_now(chain[-1:], share)
-            else:
-                (segment,) = [each for each in prefixes.table.packed if each.end == len(prompt)]
-                resizer.resize([segment], resizer.slots_at(segment, share))
-            server.harness.check()
+        resizer.is_long_enough = lambda num_tokens: True  # it was too short to be compressed at once
+        resizer.compress(path, len(prompt), share=0.5)
+        del resizer.is_long_enough
+        server.harness.check()
+        (segment,) = [each for each in prefixes.table.packed if each.end == len(prompt)]
+        resizer.resize(segment, resizer.slots_at(segment, 0.3))
+        server.harness.check()
 
     shrink(DOCUMENT[:50])
     branch = [*DOCUMENT[:20], *[9] * 60]
@@ -270,12 +269,13 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
     server.harness.finish(server.harness.run(DOCUMENT[:50]))
     (last,) = [node for node in server.harness.tree.nodes() if len(node.key) == 50]
     resizer, done = manager.resizer, {}
-    (segment,) = resizer.range_to(path_to(last), 50)
+    resizer.is_long_enough = lambda num_tokens: True  # it was too short to be compressed at once
     for share in (0.6, 0.3, 0.1):
         if share == 0.6:
-            assert resizer.shrink_now([segment], share) == 20
+            resizer.compress(path_to(last), 50, share=share)
+            (segment,) = manager.table.packed
         else:
-            resizer.resize([segment], config.num_slots(50, share=share))
+            resizer.resize(segment, config.num_slots(50, share=share))
         server.harness.check()
         assert server.writer.drain(300)
         server.saving.between_steps()
