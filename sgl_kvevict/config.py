@@ -119,7 +119,7 @@ class KVEvictConfig(BaseModel):
         lt=1,
         description="policy `distilled`: each chunk of a prompt (`--chunked-prefill-size`) "
         "shrinks to this share before the next one is computed; not below `budget`. null: only prompts longer than the "
-        "pool shrink while they are prefilled, and no sooner than room is needed",
+        "pool are compressed while they are prefilled, to what they can afford and at most to `budget`",
     )
     tail_tokens: int = Field(
         default=32,
