@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -44,10 +42,9 @@ def test_a_segment_comes_back_into_another_pool(splittable):
     harness.finish(harness.run([9, 9, 9]))  # so that slots are others
     assert adoption(harness).adopt(record, (None, None))
     harness.check()
-    end = 60 if splittable else 56  # what cannot be split ends before the tail
-    assert spans(harness) == [(0, end)]
-    assert cache_state(harness.tree)["span_slots"] == math.ceil(0.3 * end) and harness.tree.protected_size() == 0
-    assert_found(harness, [*DOCUMENT[:end], 10, 10, 10], end)
+    assert spans(harness) == [(0, 56)]
+    assert cache_state(harness.tree)["span_slots"] == 17 and harness.tree.protected_size() == 0
+    assert_found(harness, [*DOCUMENT[:56], 10, 10, 10], 56)
     again = exported(harness)[0]
     assert torch.equal(again.parts[0].k, record.parts[0].k)
     assert torch.equal(again.parts[0].positions, record.parts[0].positions)
@@ -59,12 +56,12 @@ def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning():
     harness = Harness()
     adoption(harness).adopt(record, (None, None))
     assert_found(harness, [*DOCUMENT[:30], *[9] * 20], 30)
-    assert spans(harness)[:2] == [(0, 30), (30, 50)]
+    assert spans(harness)[:2] == [(0, 30), (30, 46)]
 
 
 def test_turns_come_back_one_after_the_other():
     records = stored([DOCUMENT, TURN], num_slots=240)
-    assert [(record.start, record.end) for record in records] == [(0, 60), (60, 100)]
+    assert [(record.start, record.end) for record in records] == [(0, 56), (56, 96)]
     harness = Harness(num_slots=240)
     assert not adoption(harness).adopt(records[1], (None, None))  # what comes before it is not there
     harness.check()
@@ -72,7 +69,7 @@ def test_turns_come_back_one_after_the_other():
     for record in records:
         assert adoption(harness).adopt(record, (None, None))
         harness.check()
-    assert_found(harness, [*TURN, 10, 10], 100)
+    assert_found(harness, [*TURN[:96], 10, 10], 96)
 
 
 def test_uncompressed_nodes_give_way_under_their_readers():
@@ -82,10 +79,10 @@ def test_uncompressed_nodes_give_way_under_their_readers():
     assert spans(harness) == []
     assert adoption(harness).adopt(record, (None, None))
     harness.check()
-    assert spans(harness) == [(0, 20), (20, 60)]
+    assert spans(harness) == [(0, 20), (20, 56)]
     harness.decode(reader)
     harness.finish(reader)
-    assert_found(harness, [*DOCUMENT, 10], 60)
+    assert_found(harness, [*DOCUMENT[:56], 10], 56)
 
 
 @pytest.mark.parametrize("who", ["a branch", "a reader", "nobody"])
@@ -145,7 +142,7 @@ def test_others_give_way_as_for_any_insertion():
     harness.finish(harness.run([9] * 5 + [8] * 20))
     assert adoption(harness).adopt(record, (None, None))
     harness.check()
-    assert (0, 60) in spans(harness)
+    assert (0, 56) in spans(harness)
     full = Harness(num_slots=24, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
     reader = full.run([9] * 5 + [8] * 5)
     assert not adoption(full).adopt(record, (None, None))
@@ -157,23 +154,42 @@ def test_namespaces_stay_apart():
     (record,) = stored([DOCUMENT], "tenant")
     harness = Harness()
     assert adoption(harness).adopt(record, ("tenant", None))
-    assert_found(harness, [*DOCUMENT, 10], 60, "tenant")
-    assert_found(harness, [*DOCUMENT, 10], 0)
+    assert_found(harness, [*DOCUMENT[:56], 10], 56, "tenant")
+    assert_found(harness, [*DOCUMENT[:56], 10], 0)
+
+
+def test_a_tail_follows_its_segment():
+    (record,) = stored([DOCUMENT])
+    assert record.tail.tokens.tolist() == DOCUMENT[56:]
+    harness = Harness()
+    into = adoption(harness)
+    assert not into.adopt_tail(record, record.tail, (None, None))  # before its segment
+    harness.check()
+    into.adopt(record, (None, None))
+    assert into.adopt_tail(record, record.tail, (None, None))
+    harness.check()
+    assert not into.adopt_tail(record, record.tail, (None, None))
+    harness.check()
+    assert cache_state(harness.tree)["full_tokens"] == 4
+    assert_found(harness, [*DOCUMENT, 10, 10], 60)
+    several = stored([DOCUMENT[:56] + [i] * 4 for i in range(2)], num_slots=240)
+    assert several[0].tail is None  # no one tail is what all questions share
 
 
 def test_a_segment_finds_its_place_among_keys_of_pairs():
     """Of 60 tokens 59 are cached. A prompt that goes on finds the whole segment, another one all but its last token."""
     (record,) = stored([DOCUMENT], keys_are_pairs=True)
-    assert (record.end, record.tokens.tolist()) == (59, DOCUMENT[:59])
-    for rest, prefix_len in ((DOCUMENT[59:], 59), ([], 58)):
+    assert (record.end, record.tokens.tolist(), record.tail.tokens.tolist()) == (55, DOCUMENT[:55], DOCUMENT[55:59])
+    for rest, prefix_len in ((DOCUMENT[55:], 58), ([], 54)):  # 58: with all of its tail but the last token
         harness = Harness(keys_are_pairs=True)
-        assert adoption(harness).adopt(record, (None, None), rest) == 59
+        assert adoption(harness).adopt(record, (None, None), rest) == 55
         assert adoption(harness).adopt(record, (None, None), rest) == 0
+        assert adoption(harness).adopt_tail(record, record.tail, (None, None), rest) == bool(rest)
         harness.check()
-        assert_found(harness, [*DOCUMENT, 10, 10], prefix_len)
+        assert_found(harness, [*DOCUMENT[:59], 10, 10], prefix_len)
     plain = Harness()
-    assert adoption(plain).adopt(record, (None, None)) == 59  # of a server whose keys are tokens
-    assert_found(plain, [*DOCUMENT[:59], 10], 59)
+    assert adoption(plain).adopt(record, (None, None)) == 55  # of a server whose keys are tokens
+    assert_found(plain, [*DOCUMENT[:55], 10], 55)
 
 
 def test_an_adopted_segment_is_squeezed_and_dropped_like_any_other():
