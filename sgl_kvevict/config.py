@@ -95,7 +95,7 @@ class KVEvictConfig(BaseModel):
         default=0.2,
         gt=0,
         le=1,
-        description="part of its uncompressed bytes that a compressed prefix keeps, without its tail "
+        description="part of its uncompressed bytes that a compressed prefix keeps "
         "(docs/configuration.md#how-much-of-a-prefix-is-kept). 1.0 keeps all",
     )
     bits: Bits = Field(
@@ -119,9 +119,13 @@ class KVEvictConfig(BaseModel):
         lt=1,
         description="policy `distilled`: each chunk of a prompt (`--chunked-prefill-size`) "
         "shrinks to this share before the next one is computed; not below `budget`. null: only prompts longer than the "
-        "pool shrink while they are prefilled, and no sooner than room is needed",
+        "pool are compressed while they are prefilled, to what they can afford and at most to `budget`",
     )
-    tail_tokens: int = Field(default=32, ge=1, description="last tokens of a prompt that stay uncompressed")
+    tail_tokens: int = Field(
+        default=32,
+        ge=1,
+        description="last tokens of a prompt that every KV head keeps; at most half of what is kept at `min_budget`",
+    )
     sink_tokens: int = Field(default=4, ge=0, description="first tokens of a prompt that every KV head keeps")
     min_prefix_tokens: int = Field(
         default=256, ge=1, description="shorter ranges stay uncompressed until they have grown"
@@ -188,11 +192,6 @@ class KVEvictConfig(BaseModel):
         default=500,
         ge=0,
         description="milliseconds that a queued request waits at most for the store; 0: nothing is read",
-    )
-    accept_untested_sglang: bool = Field(
-        default=False,
-        description="start with another version of SGLang, if all functions hooked or overridden have the same "
-        "signatures",
     )
     events: EventsConfig | None = Field(
         default=None,

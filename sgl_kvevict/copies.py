@@ -69,23 +69,6 @@ class CopiedShadow:
         return CopiedShadow(lens, *rows)
 
 
-@dataclass(frozen=True, eq=False)
-class CopiedTail:
-    """Uncompressed tokens that follow a segment in a prompt.
-
-    Attributes:
-        tokens: [num_tokens], int64, on the CPU.
-        k: [num_layers, num_tokens, num_kv_heads, head_dim]; like ``v``, which has no columns if keys hold the values.
-        draft_k: the draft model's rows, of the same kind; like ``draft_v``. None: there is no draft model.
-    """
-
-    tokens: Tensor
-    k: Tensor
-    v: Tensor
-    draft_k: Tensor | None = None
-    draft_v: Tensor | None = None
-
-
 def _within(start: int, end: int, positions: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
     """Which entries, run after run, are of the tokens ``[start, end)``, and how many these are in each run."""
     kept = (positions >= start) & (positions < end)

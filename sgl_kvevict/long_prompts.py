@@ -43,7 +43,7 @@ class LongPrompts:
     @property
     def _whole(self) -> int:
         """Tokens that are uncompressed at the same time, at most."""
-        return self.config.min_prefix_tokens + max(self.chunk, self.config.tail_tokens)
+        return self.config.min_prefix_tokens + self.chunk
 
     def slots_at_peak(self, num_tokens: int, share: float | None = None) -> int:
         """Token slots that a prompt holds at most while it is prefilled, and shrinks to a share (None: the least)."""

@@ -17,9 +17,11 @@ from typing import Literal
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.paths import expanded, write_error
 
-SGLANG = "0.5.23"
-FLASHINFER = "0.7.2"
-"""The version that this SGLang pins."""
+SUPPORTED_SGLANG = ("0.5.23",)
+"""Tested versions, the newest last. A newer one may start (``compat.py``)."""
+SGLANG_RANGE = " to ".join(dict.fromkeys((SUPPORTED_SGLANG[0], SUPPORTED_SGLANG[-1])))
+FLASHINFER = ("0.7.2",)
+"""The versions that these pin."""
 MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 """Least compute capability that converts float8_e4m3fn."""
@@ -144,8 +146,12 @@ def check_machine(machine: Machine, device: str, dtype: str = "bfloat16", stored
 
 def check_packages(machine: Machine) -> list[Check]:
     """Check that the supported SGLang is installed."""
-    sglang = machine.packages.get("sglang")
-    return [_needs("SGLang", sglang == SGLANG, sglang or "not installed", f"install sglang=={SGLANG}: {INSTALL}")]
+    sglang, mend = machine.packages.get("sglang"), f"install sglang=={SUPPORTED_SGLANG[-1]}: {INSTALL}"
+    if sglang is None or sglang in SUPPORTED_SGLANG:
+        return [_needs("SGLang", sglang is not None, sglang or "not installed", mend)]
+    return [
+        Check("SGLang", "warning", f"{sglang}; tested with {SGLANG_RANGE}", f"a start tells whether it fits; or {mend}")
+    ]
 
 
 def check_environment(machine: Machine) -> list[Check]:
@@ -204,9 +210,9 @@ def _gpu_checks(machine: Machine) -> list[Check]:
         _needs("Triton", "triton" in packages, packages.get("triton", "not installed"), 'pip install ".[gpu]"'),
         _wants(
             "FlashInfer",
-            flashinfer == FLASHINFER,
+            flashinfer in FLASHINFER,
             f"{flashinfer or 'not installed'}, {'prebuilt kernels' if cached else compiled}",
-            f"our own kernel takes over long prefills: install flashinfer-python=={FLASHINFER}",
+            f"our own kernel takes over long prefills: install flashinfer-python=={FLASHINFER[-1]}",
         ),
     ]
 

@@ -87,11 +87,6 @@ class BeforeLoad(HasTraits):
         """Attention backends that are not ours."""
         return ", ".join(map(repr, attention_backends(self.value_of) - {BACKEND_NAME}))
 
-    @property
-    def shortest_prompt(self) -> int:
-        """Tokens of the shortest prompt that is compressed."""
-        return self.config.min_prefix_tokens + self.config.tail_tokens
-
 
 def attention_backends(value_of: Callable[[str], object]) -> set[object]:
     """Attention backends of prefills and decode steps; ``value_of`` as in :class:`BeforeLoad`."""
@@ -368,9 +363,9 @@ MODEL: Table[HasTraits] = {
 }
 
 RESOURCES: Table[BeforeLoad] = {
-    "max_total_tokens": (lambda f: _is_outside(f["max_total_tokens"], f.shortest_prompt),
-        "--max-total-tokens: got {f[max_total_tokens]!r}; allowed: an integer >= {f.shortest_prompt} "
-        "(min_prefix_tokens + tail_tokens, the shortest prompt that is compressed)"),
+    "max_total_tokens": (lambda f: _is_outside(f["max_total_tokens"], f.config.min_prefix_tokens),
+        "--max-total-tokens: got {f[max_total_tokens]!r}; allowed: an integer >= {f.config.min_prefix_tokens} "
+        "(min_prefix_tokens, the shortest prompt that is compressed)"),
     "store": (lambda f: "store" in f.errors,
         "store: {f.config.store!r} cannot be made or written ({f.errors[store]}); allowed: a folder, or a URL"),
     "store URL": (lambda f: "store URL" in f.errors, "{f.errors[store URL]}"),

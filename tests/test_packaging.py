@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from sgl_kvevict.machine import SGLANG_RANGE, SUPPORTED_SGLANG
+
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ("torch", "sglang", "cpu", "dev", "flashinfer")
 PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)$")
@@ -187,12 +189,13 @@ def test_requirement_files_are_exact_pins_without_addresses() -> None:
     assert "://" not in everything
 
 
-def test_one_sglang_version_everywhere(project: dict[str, Any]) -> None:
-    from sgl_kvevict.sglang_adapter.compat import SUPPORTED_SGLANG
-
-    version = pins()["sglang"]
-    assert version in SUPPORTED_SGLANG
-    assert f"sglang=={version}" in project["project"]["optional-dependencies"]["gpu"]
+def test_the_supported_versions_of_sglang_are_the_same_everywhere(project: dict[str, Any]) -> None:
+    first, newest = SUPPORTED_SGLANG[0], SUPPORTED_SGLANG[-1]
+    assert pins()["sglang"] == newest
+    allowed = f"sglang=={newest}" if first == newest else f"sglang>={first},<={newest}"
+    assert project["project"]["optional-dependencies"]["gpu"] == [allowed]
+    for name in ("README.md", "CHANGELOG.md", "docs/design.md"):
+        assert f"SGLang {SGLANG_RANGE}" in (ROOT / name).read_text(encoding="utf-8"), name
 
 
 def test_the_cpu_profile_pins_all_that_the_project_file_names(project: dict[str, Any]) -> None:

@@ -92,12 +92,11 @@ def stages(config: KVEvictConfig, num_tokens: int, beside: int, pool_slots: int)
     ``beside`` token slots hold its questions and their answers, which are cached too.
     With memory of the host what would shrink below the budget is dropped, and comes back from there.
     """
-    size = num_tokens - config.tail_tokens
     shares = [share for share in config.shares if config.host_bytes == 0 or share >= config.budget]
-    held = [size, *(config.num_slots(size, share=share) for share in shares)]
+    held = [num_tokens, *(config.num_slots(num_tokens, share=share) for share in shares)]
     found = [Stage(AMPLE, 0)]
     for share, (before, after) in zip(shares, itertools.pairwise(held), strict=True):
-        left = (before + after) // 2 + config.tail_tokens + beside
+        left = (before + after) // 2 + beside
         found.append(Stage(f"{share:g}", max(pool_slots - left, 0)))
     return [*found, Stage(RETURNED, pool_slots - SLACK)]
 

@@ -42,8 +42,6 @@ COMPRESSED = "compressed"
 WIDTHS: dict[str, Bits] = {COMPRESSED: "auto", "compressed, 16 bits": 16}
 """Bits of rows of what is compressed once; other figures do not depend on them."""
 PROMPT_TOKENS = 32
-BRANCH_AT = 28
-"""Where the compressed range of a prompt ends (tail of 4 tokens)."""
 PATH_LENGTHS = (1, 10, 100)
 COMPRESSED_TOKENS = (1024, 3000)
 TURN_TOKENS = 12
@@ -52,7 +50,7 @@ PAGE = Page(
     name="insertion",
     command="python benchmarks/serving/bench_insertion.py",
     summary=(
-        "What the tree's operations cost with 10,000 compressed prefixes of 32 tokens, each with its tail, beside "
+        "What the tree's operations cost with 10,000 compressed prefixes of 32 tokens, beside "
         "the same prompts in SGLang's `UnifiedRadixCache`; and how they grow with the number of nodes on a path. "
         "`compress` ranks a prefix and packs it at the budget, at the sizes of SmolLM2-135M (30 layers, 3 KV heads), "
         "with the default's rows of 8 and 4 bits and with rows of 16. "
@@ -137,7 +135,7 @@ def measure_operations(system: str, num_prompts: int, sample: int, seed: int) ->
     nodes = [match(driver, prompt(i)).last_device_node for i in some]
     costs["lock and unlock"] = cost_of([lambda n=n: lock_and_unlock(driver, n) for n in nodes])
     slots = driver.allocator.alloc(4 * sample).view(sample, 4)
-    branches = [([*prompt(i)[:BRANCH_AT], -1, -2, -3, -4], slots[j]) for j, i in enumerate(others)]
+    branches = [([*prompt(i), -1, -2, -3, -4], slots[j]) for j, i in enumerate(others)]
     costs["insert a branch"] = cost_of([lambda t=t, s=s: insert_branch(driver, t, s) for t, s in branches])
     costs["match that splits a node"] = cost_of([lambda i=i: match(driver, prompt(i)[:13]) for i in more])
     evictions = [lambda: driver.tree.evict(EvictParams(num_tokens=1))] * 6
@@ -182,7 +180,7 @@ def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
     for layer in range(30):
         queries = torch.randn(window, 9, 64, generator=generator).bfloat16()
         observation.record(layer, queries, torch.full((window, 9), 8.0), k[layer], 64**-0.5)
-    slots = 1 + torch.arange(num_tokens - config.tail_tokens)
+    slots = 1 + torch.arange(num_tokens)
     begin = time.perf_counter()
     order = compressor.rank(slots, 0, observation, turn=0)
     tokens = Sources(geometry, [TokenRange(slots, 0, order.keys)])

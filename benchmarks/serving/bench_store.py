@@ -243,11 +243,11 @@ def ask(url: str, prompts: Sequence[Sequence[int]]) -> list[Stream]:
 
 
 def share_of_full(path: Path) -> float:
-    """Bytes of a stored segment with its tail, against those of all keys and values of its tokens."""
+    """Bytes of a stored segment, against those of all keys and values of its tokens."""
     header = read_header(path.read_bytes())
     num_layers, num_heads = header["tensors"]["parts.0.keep_lens"][1]
     dtype, (_, head_dim) = header["tensors"]["parts.0.k"]
-    num_tokens = header["end"] - header["start"] + header["tensors"].get("tail.tokens", ["", [0]])[1][0]
+    num_tokens = header["end"] - header["start"]
     return path.stat().st_size / (num_tokens * num_layers * num_heads * 2 * head_dim * ITEM_BYTES[dtype])
 
 

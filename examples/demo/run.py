@@ -65,7 +65,7 @@ class Reading:
 
     Attributes:
         share: what the document was to take of its bytes; None: as many as all of its entries take (``complete``).
-        slots: token slots that it took, its uncompressed tail included.
+        slots: token slots that it took.
         answers: of the questions, while they grow.
     """
 

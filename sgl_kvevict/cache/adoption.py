@@ -13,7 +13,6 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.copies import CopiedTail
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.segments import CopiedEntries, Segment, SegmentPacker
 from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
@@ -43,13 +42,8 @@ class Adoption:
         self._resizer = resizer
 
     def place(self, record: SegmentRecord, prompt: Prompt, pieces: Sequence[Piece] = ()) -> int:
-        """Put a segment into the tree, and its tail if the prompt continues with it; return as :meth:`adopt`."""
-        rest = prompt.tokens[record.end :]
-        num_tokens = self.adopt(record, prompt.namespace, rest, pieces)
-        tail = record.tail
-        if num_tokens and tail is not None and _continues_with(prompt, record.tokens, tail):
-            self.adopt_tail(record, tail, prompt.namespace, rest)
-        return num_tokens
+        """Put a segment that a prompt continues with into the tree; return as :meth:`adopt`."""
+        return self.adopt(record, prompt.namespace, prompt.tokens[record.end :], pieces)
 
     def lookup(self, prompt: Prompt, identity: StoreIdentity) -> Lookup:
         """What the tree has of a prompt, and lacks; a node is cut where the prompt leaves the tree."""
@@ -99,34 +93,6 @@ class Adoption:
             self._resizer.complements.restore(segment, record.evicted, record.evicted_order)
         return record.end - record.start
 
-    def adopt_tail(
-        self, record: SegmentRecord, tail: CopiedTail, namespace: NamespaceKey, rest: Sequence[int] = ()
-    ) -> bool:
-        """Put the tail of a loaded segment into token slots and a node.
-
-        Returns whether it was added. False: there are no slots, the tree does not end with the segment here, or a draft
-        model has to compute its rows of the tail.
-        """
-        drafts = self._packer.drafts
-        if drafts is not None and tail.draft_k is None:
-            return False
-        path: list[int] = record.tokens.tolist()
-        tokens = self._key(path + tail.tokens.tolist(), rest[tail.tokens.numel() :])
-        with self._tree.holding(self._tree.find(tokens, namespace)):
-            slots = self._tree.alloc(tail.tokens.numel())
-        if slots is None:
-            return False
-        with accounting():
-            there = self._tree.find(tokens, namespace)
-            is_free = length_of(there) == len(path) == self._spans.compressed_len(there)
-            if not is_free or self._tree.add(tokens, namespace, slots) is None:
-                self._tree.free(slots)
-                return False
-            self._packer.place_tokens(slots, tail.k, tail.v)
-            if drafts is not None and tail.draft_k is not None and tail.draft_v is not None:
-                drafts.place_tokens(slots, tail.draft_k, tail.draft_v)
-        return True
-
     @accounting()
     def _install(
         self,
@@ -141,7 +107,6 @@ class Adoption:
         if not self._fits(record, there):
             return None
         ordinary = self._spans.uncompressed(there)
-        self._table.chain(there)  # segments in place end with the path
         if not record.splittable and not self._is_whole(ordinary):
             return None
         readers = self._readers.movable(ordinary[0]) if ordinary else []
@@ -181,11 +146,3 @@ class Adoption:
         segment = self._packer.new_segment(slots, copied, record.start, record.end, shadow=record.shadow)
         segment.splittable = record.splittable
         return segment
-
-
-def _continues_with(prompt: Prompt, path: Tensor, tail: CopiedTail) -> bool:
-    """Whether a prompt continues a segment's path ([num_tokens], int64) with the first token of its tail."""
-    num_tokens = path.numel()
-    if prompt.num_tokens <= num_tokens:
-        return False
-    return list(prompt.tokens[: num_tokens + 1]) == [*path.tolist(), int(tail.tokens[0])]

@@ -65,17 +65,17 @@ class PrefixCache:
         self._guard = guard
         self.compressor = compressor
         self.access = access
-        table = self.table = PrefixTable(packer.geometry, shrinks=len(config.shares) > 1)
+        table = self.table = PrefixTable(shrinks=len(config.shares) > 1)
         self.spans = table.spans
-        readers = self.readers = ReaderTable(tree, all_shrink=config.prefill_budget is not None)
+        readers = self.readers = ReaderTable(tree, config.prefill_budget)
         self.recency = CostAwareRecency(table, clock, self._now)
         if state_slots is not None:
             self.recency = StatefulRecency(table, clock, self._now, state_slots)
         complements = self.complements = Complements(compressor, guard, host)
         resizer = self.resizer = Resizer(tree, table, readers, compressor, guard, complements)
-        pressure = self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
+        self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
         self.growth = Growth(tree, table, guard, resizer)
-        self.prefills: PrefillEvents = Prefills(tree, table, readers, compressor, guard, resizer, pressure)
+        self.prefills: PrefillEvents = Prefills(tree, table, readers, compressor, guard, resizer)
         adoption = Adoption(tree, table, readers, packer, resizer)
         self.host = HostMemory(tree, table, readers, compressor, guard, adoption, complements, host)
         self.recency.has_host_room = self.host.has_room_for
@@ -98,7 +98,7 @@ class PrefixCache:
     @property
     def observation_bytes(self) -> int:
         """Bytes outside the pool of observations and kept prompts."""
-        return self.table.prompts.num_bytes
+        return self.table.observation_bytes
 
     def _now(self) -> int:
         """Milliseconds, the same on all ranks, whose clocks differ: the largest reading of theirs."""
@@ -111,14 +111,14 @@ class PrefixCache:
         record = self.readers[reader]
         record.observation, record.is_live, record.room = None, False, -1
         with self._guard.at(Place.RELEASE):
-            self.resizer.try_wanted(Occasion.RELEASED)
+            self.resizer.try_open(Occasion.RELEASED)
 
     def aborted(self, path: Sequence[Node]) -> None:
         """A reader of a path was aborted: samples that were to come may not come, so no prompt of it waits for them."""
         with self._guard.at(Place.RELEASE):
             for node in self.table.stop_awaiting(path):
                 prompt = path_to(node)
-                self.resizer.shrink(prompt, length_of(prompt) - self.compressor.config.tail_tokens)
+                self.resizer.compress(prompt, self.compressor.end_of(length_of(prompt)))
 
     def admitting(self, reader: Reader, prompt: Prompt) -> None:
         """A request is about to match its prompt: load what the pool lacks of it.
@@ -195,7 +195,7 @@ class PrefixCache:
         self.totals.clears += 1
 
     def keep_only_spans(self) -> None:
-        """Forget everything but packed spans: the tree is empty, or the weights have changed."""
+        """Forget everything but segments: the tree is empty, or the weights have changed."""
         for _, record in self.readers.items():
             record.observation = None
         self.host.clear()

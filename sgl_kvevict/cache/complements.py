@@ -93,12 +93,9 @@ class Complements:
                 pieces.append(piece)
         return pieces
 
-    def shrunk(self, segment: Segment, merged: Sequence[Segment], pieces: Sequence[Piece]) -> None:
-        """A segment, into which others were ``merged``, has shrunk; ``pieces`` are what it has lost, already held."""
+    def shrunk(self, segment: Segment, pieces: Sequence[Piece]) -> None:
+        """A segment is written anew; ``pieces`` are what it has lost by that, already held."""
         complement = self._of.setdefault(segment, Complement())
-        for other in merged:
-            complement.pieces += self[other].pieces
-            self._of.pop(other, None)
         complement.pieces += pieces
         complement.num_returned = 0
         if not complement.pieces:

@@ -10,8 +10,6 @@ import torch
 from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.paths import Spans
-from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.copies import CopiedTail
 from sgl_kvevict.segments import CopiedEntries, SegmentPacker, Sources, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 
@@ -46,25 +44,22 @@ class Leaving:
 
 def export_segment(
     node: Node,
-    tree: TreePort,
     spans: Spans,
     packer: SegmentPacker,
     identity: StoreIdentity,
-    num_tail: int,
     complements: Complements | None = None,
 ) -> Leaving | None:
     """Copy what a store keeps of the segment whose last span ``node`` holds; None: it is too short to be looked up.
 
-    Parts of earlier segments that its path leaves in the middle are copied with it. Up to ``num_tail`` uncompressed
-    tokens after it are copied if only one prompt continues there, and what was evicted if there are ``complements``.
+    Parts of earlier segments that its path leaves in the middle are copied with it, and what was evicted if there are
+    ``complements``.
     """
     path = path_to(node)
     views = views_of(path, spans)
     if views[-1].end - views[0].start < identity.min_prefix_tokens:
         return None
-    tail = _tail_of(node, tree, spans, packer, num_tail)
     evicted = None if complements is None else complements.copied(views)
-    return export_views(views, path, packer, identity, tail, evicted)
+    return export_views(views, path, packer, identity, evicted)
 
 
 def export_views(
@@ -72,12 +67,11 @@ def export_views(
     path: Sequence[Node],
     packer: SegmentPacker,
     identity: StoreIdentity,
-    tail: CopiedTail | None = None,
     evicted: CopiedEntries | None = None,
 ) -> Leaving:
     """Copy consecutive views of packed segments, which end where a path ends, as if the last segment held them all."""
     last, sources = views[-1].segment, Sources(packer.geometry, views)
-    return export_sources(sources, path, packer, identity, last.splittable, tail, evicted)
+    return export_sources(sources, path, packer, identity, last.splittable, evicted)
 
 
 def export_sources(
@@ -86,10 +80,9 @@ def export_sources(
     packer: SegmentPacker,
     identity: StoreIdentity,
     splittable: bool,
-    tail: CopiedTail | None = None,
     evicted: CopiedEntries | None = None,
 ) -> Leaving:
-    """Copy consecutive ranges, which end where a path ends, as if one segment held them, with the tail behind it.
+    """Copy consecutive ranges, which end where a path ends, as if one segment held them.
 
     ``splittable`` is as in :class:`~sgl_kvevict.segments.Segment`.
     """
@@ -104,7 +97,6 @@ def export_sources(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         parts=copied.parts,
         order=copied.order,
-        tail=tail,
         shadow=packer.copy_shadow(sources),
         evicted=None if evicted is None else evicted.parts[0],
         evicted_order=None if evicted is None else evicted.order,
@@ -129,14 +121,3 @@ def views_of(path: Sequence[Node], spans: Spans) -> list[View]:
     while first and not views[first - 1].is_whole:
         first -= 1
     return views[first:]
-
-
-def _tail_of(node: Node, tree: TreePort, spans: Spans, packer: SegmentPacker, num_tail: int) -> CopiedTail | None:
-    """The first uncompressed tokens after a segment, if one prompt alone continues there."""
-    below = list(node.children.values())
-    if not num_tail or len(below) != 1 or below[0] in spans:
-        return None
-    slots = tree.token_slots(below)[:num_tail]
-    tokens = torch.tensor(tokens_of(below)[:num_tail], dtype=torch.int64)
-    of_draft = () if packer.drafts is None else packer.drafts.token_rows(slots)
-    return CopiedTail(tokens, *packer.token_rows(slots), *of_draft)

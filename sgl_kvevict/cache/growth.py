@@ -54,7 +54,7 @@ class Growth:
 
     def _can_grow(self, segment: Segment) -> bool:
         return (
-            segment in self._table.packed and segment.order is not None and self._complements.last(segment) is not None
+            segment in self._table.packed and segment.keys is not None and self._complements.last(segment) is not None
         )
 
     def grow(self, segment: Segment) -> bool:

@@ -136,10 +136,10 @@ class HostMemory:
         They are read from the node's slots, which are released next.
         """
         node = path[-1]
-        slots, span = self._tree.token_slots([node]), self._spans.of(node)
-        order = None if span is None else span.segment.order
+        slots, opened = self._tree.token_slots([node]), self._table.open.get(node)
+        order = None if opened is None else opened.order
         if order is None or (order.start, order.end) != (start, end):
-            prompt = None if span is None else span.segment.prompt
+            prompt = None if opened is None else opened.prompt
             order = self._compressor.rank(slots, start, prompt or CacheObservation(), turn=0)
         num_slots = self._config.num_slots(end - start, start)
         sources = Sources(self._packer.geometry, [TokenRange(slots, start, order.keys)])

@@ -194,7 +194,7 @@ def _signature(waiting: Waiting) -> int:
             *(record.start, record.end, record.splittable),
             *(list(record.tensors), [part.bits for part in record.parts]),
             None if record.evicted is None else record.evicted.bits,
-            *(_sum_of(record.tokens), None if record.tail is None else _sum_of(record.tail.tokens)),
+            _sum_of(record.tokens),
         )
         for record in waiting.fetch.records
     ]

@@ -1,4 +1,4 @@
-"""The packed spans of tree nodes, and what a path of nodes has of them."""
+"""The spans of tree nodes, and what a path of nodes has of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ class HasSpan(Protocol):
 
     @property
     def span(self) -> Span | None:
-        """The node's part of a segment, in place or packed; None: it belongs to none."""
+        """The node's part of a segment; None: its tokens are uncompressed."""
 
 
 class Spans(Mapping[Node, Span]):
-    """A read-only view of the packed spans by node, with functions on paths.
+    """A read-only view of the spans by node, with functions on paths.
 
-    On every path, nodes of packed segments come first, then those of segments in place, then those of none. All spans
-    of a segment lie on consecutive nodes of one path. No request reads only some of the spans of an
-    unsplittable packed segment, and they are dropped together.
+    On every path nodes with spans come first, then uncompressed ones. All spans of a segment lie on consecutive nodes
+    of one path. No request reads only some of the spans of an unsplittable segment, and they are dropped together.
     """
 
     def __init__(self, records: Mapping[Node, HasSpan]) -> None:
@@ -47,12 +46,7 @@ class Spans(Mapping[Node, Span]):
         return sum(1 for _ in self)
 
     def at(self, node: Node | None) -> Span | None:
-        """The packed span of a node; None if its tokens are in ordinary slots."""
-        span = self.of(node)
-        return span if span is not None and span.is_packed else None
-
-    def of(self, node: Node | None) -> Span | None:
-        """A node's part of a segment, in place or packed; None if it belongs to none."""
+        """A node's part of a segment; None if its tokens are in ordinary slots."""
         return None if node is None or node not in self._records else self._records[node].span
 
     def compressed_len(self, path: Sequence[Node]) -> int:
@@ -66,31 +60,9 @@ class Spans(Mapping[Node, Span]):
         """Nodes of a path that hold no span."""
         return [node for node in path if node not in self]
 
-    def owners(self, path: Sequence[Node]) -> list[Node]:
-        """Nodes of a path that own a segment whose spans all lie on it, root side first."""
-        views = Counter(self[node].segment for node in path if node in self)
-        owned = [node for node in path if node in self and self[node].is_owner]
-        return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
-
     def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
-        """The spans that a request which locks a path reads, root side first.
-
-        A segment that was joined has many spans. A path with all reads it as one, unless its last spans were dropped:
-        their entries stay until a repack saves a slot.
-        """
-        spans = [self[node] for node in path if node in self]
-        runs: list[SpanRuns] = []
-        i = 0
-        while i < len(spans):
-            segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
-            is_whole = segment.is_joined and last < len(spans) and spans[last].segment is segment
-            if is_whole and spans[i].is_owner and spans[last].end == segment.end:
-                runs += segment.runs()
-                i = last
-            else:
-                runs += spans[i].runs()
-            i += 1
-        return tuple(runs)
+        """The spans that a request which locks a path reads, root side first."""
+        return tuple(runs for node in path if node in self for runs in self[node].runs())
 
     def compressed_read(self, path: Sequence[Node], num_tokens: int) -> CompressedRead:
         """What a request that locks a path reads of the compressed ones among its first ``num_tokens`` tokens.
@@ -107,7 +79,7 @@ class Spans(Mapping[Node, Span]):
         entries = dict.fromkeys(WIDTHS, 0.0)
         for segment, num_read in tokens.items():
             part = num_read / (segment.live_end - segment.start) / segment.geometry.num_runs
-            for rows, count in zip(segment.storage.parts, segment.live_counts, strict=True):
+            for rows, count in zip(segment.packed.parts, segment.live_counts, strict=True):
                 entries[rows.bits] += count * part
         compressed = tokens.total()
         if not compressed:
@@ -120,14 +92,14 @@ class Spans(Mapping[Node, Span]):
         return span is not None and not span.segment.splittable and span.end < span.segment.end
 
     def owner_of(self, node: Node) -> Node:
-        """Topmost node of a packed node's segment."""
+        """Topmost node of the segment of a node with a span."""
         return self.nodes_of(node, self[node].segment)[0]
 
     def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
         """Nodes of a segment, from the owner to ``lowest``."""
         nodes = []
         node: Node | None = lowest
-        while node is not None and (span := self.of(node)) is not None and span.segment is segment:
+        while node is not None and (span := self.at(node)) is not None and span.segment is segment:
             nodes.append(node)
             node = node.parent
         nodes.reverse()
@@ -135,7 +107,7 @@ class Spans(Mapping[Node, Span]):
 
     def views_of(self, owner: Node) -> list[Node]:
         """All nodes with spans of the segment that a node owns, root side first."""
-        span = self.of(owner)
+        span = self.at(owner)
         assert span is not None
         segment, views = span.segment, [owner]
         while len(views) < segment.num_spans:
@@ -144,5 +116,5 @@ class Spans(Mapping[Node, Span]):
 
     def has_part(self, node: Node, segment: Segment) -> bool:
         """Whether a node holds a part of a segment."""
-        span = self.of(node)
+        span = self.at(node)
         return span is not None and span.segment is segment

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.pressure import Pressure
 from sgl_kvevict.cache.readers import ReaderRecord, ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
@@ -56,17 +55,14 @@ class Prefills:
         compressor: Compressor,
         guard: Guard,
         resizer: Resizer,
-        pressure: Pressure,
     ) -> None:
         self._tree = tree
         self._table = table
         self._spans = table.spans
         self._readers = readers
         self._compressor = compressor
-        self._tail = compressor.config.tail_tokens
         self._guard = guard
         self._resizer = resizer
-        self._pressure = pressure
 
     def matched(self, reader: Reader, *, is_cached: bool = True) -> ReaderRecord:
         """Observe the prompt, unless nothing of it can be compressed."""
@@ -81,7 +77,8 @@ class Prefills:
     ) -> Sequence[PromptObservation | TextAttention]:
         """The request's observation; none for decode rows of a mixed batch, and prompts too short to compress."""
         observation = self._readers[reader].observation
-        if observation is None or observation.is_complete or not self._resizer.is_long_enough(prompt_len - self._tail):
+        num_tokens = self._compressor.end_of(prompt_len)
+        if observation is None or observation.is_complete or not self._resizer.is_long_enough(num_tokens):
             return []
         with self._guard.at(Place.OBSERVATION) as attempt:
             compressed_len = self._spans.compressed_len(path_to(node))
@@ -94,21 +91,26 @@ class Prefills:
         return [observation] if observation.records else []
 
     def chunk_complete(self, reader: Reader, node: Node) -> None:
-        """Let a prompt shrink up to a chunk that is in the tree."""
-        self._pressure.chunk_complete(reader, path_to(node))
+        """Compress what is in the tree of a prompt that goes on, if its chunks are compressed, by learned scores."""
+        share, observation = self._readers.chunk_share(reader), self._readers[reader].observation
+        if share is None or observation is None or observation.has_failed or not self._compressor.scores_any_range:
+            return
+        path = path_to(node)
+        self._resizer.compress(path, length_of(path), share=share)
 
     def complete(self, reader: Reader, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
-        """Compress a prompt; one of which its client wants to read a share shrinks when slots are short."""
+        """Compress a prompt; one of which its client wants to read a share waits until slots are short."""
         record = self._readers[reader]
         observation, record.observation = record.observation, None
         if observation is None:
             return
         path = path_to(node)
-        end = min(observation.end, length_of(path))
+        end, waits = self._compressor.end_of(min(observation.end, length_of(path))), False
         if options.least_share and self._compressor.scores_any_range:
-            self._pressure.prompt_complete(path, end, observation)
+            waits = True
         elif num_samples and self._table.await_samples(node, num_samples):
-            if num_samples > 0 and not observation.has_failed:
-                self._resizer.cover(path, end - self._tail, observation, observation.num_bytes)
-        else:
-            self._resizer.shrink(path, end - self._tail, observation)
+            if num_samples < 0:  # the first of these samples has opened the range
+                return
+            waits = True
+        share = self._compressor.config.shares[0] if waits else None  # the first step loses least
+        self._resizer.compress(path, end, observation, share=share, waits=waits)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
-from sgl_kvevict.segments import Compressor, PromptObservation, Segment
+from sgl_kvevict.segments import Compressor, Segment
 
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
@@ -73,11 +72,10 @@ WITH_FEW_BITS = Losses(
 
 
 class Pressure:
-    """Shrinks segments whose entries are ordered, or can be, above the least share.
+    """Shrinks what may shrink when slots are short, in steps (``KVEvictConfig.shares``).
 
-    They shrink in steps (``KVEvictConfig.shares``). A segment in place is ranked, and packed at the first share. A
-    packed one gives up bits and entries by the order that it has, down to the budget and to ``min_budget``. Segments in
-    place of one path shrink from the root down.
+    An open range that waits for this is compressed. A segment gives up bits and entries by the order that it has, down
+    to the budget and to ``min_budget``.
     """
 
     def __init__(
@@ -104,32 +102,6 @@ class Pressure:
         """Start a new heap: the table was emptied."""
         self._heap = NodeHeap(self._shrinking, self._priority)
 
-    def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
-        """Let the first ``num_tokens`` tokens of a path, a prompt, shrink when slots are short; its tail does not."""
-        if self._compressor.scores_any_range and not prompt.has_failed:
-            self._resizer.cover(path, num_tokens - self._config.tail_tokens, prompt, prompt.num_bytes)
-
-    def chunk_complete(self, reader: Reader, path: Sequence[Node]) -> None:
-        """Let the first chunks of a prompt shrink; they do so at once if ``prefill_budget`` is set.
-
-        The prompt's observation continues with the other chunks. It counts towards ``observation_bytes`` once it is
-        complete.
-        """
-        prompt = self._readers.shrinking_prompt(reader)
-        if prompt is None or not self._compressor.scores_any_range or prompt.has_failed:
-            return
-        self._resizer.cover(path, length_of(path), prompt, 0)
-        share = self._config.prefill_budget
-        if share is not None:
-            for segment in self._table.chain(path):
-                if segment in self._table.in_place and self._table.in_place[segment] in self._shrinking:
-                    self._compress(segment, share)
-
-    def compressed_tokens(self, reader: Reader, path: Sequence[Node]) -> int:
-        """Tokens of a prompt that were computed, and compressed before its last chunk was computed."""
-        prompt = self._readers.shrinking_prompt(reader)
-        return 0 if prompt is None else max(self._spans.compressed_len(path) - prompt.first_query, 0)
-
     # ---- reclaimable slots ------------------------------------------------------------------------------------
 
     def reclaimable(self) -> int:
@@ -137,57 +109,33 @@ class Pressure:
 
         Nodes without readers do not count: they can be dropped. :meth:`reclaim` releases at least as many.
         """
-        if not self._shrinking:
+        if not (self._shrinking or self._table.open):
             return 0
-        num_reclaimable = 0
-        for node in self._readers.movable_nodes():
-            if node in self._shrinking:
-                span = self._spans.of(node)
-                assert span is not None
-                num_reclaimable += self._reclaimable_of(span.segment)
+        nodes = self._readers.movable_nodes()
+        num_reclaimable = self._resizer.reclaimable(nodes)
+        for node in nodes:
+            if node in self._shrinking and (span := self._spans.at(node)) is not None and span.segment.keys is not None:
+                segment = span.segment
+                least = self._resizer.least_slots(segment.num_tokens, segment.start)
+                num_reclaimable += max(segment.num_slots - least, 0)
         return num_reclaimable
-
-    def _reclaimable_of(self, segment: Segment) -> int:
-        """Token slots that a segment which may shrink would release."""
-        if segment.packed is not None:
-            least = self._least_slots(segment.start, segment.num_tokens)
-            return 0 if segment.order is None else max(segment.num_slots - least, 0)
-        if not self._resizer.is_long_enough(segment.num_tokens):
-            return 0  # it shrinks only together with the segment below it
-        start, num_reclaimable = segment.start, 0
-        parts: list[list[Node]] = []
-        for node in self._table.nodes_of(segment):
-            if not parts or self._resizer.begins_segment(parts[-1][-1], node):
-                parts.append([])
-            parts[-1].append(node)
-        for part in parts:
-            num_tokens = length_of(part)
-            num_reclaimable += num_tokens - self._least_slots(start, num_tokens)
-            start += num_tokens
-        return num_reclaimable
-
-    def _least_slots(self, start: int, num_tokens: int) -> int:
-        """Token slots of a segment that begins at ``start``, once it has shrunk as far as it may."""
-        return self._config.num_slots(num_tokens, start, self._config.shares[-1])
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
-    def reclaim(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
+    def reclaim(self, leaf: tuple[Priority, Node] | None) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
-        Ranges whose entries are being ranked come first: they lose no more than they would two turns later.
+        Open ranges that need not wait come first: they lose no more than they would two turns later.
 
         Args:
             leaf: the priority of the leaf that would be dropped next, and this leaf; None: there is none. Steps of
                 higher priority are not taken. But while a segment may shrink to the budget, no span is dropped, and
                 nothing shrinks below the budget.
-            wanted: token slots that are needed. The segment of a prompt longer than the pool releases no more than
-                these, or one round: it needs the others.
 
         Returns:
             Token slots released.
         """
-        num_released = self._resizer.try_wanted(Occasion.SHORT)
+        num_released = self._resizer.try_open(Occasion.SHORT)
         rest: list[Node] = []
         while num_released < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top
@@ -195,14 +143,14 @@ class Pressure:
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
                 break
             self._heap.pop()
-            slots = self._shrink(node, wanted - num_released)
+            slots = self._shrink(node)
             num_released += slots
             if node in self._shrinking:
                 rest.append(node)
             if slots:
                 self._recency.raise_level(priority)
             if slots or node not in self._shrinking:
-                for waiting in rest:  # a segment above them was packed, or shrinks no more
+                for waiting in rest:  # an older range with the same beginning was compressed, or shrinks no more
                     self._heap.push(waiting)
                 rest.clear()
         for waiting in rest:
@@ -210,63 +158,41 @@ class Pressure:
         return num_released
 
     def _priority(self, node: Node) -> Priority:
-        """Whether a segment's next step leads below the budget, then its priority on the scale of dropping a leaf."""
-        span = self._spans.of(node)
-        assert span is not None
-        segment = span.segment
-        if segment.packed is None:
+        """Whether the next step leads below the budget, then its priority on the scale of dropping a leaf."""
+        span = self._spans.at(node)
+        if span is None:
             return False, *self._recency.priority(node, self._losses.packing)
-        is_above_budget = segment.order is not None and segment.num_slots > self._resizer.slots_at(segment)
+        segment = span.segment
+        is_above_budget = segment.keys is not None and segment.num_slots > self._resizer.slots_at(segment)
         loss = self._loss_of_step(segment) * self._recency.saved(node)
         if not is_above_budget:
             loss = self._recency.loss_below_budget(segment, loss)
         return not is_above_budget, *self._recency.priority(node, loss)
 
     def _next_share(self, segment: Segment) -> float | None:
-        """The share to which a packed segment shrinks next; None: it does not shrink any more."""
-        shares = () if segment.order is None else self._config.shares
+        """The share to which a segment shrinks next; None: it does not shrink any more."""
+        shares = () if segment.keys is None else self._config.shares
         return next((share for share in shares if self._resizer.slots_at(segment, share) < segment.num_slots), None)
 
     def _loss_of_step(self, segment: Segment) -> float:
-        """Loss of a packed segment's next step, relative to the loss of dropping it there."""
+        """Loss of a segment's next step, relative to the loss of dropping it there."""
         share, budget = self._next_share(segment), self._config.budget
         if share is None or share < budget:
             is_between = share is not None and share > self._config.shares[-1]
             return self._losses.between if is_between else self._losses.least
         return self._losses.budget if share == budget else self._losses.whole
 
-    def _shrink(self, node: Node, wanted: int) -> int:
-        """Let a segment take its next step; return the token slots released.
+    def _shrink(self, node: Node) -> int:
+        """Take the next step of a segment, or of a range that waits; return the token slots released.
 
         0: it cannot shrink now; if the node has left ``shrinking``, it never can.
         """
-        span = self._spans.of(node)
-        assert span is not None
+        span = self._spans.at(node)
+        if span is None:
+            return self._resizer.try_waiting(node)
         segment = span.segment
-        if segment.packed is None:
-            return self._compress(segment, self._config.shares[0])
         share = self._next_share(segment)
         if share is None:
             self._shrinking.discard(node)
             return 0
-        slots = self._resizer.slots_at(segment, share)
-        if segment.is_joined:
-            slots = max(slots, segment.num_slots - max(wanted, self._round))
-        return self._resizer.resize([segment], slots)
-
-    def _compress(self, segment: Segment, share: float) -> int:
-        """Pack a segment in place, with those above it that are too short alone; return as :meth:`_shrink`."""
-        path = path_to(self._table.in_place[segment])
-        chain = self._table.chain(path)
-        if any(self._table.in_place[above] in self._shrinking for above in chain[:-1]):
-            return 0
-        if not self._resizer.is_long_enough(segment.end - chain[0].start):
-            self._shrinking.discard(path[-1])
-            return 0
-        readers = self._readers.movable(self._table.nodes_of(chain[0])[0])
-        if readers is None:
-            return 0
-        num_released = self._resizer.shrink_now(chain, share)
-        if any(map(self._readers.shrinking_prompt, readers)):
-            self._resizer.join(path)
-        return num_released
+        return self._resizer.resize(segment, self._resizer.slots_at(segment, share))

@@ -21,7 +21,8 @@ class ReaderRecord:
         is_live: it has matched its prompt and was not released.
         is_exact: it must read no compressed entry (``exact``).
         least_share: share of the entries of compressed prefixes that it wants to read (``share``, ``complete``).
-        is_long: its prompt is longer than the pool, and its chunks shrink while it is prefilled.
+        chunk_share: its prompt is longer than the pool: share of their bytes that its chunks get as soon as they are
+            computed; None: it is not.
         room: token slots that were available when its prompt was last looked up in the host's memory; -1: not since it
             was released last. For a request that waits for its admission this is tried again when there are more.
         host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
@@ -36,7 +37,7 @@ class ReaderRecord:
     is_live: bool = False
     is_exact: bool = False
     least_share: float = 0.0
-    is_long: bool = False
+    chunk_share: float | None = None
     room: int = -1
     host_start: int | None = None
     store_start: int | None = None
@@ -74,12 +75,13 @@ class ReaderTable:
     A reader is *movable* if its slots may be replaced between two of its steps: its next forward plans from the tree.
     A request with ``exact`` is not, nor is a lock whose reader is unknown.
 
-    ``all_shrink``: chunks of every prompt shrink while it is prefilled (``prefill_budget``), not of long ones only.
+    ``chunk_share``: share of their bytes that chunks of every prompt get (``prefill_budget``); None: only those of
+    prompts longer than the pool are compressed before the prompt is complete.
     """
 
-    def __init__(self, tree: TreePort, *, all_shrink: bool) -> None:
+    def __init__(self, tree: TreePort, chunk_share: float | None) -> None:
         self._tree = tree
-        self._all_shrink = all_shrink
+        self._chunk_share = chunk_share
         self._records: WeakKeyDictionary[Reader, ReaderRecord] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Reader]:
@@ -98,10 +100,10 @@ class ReaderTable:
         """All readers and their records, in order of arrival."""
         return list(self._records.items())
 
-    def shrinking_prompt(self, reader: Reader) -> PromptObservation | None:
-        """The observation of a prompt under way whose chunks shrink; None for others."""
-        record = self[reader]
-        return record.observation if record.is_long or self._all_shrink else None
+    def chunk_share(self, reader: Reader) -> float | None:
+        """Share of their bytes that chunks of a prompt get while it is prefilled; None: they stay uncompressed."""
+        share = self[reader].chunk_share
+        return self._chunk_share if share is None else share
 
     def has_exact(self, path: Sequence[Node]) -> bool:
         """Whether an exact request reads a part of a path."""

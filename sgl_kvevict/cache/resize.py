@@ -1,19 +1,19 @@
-"""Changes the size of segments between two steps, while requests read them."""
+"""Makes segments of paths, and changes their size between two steps, while requests read them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
 from sgl_kvevict.cache.complements import Complements
-from sgl_kvevict.cache.nodes import Node, Reader, path_to
+from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
-from sgl_kvevict.cache.records import PrefixTable
+from sgl_kvevict.cache.records import OpenRange, PrefixTable
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.ragged import MergePlan
@@ -22,6 +22,7 @@ from sgl_kvevict.segments import (
     Compressor,
     CopiedEntries,
     Observation,
+    Order,
     PromptObservation,
     Rewritten,
     Segment,
@@ -37,7 +38,7 @@ stream is done."""
 
 
 class Occasion(Enum):
-    """Why segments that are to shrink to the budget are tried."""
+    """Why open ranges are tried."""
 
     RELEASED = auto()
     """A reader was released, or a prompt is complete."""
@@ -47,15 +48,24 @@ class Occasion(Enum):
     """Token slots are short."""
 
 
+class _Written(NamedTuple):
+    """What was written of a range, and what was evicted from it (None: nothing is kept of that)."""
+
+    rewritten: Rewritten
+    end: int
+    num_merged: int
+    evicted: CopiedEntries | None
+
+
 class Resizer:
     """Makes segments of paths, has their entries ranked, and changes their size.
 
-    :meth:`resize` and :meth:`grow` are the only functions that change a segment's token slots, rows, spans and their
-    charges in the tree. (The last part of ``resize``, :meth:`exchange`, also serves segments that come from outside the
-    pool.) The other methods decide which segments are resized, and when.
+    :meth:`compress` is the only function that makes segments of tokens in the pool; :meth:`resize` and :meth:`grow` are
+    the only ones that change a segment's token slots, rows, spans and their charges in the tree. (:meth:`exchange` also
+    serves segments that come from outside the pool.)
 
-    A range that is to shrink to the budget is *wanted* until it has shrunk. It may have to wait until a request with
-    ``exact`` has ended, or until its order is computed. On a GPU an order is computed beside the next step, and used
+    What cannot be compressed yet is an open range (:class:`OpenRange`): a request with ``exact`` reads it, its order is
+    being computed, or it is to wait until slots are short. On a GPU an order is computed beside the next step, and used
     :data:`TURNS_OF_RANKING` turns later, or when slots are short.
 
     Attributes:
@@ -84,7 +94,7 @@ class Resizer:
         self._guard = guard
         self._turn = 0
 
-    # ---- ranges -----------------------------------------------------------------------------------------------
+    # ---- sizes ------------------------------------------------------------------------------------------------
 
     def is_long_enough(self, num_tokens: int) -> bool:
         """Whether a range reaches ``min_prefix_tokens``."""
@@ -94,7 +104,42 @@ class Resizer:
         """Token slots of a segment at a share of its bytes; None: at the budget."""
         return self._config.num_slots(segment.num_tokens, segment.start, share)
 
-    def node_ending_at(self, path: Sequence[Node], end: int) -> Node:
+    def least_slots(self, num_tokens: int, start: int) -> int:
+        """Token slots of a segment that begins at ``start``, once it has shrunk as far as it may."""
+        return self._config.num_slots(num_tokens, start, self._config.shares[-1])
+
+    # ---- open ranges ------------------------------------------------------------------------------------------
+
+    def compress(
+        self,
+        path: Sequence[Node],
+        end: int,
+        prompt: PromptObservation | None = None,
+        *,
+        share: float | None = None,
+        waits: bool = False,
+    ) -> None:
+        """Compress the uncompressed tokens of a path up to ``end``, now or as soon as possible.
+
+        Args:
+            path: from the root; a node that contains ``end`` is split.
+            end: logical position.
+            prompt: its observation, by which they are ranked; None: they are ranked by the one that is known.
+            share: of their bytes; None: the budget.
+            waits: they stay uncompressed until token slots are short.
+        """
+        if not self.is_long_enough(end - self._spans.compressed_len(path)):
+            return
+        last = self._node_ending_at(path, end)
+        opened = self._table.open_range(last, share, waits=waits)
+        # A prompt that has computed at most the last token of the range, as SGLang always does, is no better.
+        if prompt is not None and (opened.prompt is None or prompt.first_query < end - 1):
+            opened.prompt, opened.num_bytes = prompt, prompt.num_bytes
+        if not opened.waits and self._try(last, Occasion.RELEASED) is None:
+            self._table.totals.refused_in_use += 1
+        self._trim()
+
+    def _node_ending_at(self, path: Sequence[Node], end: int) -> Node:
         """Node of a path that ends at position ``end``; a node that contains ``end`` is split."""
         position = 0
         for i, node in enumerate(path):
@@ -105,293 +150,298 @@ class Resizer:
                 return self._tree.cut(path[: i + 1], end)
         raise InvariantError(f"the path has {position} tokens, expected at least {end}")
 
-    def begins_segment(self, above: Node, node: Node) -> bool:
-        """Whether two nodes of a range become different segments.
-
-        Segments that cannot be split end where prompts branch off, or a running request's path ends.
-        """
-        if self._compressor.splittable:
-            return False
-        return len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node)
-
-    # ---- segments in place ------------------------------------------------------------------------------------
-
-    def cover(self, path: Sequence[Node], end: int, prompt: Observation, num_bytes: int) -> None:
-        """Let the uncompressed tokens of a path up to ``end`` shrink when slots are short, ranked by a prompt.
-
-        They become segments in place of at least ``min_prefix_tokens``, which end where nodes end.
-        """
-        segments = self._table.chain([node for node in path if self._spans.of(node) is not None])
-        position = start = self._covered(path)
-        nodes: list[Node] = []
-        for node in path:
-            if self._spans.of(node) is not None or position >= end:
-                continue
-            last = min(position + len(node.key), end)
-            if self.is_long_enough(last - start):
-                nodes.append(self.node_ending_at(path, last))
-                segments.append(self._table.cover(nodes, start))
-                nodes, start = [], last
-            else:
-                nodes.append(node)
-            position += len(node.key)
-        for segment in segments:
-            if segment.end <= end:
-                if num_bytes or prompt.num_bytes:
-                    self._table.prompts.give(segment, prompt, num_bytes)
-                self._table.shrinking.add(self._table.in_place[segment])
-        self._trim()
-
-    def range_to(self, path: Sequence[Node], end: int) -> list[Segment]:
-        """Segments in place of all uncompressed tokens of a path up to ``end``, root side first."""
-        path = path_to(self.node_ending_at(path, end))
-        self._table.chain(path)
-        nodes = [node for node in path if self._spans.of(node) is None]
-        if nodes:
-            self._table.cover(nodes, self._covered(path))
-        return self._table.chain(path)
-
-    def _covered(self, path: Sequence[Node]) -> int:
-        """Where the last segment of a path ends, in place or packed."""
-        return max((span.end for node in path if (span := self._spans.of(node)) is not None), default=0)
-
     def _trim(self) -> None:
-        """Give up the oldest prompts beyond ``observation_bytes``, and the wanted ranges that need them."""
-        for segment in self._table.prompts.trim(self._config.observation_bytes):
-            if segment in self._table.wanted and segment.order is None and not self.can_rank(segment):
-                del self._table.wanted[segment]
+        """Give up the oldest prompts beyond ``observation_bytes``, and the open ranges that need them."""
+        num_bytes = self._table.observation_bytes
+        for last, opened in list(self._table.open.items()):
+            if num_bytes <= self._config.observation_bytes:
+                break
+            if not opened.num_bytes:
+                continue
+            num_bytes -= opened.num_bytes
+            opened.prompt, opened.num_bytes = None, 0
+            if opened.order is None and not self._can_rank(opened):
+                self._table.close(last)
                 self._table.totals.refused_no_memory += 1
-
-    # ---- order ------------------------------------------------------------------------------------------------
-
-    def can_rank(self, segment: Segment) -> bool:
-        """Whether a segment in place can be ranked now: by learned scores, or by what its prompt has left."""
-        compressor = self._compressor
-        return compressor.scores_any_range or segment.prompt is not None or not compressor.observes.collectors
-
-    def _rank(self, segment: Segment) -> bool:
-        """Launch the order of a segment in place; False if it cannot be ranked, or the policy failed."""
-        if not self.can_rank(segment):
-            return segment.order is not None
-        observation: Observation = segment.prompt or CacheObservation()
-        with self._guard.at(Place.COMPRESSION) as attempt:
-            slots = self._tree.token_slots(self._table.nodes_of(segment))
-            segment.order = self._compressor.rank(slots, segment.start, observation, self._turn)
-        return not attempt.failed
-
-    def _regroup(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Turn consecutive segments in place into those that will be packed, root side first.
-
-        If segments can be split, that is one segment. The order of a range with other bounds is forgotten, if the new
-        segment can be ranked.
-        """
-        if self._compressor.splittable:
-            pieces = [self._table.join(segments)]
-        else:
-            pieces = self._joined_where_possible(self._cut_where_segments_end(segments))
-        for piece in pieces:
-            if piece.order is not None and self.can_rank(piece) and not _is_exact(piece):
-                piece.order = None
-        return pieces
-
-    def _cut_where_segments_end(self, segments: Sequence[Segment]) -> list[Segment]:
-        pieces: list[Segment] = []
-        for segment in segments:
-            groups: list[list[Node]] = [[]]
-            for node in self._table.nodes_of(segment):
-                if groups[-1] and self.begins_segment(groups[-1][-1], node):
-                    groups.append([])
-                groups[-1].append(node)
-            pieces += self._table.divide(segment, groups)
-        return pieces
-
-    def _joined_where_possible(self, pieces: Sequence[Segment]) -> list[Segment]:
-        """Join neighbours that need not be segments of their own, and were not ranked as such."""
-        groups = [[pieces[0]]]
-        for above, piece in pairwise(pieces):
-            must_end = self.begins_segment(self._table.in_place[above], self._table.nodes_of(piece)[0])
-            if must_end or (_is_exact(above) and _is_exact(piece)):
-                groups.append([])
-            groups[-1].append(piece)
-        return [self._table.join(group) for group in groups]
-
-    # ---- ranges that shrink to the budget ---------------------------------------------------------------------
-
-    def shrink(self, path: Sequence[Node], end: int, prompt: PromptObservation | None = None) -> None:
-        """Let the uncompressed tokens of a path up to ``end`` shrink to the budget, now or as soon as possible.
-
-        Without ``prompt`` they are ranked by the one that has covered them.
-        """
-        if not self.is_long_enough(end - self._spans.compressed_len(path)):
-            return
-        segment = self.range_to(path, end)[-1]
-        # A prompt that has computed nothing of the range is no better than the one that did.
-        if prompt is not None and (segment.prompt is None or prompt.first_query < segment.end):
-            self._table.prompts.give(segment, prompt, prompt.num_bytes)
-        self._table.wanted[segment] = None
-        if self._try(segment, Occasion.RELEASED) is None:
-            self._table.totals.refused_in_use += 1
-        self._trim()
-
-    def try_wanted(self, occasion: Occasion) -> int:
-        """Let wanted ranges shrink, oldest first; return the token slots released."""
-        num_released = 0
-        for segment in list(self._table.wanted):
-            if segment in self._table.wanted and (occasion is Occasion.RELEASED or is_launched(segment)):
-                num_released += self._try(segment, occasion) or 0
-        return num_released
 
     def between_steps(self) -> None:
         """Use the orders that were computed beside the last step."""
         self._turn += 1
-        if any(map(is_launched, self._table.wanted)):
-            self.try_wanted(Occasion.TURN)
-            self.try_wanted(Occasion.RELEASED)  # ranges that waited because they begin with the same tokens
+        if any(opened.is_launched for opened in self._table.open.values()):
+            self.try_open(Occasion.TURN)
+            self.try_open(Occasion.RELEASED)  # ranges that waited because they begin with the same tokens
 
-    def _is_early(self, segment: Segment) -> bool:
-        """Whether a segment's ranking was launched so recently that maybe no step was launched after it."""
-        order = segment.order
+    def try_open(self, occasion: Occasion) -> int:
+        """Compress open ranges but those that wait until slots are short, oldest first.
+
+        Returns the token slots released.
+        """
+        num_released = 0
+        for last, opened in list(self._table.open.items()):
+            is_due = occasion is not Occasion.TURN or opened.is_launched
+            if is_due and not opened.waits:
+                num_released += self._try(last, occasion) or 0
+        return num_released
+
+    def try_waiting(self, last: Node) -> int:
+        """Slots are short: compress an open range that waited for that, or an older one that begins with the same node.
+
+        In this order :meth:`reclaimable` has counted them: what the older one takes is not the younger one's.
+
+        Returns:
+            Token slots released. 0: none can be compressed now; if the range is closed, it never can.
+        """
+        first = self._spans.uncompressed(path_to(last))[:1]
+        for each, opened in list(self._table.open.items()):
+            if opened.waits and first == self._spans.uncompressed(path_to(each))[:1]:
+                num_released = self._try(each, Occasion.SHORT)
+                if num_released or each is last:
+                    return num_released or 0
+        return 0
+
+    def reclaimable(self, movable: Sequence[Node]) -> int:
+        """Token slots of locked nodes that open ranges would release when slots are short.
+
+        ``movable``: :meth:`ReaderTable.movable_nodes`. Nodes without readers do not count: they can be dropped.
+        """
+        locked, taken, num_reclaimable = set(movable), set[Node](), 0
+        for last, opened in sorted(self._table.open.items(), key=lambda item: item[1].waits):  # as they are tried
+            path = path_to(last)
+            nodes = [node for node in self._spans.uncompressed(path) if node not in taken]
+            gain = self._gain(opened, nodes, length_of(path) - length_of(nodes), locked)
+            if gain is not None:
+                taken.update(nodes)
+                num_reclaimable += gain
+        return num_reclaimable
+
+    def _gain(self, opened: OpenRange, nodes: Sequence[Node], start: int, locked: set[Node]) -> int | None:
+        """Token slots that others can have, and could not before, once a range's nodes have shrunk as far as they may.
+
+        None: they are not compressed when slots are short. That is also so if few of them have readers: the others can
+        be dropped, and all slots of the segment would be locked.
+        """
+        if not self.is_long_enough(length_of(nodes)) or not (opened.order is not None or self._can_rank(opened)):
+            return None
+        if nodes[0] not in locked and self._tree.num_locks(nodes[0]):
+            return None
+        num_locked = sum(len(node.key) for node in nodes if node in locked)
+        least = 0
+        for group in self._groups(nodes):
+            least += self.least_slots(length_of(group), start)
+            start += length_of(group)
+        return None if 0 < num_locked < least else max(num_locked - least, 0)
+
+    def _groups(self, nodes: Sequence[Node]) -> list[list[Node]]:
+        """Consecutive nodes by the segments that they become: one, if it can be split.
+
+        Segments that cannot be split end where prompts branch off, or a running request's path ends.
+        """
+        groups = [[nodes[0]]]
+        for node in nodes[1:]:
+            above = groups[-1][-1]
+            is_end = len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node)
+            if is_end and not self._compressor.splittable:
+                groups.append([])
+            groups[-1].append(node)
+        return groups
+
+    # ---- order ------------------------------------------------------------------------------------------------
+
+    def _can_rank(self, opened: OpenRange) -> bool:
+        """Whether a range can be ranked now: by learned scores, or by what its prompt has left."""
+        compressor = self._compressor
+        return compressor.scores_any_range or opened.prompt is not None or not compressor.observes.collectors
+
+    def _rank(self, nodes: Sequence[Node], start: int, prompt: Observation | None) -> Order | None:
+        """Launch the order of uncompressed nodes, the first of which begins at ``start``; None: the policy failed."""
+        order: Order | None = None
+        with self._guard.at(Place.COMPRESSION):
+            slots = self._tree.token_slots(nodes)
+            order = self._compressor.rank(slots, start, prompt or CacheObservation(), self._turn)
+        return order
+
+    def _is_early(self, opened: OpenRange) -> bool:
+        """Whether a range's ranking was launched so recently that maybe no step was launched after it."""
+        order = opened.order
         return order is not None and order.turn is not None and self._turn < order.turn + TURNS_OF_RANKING
 
-    def _try(self, segment: Segment, occasion: Occasion) -> int | None:
-        """Let a wanted range shrink to the budget if it can.
+    def _try(self, last: Node, occasion: Occasion) -> int | None:
+        """Compress an open range if that is possible now.
 
         Returns the token slots released. None: a reader that must not move holds it.
         """
-        path = path_to(self._table.in_place[segment])
-        chain = self._table.chain(path)
-        if not self.is_long_enough(segment.end - chain[0].start):
-            del self._table.wanted[segment]
+        opened, path = self._table.open.get(last), path_to(last)
+        nodes, start, end = self._spans.uncompressed(path), self._spans.compressed_len(path), length_of(path)
+        if opened is None:
             return 0
-        if self._readers.movable(self._table.nodes_of(chain[0])[0]) is None:
+        if not self.is_long_enough(end - start):
+            self._table.close(last)
+            return 0
+        if self._readers.movable(nodes[0]) is None:
             return None
-        if self._is_early(segment) and occasion is not Occasion.SHORT:
+        is_short = occasion is Occasion.SHORT
+        if is_short and self._gain(opened, nodes, start, set(self._readers.movable_nodes())) is None:
             return 0
-        if not is_launched(segment) and any(map(self._is_early, chain[:-1])):
+        # A ranking beside the scheduler's stream reads slots that another range with the same beginning would release.
+        if not is_short and (self._is_early(opened) or (not opened.is_launched and self._is_early_at(nodes[0]))):
             return 0
-        pieces = self._regroup(chain)
-        todo = [piece for piece in pieces if piece.order is None and self.slots_at(piece) < piece.num_slots]
-        ranked = [self._rank(piece) for piece in todo]
-        if not all(ranked):
-            self._table.wanted.pop(pieces[-1], None)
-            self._discard(pieces)
+        groups = self._groups(nodes)
+        if not self._has_order(opened, groups, start, end):
+            self._table.close(last)
             return 0
-        if any(self._is_early(piece) for piece in todo):
+        if self._is_early(opened) and not is_short:
             return 0
-        return self._pack(pieces)
+        return self._pack(last, opened, groups, start)
 
-    def _discard(self, segments: Sequence[Segment]) -> None:
-        """Remove segments in place that cannot be ranked from those that shrink: admission must not count on them."""
-        for segment in segments:
-            self._table.shrinking.discard(self._table.in_place[segment])
+    def _is_early_at(self, first: Node) -> bool:
+        """Whether a ranking was launched recently of a range that begins with a node."""
+        return any(
+            self._is_early(opened) and self._spans.uncompressed(path_to(last))[:1] == [first]
+            for last, opened in self._table.open.items()
+        )
 
-    def shrink_now(self, segments: Sequence[Segment], share: float) -> int:
-        """Pack consecutive segments in place, each at a share of its bytes.
+    def _has_order(self, opened: OpenRange, groups: Sequence[Sequence[Node]], start: int, end: int) -> bool:
+        """Launch the order of a range if it has none for its bounds; False: it needs one, and cannot be ranked.
 
-        Returns the token slots released. After an error of the policy the rest stays in place, and shrinks no more.
+        If the range becomes several segments, each is ranked by itself when it is written.
         """
-        return self._pack(self._regroup(segments), share)
+        if len(groups) > 1:
+            return self._can_rank(opened)
+        order, num_slots = opened.order, self._config.num_slots(end - start, start, opened.share)
+        if order is not None and (order.start, order.end) != (start, end):  # its beginning was compressed meanwhile
+            opened.order = None if self._can_rank(opened) else order.within(start, end)
+        if opened.order is None and num_slots < end - start:
+            opened.order = self._rank(groups[0], start, opened.prompt) if self._can_rank(opened) else None
+            return opened.order is not None
+        return True
 
-    def _pack(self, pieces: Sequence[Segment], share: float | None = None) -> int:
+    # ---- segments ---------------------------------------------------------------------------------------------
+
+    def _pack(self, last: Node, opened: OpenRange, groups: Sequence[Sequence[Node]], start: int) -> int:
+        """Make segments of groups of consecutive uncompressed nodes; return the token slots released.
+
+        After an error of the policy the range is closed, and what is left of it stays uncompressed.
+        """
         num_released = 0
-        for i, piece in enumerate(pieces):
-            num_slots = self.slots_at(piece, share)
-            is_ranked = num_slots == piece.num_slots or piece.order is not None or self._rank(piece)
-            freed = self.resize([piece], num_slots) if is_ranked else 0
-            if piece.packed is None:
-                self._table.wanted.pop(pieces[-1], None)
-                self._discard(pieces[i:])
+        for group in groups:
+            num_tokens = length_of(group)
+            num_slots, order = self._config.num_slots(num_tokens, start, opened.share), opened.order
+            if len(groups) > 1:
+                order = self._rank(group, start, opened.prompt)
+            num_freed = self._make(group, start, num_slots, order, opened.prompt)
+            if num_freed is None:
                 break
-            num_released += freed
+            num_released += num_freed
+            start += num_tokens
+        self._table.close(last)
         return num_released
 
-    def join(self, path: Sequence[Node]) -> None:
-        """Write the last packed segments of a path as one, so that their entries compete for its slots.
+    def _make(
+        self, nodes: Sequence[Node], start: int, num_slots: int, order: Order | None, prompt: Observation | None
+    ) -> int | None:
+        """Make a segment of consecutive uncompressed nodes in their first slots; return the token slots released.
 
-        From the end of the path on, up to the first segment that has a span outside the path. Nothing happens while a
-        reader is not movable.
+        None: the policy failed, and nothing was changed.
         """
-        segments: list[Segment] = []
-        start = self._spans.compressed_len(path)
-        for owner in reversed(self._spans.owners(path)):
-            segment = self._spans[owner].segment
-            if segment.end != start or not _is_joinable(segment):
-                break
-            segments.insert(0, segment)
-            start = segment.start
-        if len(segments) > 1:
-            # Ranks fill their slots differently, so the joined segment keeps all of them on each rank.
-            self.resize(segments, sum(segment.num_slots for segment in segments))
+        begin, readers = time.perf_counter(), self._readers.movable(nodes[0])
+        if readers is None:
+            return None
+        slots = self._tree.token_slots(nodes)
+        written = self._write(lambda: TokenRange(slots, start, order.keys if order else None), num_slots, prompt)
+        if written is None:
+            return None
+        rewritten, geometry = written.rewritten, self._packer.geometry
+        segment = Segment(geometry, start, written.end, rewritten.packed, rewritten.kept.keys)
+        is_cut = geometry.has_windows and num_slots < slots.numel()
+        segment.splittable = self._compressor.policy.splittable and not is_cut
+        self.exchange(nodes, segment, readers)
+        num_freed = self._released(segment, written)
+        num_tokens, totals = slots.numel(), self._table.totals
+        totals.compressions += 1
+        totals.compressed_tokens += num_tokens
+        totals.compression_seconds += time.perf_counter() - begin
+        totals.released_slots += num_freed
+        totals.kept_entries += segment.num_entries
+        totals.merged_entries += written.num_merged
+        totals.evicted_entries += num_tokens * geometry.num_runs - segment.num_entries - written.num_merged
+        self._report_size(segment, nodes[-1], num_slots)
+        return num_freed
 
-    def at_budget(self, last: Node) -> None:
-        """A segment has reached the budget; ``last`` is the last node with a span of it."""
-        for call in self.on_budget:
-            call(last)
+    def resize(self, segment: Segment, num_slots: int) -> int:
+        """Let a segment shrink.
 
-    # ---- size -------------------------------------------------------------------------------------------------
-
-    def resize(self, segments: Sequence[Segment], num_slots: int) -> int:
-        """Give a segment another size, or make consecutive packed segments of one path one, the first of them.
-
-        The best entries of their order are written into the first of their slots, in rows of 16, 8 or 4 bits: how many
-        of each fit into ``num_slots`` is :func:`~sgl_kvevict.widths.rows_that_fit` (docs/design.md, "Packing"). The
-        other slots are released. Readers read the new rows from their next step on. While a reader must not move
+        The best entries of its order are written into the first of its slots, in rows of 16, 8 or 4 bits: how many of
+        each fit into ``num_slots`` is :func:`~sgl_kvevict.widths.rows_that_fit` (docs/design.md, "Packing"). The other
+        slots are released. Readers read the new rows from their next step on. While a reader must not move
         (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed and 0 slots are released.
 
         Args:
-            segments: root side first. If ``num_slots`` is less than they hold, they need an order.
-            num_slots: token slots afterwards, at most.
+            segment: if ``num_slots`` is less than it holds, its order must be known.
+            num_slots: token slots afterwards.
 
         Returns:
             Token slots released.
 
         Raises:
-            InvariantError: more slots than the segments have, see :meth:`grow`.
+            InvariantError: more slots than the segment has, see :meth:`grow`.
         """
-        held = sum(segment.num_slots for segment in segments)
-        if num_slots > held:
-            raise InvariantError(f"a resize cannot give segments of {held} token slots {num_slots}")
-        nodes = [node for segment in segments for node in self._table.nodes_of(segment)]
-        readers = self._readers.movable(nodes[0])
+        if num_slots > segment.num_slots:
+            raise InvariantError(f"a resize cannot give a segment of {segment.num_slots} token slots {num_slots}")
+        nodes = self._spans.views_of(self._table.packed[segment])
+        readers, num_live = self._readers.movable(nodes[0]), segment.num_live_entries
         if readers is None:
             return 0
-        is_new = segments[0].packed is None
-        num_live, begin = segments[0].num_live_entries, time.perf_counter()
-        with self._guard.at(Place.COMPRESSION) as attempt:
-            sources = Sources(self._packer.geometry, list(map(self._source, segments)))
-            if num_slots < held:
-                sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
-            merge = self._merge(segments[0], sources, num_slots)
-            evicted = self.complements.evicted(sources)
-            written = self._packer.rewrite(sources, sources.fewest_slots if is_new else num_slots, merge)
-        if attempt.failed:
+        written = self._write(lambda: segment.live_view, num_slots)
+        if written is None:
             return 0
-        segment, num_freed = segments[0], written.freed.numel()
-        self.exchange(nodes, segment, readers, written, sources.end)
-        self._tree.free(written.freed)
-        segment.is_joined = segment.is_joined or len(segments) > 1
-        self.complements.shrunk(segment, segments[1:], self.complements.put(evicted, segment.start, segment.end))
-        if is_new:
-            is_cut = self._packer.geometry.has_windows and num_slots < held
-            segment.splittable = self._compressor.policy.splittable and not is_cut
-        totals = self._table.totals
-        if len(segments) == 1 and not is_new:
-            totals.squeezes += 1
-            totals.squeezed_slots += num_freed
-            totals.evicted_entries += num_live - segment.num_entries
-        else:
-            num_merged = 0 if merge is None else merge.indices.numel() - segment.num_entries
-            num_new, num_kept = (segment.num_tokens, segment.num_entries) if is_new else (0, 0)
-            totals.compressions += 1
-            totals.compressed_tokens += num_new
-            totals.compression_seconds += time.perf_counter() - begin
-            totals.released_slots += num_freed
-            totals.kept_entries += num_kept
-            totals.merged_entries += num_merged
-            totals.evicted_entries += num_new * segment.geometry.num_runs - num_kept - num_merged
-        if num_slots == self.slots_at(segment) and not any(map(self._readers.shrinking_prompt, readers)):
-            self.at_budget(nodes[-1])
+        self.exchange(nodes, segment, readers, written.rewritten, written.end)
+        num_freed, totals = self._released(segment, written), self._table.totals
+        totals.squeezes += 1
+        totals.squeezed_slots += num_freed
+        totals.evicted_entries += num_live - segment.num_entries
+        self._report_size(segment, nodes[-1], num_slots)
         return num_freed
+
+    def _write(
+        self, source: Callable[[], TokenRange | View], num_slots: int, prompt: Observation | None = None
+    ) -> _Written | None:
+        """Write the best entries of a range into the first of its slots; None: the policy failed, nothing is written.
+
+        A new segment takes only the slots that its entries need. One that shrinks takes ``num_slots`` on all
+        tensor-parallel ranks, whose entries may differ in number.
+        """
+        written: _Written | None = None
+        with self._guard.at(Place.COMPRESSION):
+            each = source()
+            sources, merge = Sources(self._packer.geometry, [each]), None
+            if num_slots < sources.token_slots.numel():
+                sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
+                merge = self._merge(each, sources, prompt)
+            evicted = self.complements.evicted(sources)
+            size = num_slots if isinstance(each, View) else sources.fewest_slots
+            rewritten = self._packer.rewrite(sources, size, merge)
+            num_merged = 0 if merge is None else merge.indices.numel() - sources.num_entries
+            written = _Written(rewritten, sources.end, num_merged, evicted)
+        return written
+
+    def _merge(self, source: TokenRange | View, sources: Sources, prompt: Observation | None) -> MergePlan | None:
+        """What is merged into the kept entries of a new segment."""
+        if isinstance(source, View) or sources.selection is None:
+            return None
+        observation = prompt or CacheObservation()
+        return self._compressor.merge(source.token_slots, source.start, observation, sources.selection)
+
+    def _released(self, segment: Segment, written: _Written) -> int:
+        """Release the slots that a segment has lost, and keep what was evicted; return how many slots."""
+        self._tree.free(written.rewritten.freed)
+        self.complements.shrunk(segment, self.complements.put(written.evicted, segment.start, segment.end))
+        return written.rewritten.freed.numel()
+
+    def _report_size(self, segment: Segment, last: Node, num_slots: int) -> None:
+        """Tell those who wait for it if a segment, whose last span ``last`` holds, has reached the budget."""
+        if num_slots == self.slots_at(segment):
+            for call in self.on_budget:
+                call(last)
 
     @accounting()
     def grow(self, segment: Segment, entries: CopiedEntries, token_slots: Tensor) -> None:
@@ -402,7 +452,7 @@ class Resizer:
         """
         owner = self._table.packed[segment]
         assert entries.order is not None
-        segment.grow(self._packer.extended(segment.storage, entries, token_slots), entries.order)
+        segment.grow(self._packer.extended(segment.packed, entries, token_slots), entries.order)
         self._tree.charge(owner, token_slots.numel())
         self._table.shrinking.discard(owner)  # its next step loses less
         self._table.may_shrink(owner)
@@ -419,13 +469,13 @@ class Resizer:
         written: Rewritten | None = None,
         end: int = 0,
     ) -> None:
-        """Let consecutive nodes hold the spans of one packed segment, charge them, and move their readers.
+        """Let consecutive nodes hold the spans of one segment, charge them, and move their readers.
 
         Args:
-            nodes: root side first; those with spans hold all spans of the segments that this one replaces.
+            nodes: root side first; they are uncompressed, or hold all spans of the segment.
             segment: its rows are written, or being written on the scheduler's stream.
             readers: of the first node, see :meth:`ReaderTable.movable`.
-            written: new storage of the segment; None: it is packed already.
+            written: new storage of the segment; None: it is new.
             end: logical position after the last token of the new storage.
         """
         before = [len(node.key) if (span := self._spans.at(node)) is None else span.charged_slots for node in nodes]
@@ -454,39 +504,7 @@ class Resizer:
         segment.live_counts, segment.live_end = sources.counts, end
         num_slots = self._tree.largest(sources.fewest_slots, segment.start, end, segment.num_slots)
         if num_slots == segment.num_slots:
-            return segment.storage.token_slots[:0]
+            return segment.packed.token_slots[:0]
         written = self._packer.rewrite(sources, num_slots)
         self.exchange(self._spans.views_of(owner), segment, (), written, end)
         return written.freed
-
-    def _source(self, segment: Segment) -> TokenRange | View:
-        """What a resize reads of a segment."""
-        if segment.packed is not None:
-            return segment.live_view
-        slots = self._tree.token_slots(self._table.nodes_of(segment))
-        keys = None if segment.order is None else segment.order.keys
-        return TokenRange(slots, segment.start, keys)
-
-    def _merge(self, segment: Segment, sources: Sources, num_slots: int) -> MergePlan | None:
-        """What is merged into the kept entries of a segment that leaves its place."""
-        (source, *_), selection = sources.ranges, sources.selection
-        if isinstance(source, View) or num_slots == segment.num_slots or selection is None:
-            return None
-        prompt = segment.prompt or CacheObservation()
-        return self._compressor.merge(source.token_slots, source.start, prompt, selection)
-
-
-def is_launched(segment: Segment) -> bool:
-    """Whether its order was launched beside the scheduler's stream."""
-    return segment.order is not None and segment.order.turn is not None
-
-
-def _is_exact(segment: Segment) -> bool:
-    """Whether its order is that of exactly its tokens: all were ranked together, and no others with them."""
-    order = segment.order
-    return order is not None and (order.start, order.end) == (segment.start, segment.end)
-
-
-def _is_joinable(segment: Segment) -> bool:
-    """Whether a packed segment may become one with its neighbour: it is ordered, and no entry is dead."""
-    return segment.order is not None and segment.num_live_entries == segment.num_entries

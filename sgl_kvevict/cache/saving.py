@@ -68,7 +68,6 @@ class Saving:
         self._tree = tree
         self._table = table
         self._spans = table.spans
-        self._compressor = compressor
         self._packer = compressor.packer
         self._guard = guard
         self._access = access
@@ -90,9 +89,7 @@ class Saving:
             if not writer.has_room(packer.bytes_of(segment) + num_evicted):
                 self._table.totals.not_stored += 1
                 return
-            num_tail = self._compressor.stored_tail
-            identity = self._access.identity
-            leaving = export_segment(last, self._tree, spans, packer, identity, num_tail, complements)
+            leaving = export_segment(last, spans, packer, self._access.identity, complements)
             if leaving is not None:
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 

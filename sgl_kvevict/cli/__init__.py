@@ -102,7 +102,7 @@ def serve(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Which entries to keep: 'sgl-kvevict policies'.")] = None,
     budget: Annotated[float | None, typer.Option(help="Share of the bytes to keep.")] = None,
-    tail_tokens: Annotated[int | None, typer.Option(help="Last tokens of a prompt, left as is.")] = None,
+    tail_tokens: Annotated[int | None, typer.Option(help="Last tokens of a prompt that every head keeps.")] = None,
     sink_tokens: Annotated[int | None, typer.Option(help="First tokens that every KV head keeps.")] = None,
     min_prefix_tokens: Annotated[int | None, typer.Option(help="Shorter ranges stay uncompressed.")] = None,
     policy_option: Annotated[

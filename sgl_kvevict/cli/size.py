@@ -57,14 +57,14 @@ class Fit:
     """Number of prefixes that fit at one share of their bytes.
 
     Attributes:
-        share: of the bytes of the compressed range, uncompressed.
+        share: of the bytes of the prefix, uncompressed.
         name: what the share is in the configuration, if it is anything there.
-        prefix_slots: token slots of one cached prefix, its compressed part and its tail.
-        kept: share of the compressed range's entries that is stored.
+        prefix_slots: token slots of one cached prefix.
+        kept: share of the entries that is stored.
         entries: how many that are, over all layers and heads, by the bits of their rows.
         prefixes: number that fit, the last of them as it is during prefill: uncompressed or, if it is longer than the
             pool, uncompressed in its last chunk; 0 if such a prompt is refused.
-        host_prefixes: number that fit the host's memory beside these, without their tails.
+        host_prefixes: number that fit the host's memory beside these.
         load_bytes: bytes copied when one of them comes back, at most.
         tokens_per_slot: tokens of a prefix divided by its slots.
     """
@@ -167,11 +167,10 @@ def with_bits_of(config: KVEvictConfig, sizes: ModelSizes) -> tuple[KVEvictConfi
 
 
 def prefix_slots(config: KVEvictConfig, num_tokens: int, share: float | None = None) -> int:
-    """Token slots of one cached prefix: its tail, and the range before it at a share (None: the budget)."""
-    compressed = num_tokens - config.tail_tokens
-    if config.policy == "none" or compressed < config.min_prefix_tokens or share == 1:
+    """Token slots of one cached prefix at a share (None: the budget)."""
+    if config.policy == "none" or num_tokens < config.min_prefix_tokens or share == 1:
         return num_tokens
-    return config.num_slots(compressed, share=share) + config.tail_tokens
+    return config.num_slots(num_tokens, share=share)
 
 
 def fits(
@@ -198,12 +197,10 @@ def fits(
     rows = []
     for share in shares:
         slots = prefix_slots(config, num_tokens, share)
-        tail = 0 if slots == num_tokens else config.tail_tokens
-        moved, tokens = slots - tail, num_tokens - tail
-        num_entries = tokens * sizes.geometry.num_runs
-        num_sinks = min(config.sink_tokens, tokens) * sizes.geometry.num_runs
-        entries = dict(rows_that_fit(sizes.geometry, moved, num_entries, config.bits, num_sinks=num_sinks))
-        load_bytes = moved * sizes.slot_bytes + sum(entries.values()) * INDEX_BYTES
+        num_entries = num_tokens * sizes.geometry.num_runs
+        num_sinks = min(config.sink_tokens, num_tokens) * sizes.geometry.num_runs
+        entries = dict(rows_that_fit(sizes.geometry, slots, num_entries, config.bits, num_sinks=num_sinks))
+        load_bytes = slots * sizes.slot_bytes + sum(entries.values()) * INDEX_BYTES
         room = available - (plan.slots_at_peak(num_tokens, share) if is_long and plan is not None else num_tokens)
         rows.append(
             Fit(

@@ -2,7 +2,8 @@
 
 Entries that a policy keeps at its budget have keys >= 0, all others keys < 0. So the best entries, as many as the
 budget holds, are exactly the policy's choice, and every smaller choice is a part of every larger one. Pinned entries
-have the largest key. Among equal keys the lower (layer, head) comes first, then the lower position
+have the largest keys: first tokens :data:`PINNED`, last tokens those below it, the later the larger, so that all heads
+would lose the same ones. Among equal keys the lower (layer, head) comes first, then the lower position
 (:func:`kvevict_kernels.radix_select.largest_entries`).
 
 Within both halves entries are ordered by their scores, rounded to float16 without the last bit of its mantissa (a
@@ -21,7 +22,11 @@ from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.policies.ranking import order_keys
 
 PINNED = 2**15 - 1
-"""Key of entries that every head keeps without competing."""
+"""Key of first tokens that every head keeps without competing."""
+NUM_LAST_KEYS = 256
+"""Keys below it that last tokens have which every head keeps; earlier ones of these tokens share the smallest."""
+LARGEST = PINNED - NUM_LAST_KEYS - 1
+"""Largest key of an entry that competes."""
 _HALF = 2**14
 _SIGN = -(2**15)
 
@@ -75,7 +80,8 @@ def order_of(scores: RangeScores, kept: Tensor, *, comparable: bool) -> Tensor:
         make = _by_score if comparable else _by_rank
         keys[first : first + shared] = make(scores.values[row], kept[first])
     keys[..., : scores.num_first] = PINNED
-    keys[..., scores.num_tokens - scores.num_last :] = PINNED
+    behind = torch.arange(scores.num_last, 0, -1, dtype=torch.int16, device=keys.device)
+    keys[..., scores.num_tokens - scores.num_last :] = PINNED - behind.clamp_(max=NUM_LAST_KEYS)
     return keys
 
 
@@ -92,6 +98,6 @@ def _by_rank(values: Tensor, kept: Tensor) -> Tensor:
     ranks = torch.empty_like(order).scatter_(-1, order, places)
     num_kept = kept.sum(-1, keepdim=True)
     num_others = keys.shape[-1] - num_kept
-    first = PINNED - 1 - (ranks * PINNED).div(num_kept.clamp(min=1), rounding_mode="floor")
+    first = LARGEST - (ranks * (LARGEST + 1)).div(num_kept.clamp(min=1), rounding_mode="floor")
     rest = -1 - ((ranks - num_kept) * 2**15).div(num_others.clamp(min=1), rounding_mode="floor")
     return torch.where(kept, first, rest).short()

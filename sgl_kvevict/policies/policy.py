@@ -29,7 +29,6 @@ class Policy:
     """A checked combination of parts (ConfigError with the reason if they do not fit together). Frozen and stateless.
 
     Pinned tokens (protected ones, sinks, and window tokens inside the range) are taken out of the budget first.
-    Normally the window is the uncompressed tail after the range.
 
     Attributes:
         num_sink_tokens: first tokens of a *path* that every head keeps.
@@ -84,23 +83,26 @@ class Policy:
         """See :meth:`Scorer.caution`."""
         return self.scorer.caution(num_kv_heads)
 
-    def order(self, show: Show, geometry: KVGeometry, total: int, protected: int) -> RangeOrder:
+    def order(
+        self, show: Show, geometry: KVGeometry, total: int, protected: int, protected_last: int = 0
+    ) -> RangeOrder:
         """Order all entries of a range, those first of which the policy keeps ``total``, over all layers and heads.
 
-        ``show`` is called once per scored layer, in ascending order; the first ``protected`` tokens are kept in every
-        head. No host sync on a device, unless a part has one. ValueError if ``total`` does not fit the range or the
-        protected tokens, or if a part returns tensors of another shape or dtype than it has to; what their
-        numbers have to be, :meth:`RangeOrder.check` says.
+        ``show`` is called once per scored layer, in ascending order; the first ``protected`` and the last
+        ``protected_last`` tokens are kept in every head. No host sync on a device, unless a part has one. ValueError if
+        ``total`` does not fit the range or the protected tokens, or if a part returns tensors of another shape or dtype
+        than it has to; what their numbers have to be, :meth:`RangeOrder.check` says.
         """
         views = [show(0)]
         num_tokens, runs = views[0].num_tokens, geometry.num_runs
-        if not 0 <= protected <= total // runs or total > num_tokens * runs:
+        num_protected = protected + protected_last
+        if not 0 <= num_protected <= total // runs or total > num_tokens * runs:
             raise ValueError(
-                f"total must be between protected * {runs} = {protected * runs} and {num_tokens * runs} "
+                f"total must be between protected * {runs} = {num_protected * runs} and {num_tokens * runs} "
                 f"entries ({num_tokens} tokens), got {total}"
             )
         views += [show(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
-        scores = self._score(views, total // runs, protected)
+        scores = self._score(views, total // runs, protected, protected_last)
         kept = self._keep(scores, geometry, total)
         keys = order_of(scores, kept, comparable=Trait.COMPARABLE in self.scorer.traits)
         return RangeOrder(self.name, keys, total, facts_of(scores, kept))
@@ -121,11 +123,11 @@ class Policy:
         kept[runs, selection.indices] = True
         return self.merger.merge(views, kept.view(geometry.num_layers, geometry.num_kv_heads, -1))
 
-    def _score(self, views: list[LayerView], per_head: int, protected: int) -> RangeScores:
+    def _score(self, views: list[LayerView], per_head: int, protected: int, protected_last: int = 0) -> RangeScores:
         first = views[0]
         num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
         in_range, num_behind = self._kept_window(first)
-        num_last = min(in_range, per_head - num_first)
+        num_last = min(max(in_range, protected_last), per_head - num_first)
         stacks: list[Tensor | None] = []
         for row, view in enumerate(views):
             scores = self._scores_of(view)

@@ -31,7 +31,7 @@ class HeavyHitterSelector(Selector):
     ``recent_ratio`` of the budget, rounded down, is for recent tokens: 0.5 is H2O's 1:1, 0.25 is D2O's N:M = 3:1.
 
     Source: H2O (arXiv 2306.14048), Sec. 4; D2O, Eq. 7, 8.
-    Differs: "recent" ends where the range ends; the tail after it stays uncompressed anyway.
+    Differs: "recent" ends before the tokens that every head keeps (``tail_tokens``).
     """
 
     recent_ratio: float = 0.5

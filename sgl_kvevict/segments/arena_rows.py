@@ -8,11 +8,10 @@ from torch import Tensor
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.guard import accounting
 
 
 class ArenaRows:
-    """Reads rows of one arena, and writes rows of uncompressed tokens.
+    """Rows of one arena.
 
     Arenas are [num_layers, num_token_slots, num_kv_heads, head_dim].
     Values that are a part of the keys' rows (``geometry.latent_dim``) move with them; copies of them have no columns.
@@ -28,17 +27,6 @@ class ArenaRows:
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
         return self.k_arena.shape[:3].numel() * self.geometry.entry_dim * self.k_arena.element_size()
-
-    def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of uncompressed tokens' keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
-        k, v = (as_words(arena)[:, token_slots].view(arena.dtype) for arena in self._moved)
-        return k, v
-
-    @accounting()
-    def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write rows of uncompressed tokens, shaped as by :meth:`token_rows`, from any device."""
-        for arena, rows in zip(self._moved, (k, v), strict=True):
-            as_moved(arena)[:, token_slots] = as_moved(rows.contiguous()).to(arena.device)
 
     def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, num_tokens], int32: head slots of uncompressed tokens in one layer."""

@@ -19,7 +19,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
-from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment
+from sgl_kvevict.segments.segment import CopiedEntries, Entries, Packed, Rows, Segment
 from sgl_kvevict.segments.shadow import DraftRows, Shadow
 from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 
@@ -63,7 +63,7 @@ class SegmentPacker(ArenaRows):
 
         They follow from its slots, because tensor-parallel ranks have different numbers of entries of each width.
         """
-        bits = 16 if segment.packed is None or self.statistics is None else 4
+        bits = 16 if self.statistics is None else 4
         return segment.num_slots * self._slot_bytes(self.geometry.rows_per_slot(bits))
 
     def _slot_bytes(self, per_head_slot: int) -> int:
@@ -125,7 +125,7 @@ class SegmentPacker(ArenaRows):
         return [
             self.drafts.every(each.token_slots, each.start)
             if isinstance(each, TokenRange)
-            else each.segment.storage.shadow or self.drafts.absent()
+            else each.segment.packed.shadow or self.drafts.absent()
             for each in ranges
         ]
 
@@ -231,11 +231,8 @@ class SegmentPacker(ArenaRows):
         self.place(packed, copied)
         if self.drafts is not None and shadow is not None:
             packed = replace(packed, shadow=self.drafts.place(shadow, packed.token_slots))
-        order = None
-        if copied.order is not None:
-            keys = copied.order.to(device)
-            order = Order(lambda: keys, start, end)
-        return Segment(self.geometry, start, end, packed, order)
+        keys = None if copied.order is None else copied.order.to(device)
+        return Segment(self.geometry, start, end, packed, keys)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,10 @@ class Observation(Protocol):
     def num_bytes(self) -> int:
         """Memory that counts towards ``observation_bytes``."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the range is a chunk of a prompt of which more will be computed."""
+
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """The view of one layer of the tokens in ``token_slots``, from logical position ``start`` on."""
 
@@ -78,6 +82,11 @@ class PromptObservation:
     def records(self) -> bool:
         """Whether :meth:`record` collects anything."""
         return bool(self.spec.collectors)
+
+    @property
+    def goes_on(self) -> bool:
+        """See :class:`Observation`."""
+        return not self.is_complete
 
     @property
     def num_bytes(self) -> int:
@@ -156,6 +165,7 @@ class CacheObservation:
     """Observation without signals: a range is scored from its cached keys and values alone."""
 
     num_bytes = 0
+    goes_on = False
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """See :meth:`PromptObservation.show`."""

@@ -54,15 +54,21 @@ class Compressor:
         """Whether every segment may be split at any token."""
         return self.policy.splittable and not self.packer.geometry.has_windows
 
-    @property
-    def stored_tail(self) -> int:
-        """Uncompressed tokens that a store keeps behind a prefix; none if positions of their keys would be missing."""
-        return self.config.tail_tokens if self.slot_positions is None else 0
+    def end_of(self, num_tokens: int) -> int:
+        """Where the compressed tokens of a prompt end of which ``num_tokens`` are in the tree.
 
-    def tokens_kept(self, num_tokens: int, start: int) -> int:
-        """Entries that a run keeps of a range at the budget, on average; ``start``: where the range begins."""
+        Not at its last token if segments cannot be split: the same prompt, asked again, matches all but this one, and
+        one with another end also diverges from it in its last tokens.
+        """
+        return num_tokens if self.splittable else num_tokens - self.config.tail_tokens
+
+    def tokens_kept(self, num_tokens: int, start: int, share: float | None = None) -> int:
+        """Entries that a run keeps of a range at a share (None: the budget), on average.
+
+        ``start``: where the range begins.
+        """
         geometry, config = self.packer.geometry, self.config
-        num_slots, count = config.num_slots(num_tokens, start), num_tokens * geometry.num_runs
+        num_slots, count = config.num_slots(num_tokens, start, share), num_tokens * geometry.num_runs
         num_sinks = max(min(config.sink_tokens, start + num_tokens) - start, 0) * geometry.num_runs
         parts = rows_that_fit(geometry, num_slots, count, config.bits, num_sinks=num_sinks)
         return sum(number for _, number in parts) // geometry.num_runs
@@ -106,9 +112,10 @@ class Compressor:
         The caller owns ``token_slots``, [num_tokens], int64, in token order, until the keys were read or are of no use.
         With learned scores, ``observation`` may lack other score signals. ``turn``: see :class:`Order`.
         """
+        goes_on = observation.goes_on  # read before the ranking, beside which the next chunk may be announced
 
         def work() -> RangeOrder:
-            return self._order(token_slots, start, observation)
+            return self._order(token_slots, start, observation, goes_on)
 
         end = start + token_slots.numel()
         if self.stream is not None:
@@ -127,19 +134,29 @@ class Compressor:
         show = self._show(observation, start, token_slots)
         return self.policy.merge(show, self.packer.geometry, selection)
 
-    def _order(self, token_slots: Tensor, start: int, observation: Observation) -> RangeOrder:
+    def protected(self, num_tokens: int, start: int) -> tuple[int, int]:
+        """First and last tokens of a range that every head keeps at every share: sinks, and ``tail_tokens``.
+
+        The last ones are at most half of what it keeps at the least share beside the sinks.
+        """
+        least = self.tokens_kept(num_tokens, start, self.config.shares[-1])
+        num_first = min(max(self.config.sink_tokens - start, 0), least)
+        return num_first, min(self.config.tail_tokens, (least - num_first) // 2)
+
+    def _order(self, token_slots: Tensor, start: int, observation: Observation, goes_on: bool) -> RangeOrder:
         """The order of a range; the entries that the policy keeps at the budget are the best of it."""
-        config, geometry = self.config, self.packer.geometry
+        geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
         if self.learned is not None:
             learned = self.learned
             show = with_learned_scores(show, learned.weights, self.cached(token_slots, start), learned.rotary)
-        per_run = self.tokens_kept(token_slots.numel(), start)
-        protected = min(max(config.sink_tokens - start, 0), per_run)
-        total = per_run * geometry.num_runs
+        num_tokens = token_slots.numel()
+        total = self.tokens_kept(num_tokens, start) * geometry.num_runs
+        num_first, num_last = self.protected(num_tokens, start)
+        num_last = 0 if goes_on else num_last
         if geometry.has_windows:
-            return order_beside_windows(self.policy, show, geometry, token_slots, total, protected)
-        return self.policy.order(show, geometry, total, protected)
+            return order_beside_windows(self.policy, show, geometry, token_slots, total, num_first, num_last)
+        return self.policy.order(show, geometry, total, num_first, num_last)
 
     def state(self) -> dict[str, Any]:
         """Policy, budget, bits, and learned scores, as plain values."""

@@ -1,21 +1,19 @@
 """Segments (ranges of one path that are compressed as a unit) and spans (the parts of segments that nodes hold).
 
-A segment begins *in place*: every token of every run is an entry, in its ordinary token slot, and nothing but the
-segment's existence is new. A resize *packs* it: the best entries of its order move into the first of its slots, and its
-other slots are released. Its entries may have rows of several widths (16, 8, 4 bits), each a *part* of its own. Entries
-are numbered part after part, in a part run after run, ascending by position; everything that is known of each entry
-(its order) travels by this number.
+A segment has the best entries of its tokens, in token slots of its own. They may have rows of several widths (16, 8, 4
+bits), each a *part* of its own. Entries are numbered part after part, in a part run after run, ascending by position;
+everything that is known of each entry (its order) travels by this number.
 
 A span is a view of a segment's tokens ``[start, end)``, held by one tree node. All spans of a segment lie on
 consecutive nodes of one path. The one nearest the root, the *owner*, outlives the others and carries all the token
-slots of a packed segment in the accounting; in place every node carries its own.
+slots of the segment in the accounting.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,15 +71,16 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The order in which a segment evicts entries, the smallest key first (:mod:`sgl_kvevict.policies.order`).
+    """The order of a range of uncompressed tokens, in which entries are evicted, the smallest key first.
+
+    See :mod:`sgl_kvevict.policies.order`.
 
     Attributes:
-        launched: returns the keys, int16: in place [num_layers, num_kv_heads, num_tokens], packed [num_entries]. Where
-            they are computed beside the scheduler's stream, the host waits until they are.
-        start: logical position of the first token of the range whose entries were ordered together.
-        end: logical position after its last one. A part of the range has a part of the keys.
+        launched: returns the keys, [num_layers, num_kv_heads, num_tokens], int16. Where they are computed beside the
+            scheduler's stream, the host waits until they are.
+        start: logical position of the first token of the range.
+        end: logical position after its last one.
         turn: turn of the scheduler's loop in which they were launched beside its stream; None: they are here.
-        ranking: the same of all parts of one range.
         check: raises ValueError if the keys cannot be used; called once they are computed.
     """
 
@@ -89,7 +88,6 @@ class Order:
     start: int
     end: int
     turn: int | None = None
-    ranking: object = field(default_factory=object)
     check: Callable[[], None] = lambda: None
 
     @property
@@ -99,19 +97,15 @@ class Order:
         self.check()
         return keys
 
-    def with_keys(self, keys: Tensor) -> Order:
-        """The same order of entries of which these are the keys."""
-        return replace(self, launched=lambda: keys, turn=None, check=lambda: None)
-
-    def within(self, first: int, last: int) -> Order:
-        """The keys of tokens ``[first, last)`` of a segment in place, counted from its start; no copy."""
-        launched = self.launched
-        return replace(self, launched=lambda: launched()[..., first:last])
+    def within(self, start: int, end: int) -> Order:
+        """The order of the tokens ``[start, end)`` of the range, logical positions; no copy."""
+        launched, first, last = self.launched, start - self.start, end - self.start
+        return replace(self, launched=lambda: launched()[..., first:last], start=start, end=end)
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Entries of a packed segment whose rows have one width.
+    """Entries of a segment whose rows have one width.
 
     A row of ``bits`` has the number ``head_slot * KVGeometry.rows_per_slot(bits) + part``; of 16 bits that of its head
     slot.
@@ -140,7 +134,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Storage of a packed segment.
+    """Storage of a segment.
 
     Attributes:
         token_slots: [num_slots], int64, token slots held exclusively.
@@ -169,50 +163,35 @@ class Packed:
 class Segment:
     """The tokens ``[start, end)`` of a path (logical positions), which are compressed as a unit.
 
-    It is the same object for life: a resize, or growth, replaces ``packed``. Only a join makes one segment of several,
-    and a cut two of one in place.
+    It is the same object for life: a resize, or growth, replaces ``packed``.
 
     Attributes:
-        packed: None: in place.
-        order: None: not ranked yet, so it cannot shrink.
-        prompt: observation of a prompt by which it can be ranked; opaque here; None: unknown.
+        packed: where its entries lie.
+        keys: [num_entries], int16, by which its entries are evicted, the smallest first; None: unknown, so it cannot
+            shrink.
         splittable: False if layers with sliding windows keep only their last tokens.
-        is_joined: it was written from several packed segments of one prompt. A request that reads all of its views
-            reads them as one, see :meth:`Spans.runs`.
         is_rest: the end of an unsplittable segment was dropped; the rest is never found again.
         num_spans: nodes that hold a part of it.
         live_end: logical position after its last token that a node still holds.
-        live_counts: entries of tokens before ``live_end``, of each part; in place, of the only one.
+        live_counts: entries of tokens before ``live_end``, of each part.
     """
 
     geometry: KVGeometry
     start: int
     end: int
-    packed: Packed | None = None
-    order: Order | None = None
-    prompt: Any = None
+    packed: Packed
+    keys: Tensor | None = None
     splittable: bool = True
-    is_joined: bool = False
     is_rest: bool = False
     num_spans: int = 0
     live_end: int = field(init=False)
     live_counts: tuple[int, ...] = field(init=False)
-    _runs: tuple[SpanRuns, ...] | None = None
 
     def __post_init__(self) -> None:
         self._all_live()
 
     def _all_live(self) -> None:
-        self._runs, self.live_end = None, self.end
-        in_place = (self.num_entries,)
-        self.live_counts = in_place if self.packed is None else tuple(part.num_entries for part in self.packed.parts)
-
-    @property
-    def storage(self) -> Packed:
-        """Where its entries lie; InvariantError in place."""
-        if self.packed is None:
-            raise InvariantError(f"the segment [{self.start}, {self.end}) is in place: its nodes have its slots")
-        return self.packed
+        self.live_end, self.live_counts = self.end, tuple(part.num_entries for part in self.packed.parts)
 
     @property
     def num_tokens(self) -> int:
@@ -222,12 +201,12 @@ class Segment:
     @property
     def num_slots(self) -> int:
         """Token slots that it holds."""
-        return self.num_tokens if self.packed is None else self.packed.token_slots.numel()
+        return self.packed.token_slots.numel()
 
     @property
     def num_entries(self) -> int:
         """Entries stored, including those of tokens whose nodes are gone."""
-        return self.num_tokens * self.geometry.num_runs if self.packed is None else self.packed.num_entries
+        return self.packed.num_entries
 
     @property
     def num_live_entries(self) -> int:
@@ -237,11 +216,10 @@ class Segment:
     @property
     def entries_by_bits(self) -> dict[int, int]:
         """Entries of tokens that a node still holds, by the bits of their rows; without widths that no entry has."""
-        widths = (16,) if self.packed is None else tuple(part.bits for part in self.packed.parts)
-        entries = dict.fromkeys(widths, 0)
-        for bits, count in zip(widths, self.live_counts, strict=True):
-            entries[bits] += count
-        return {bits: count for bits, count in entries.items() if count}
+        entries = Counter[int]()
+        for part, count in zip(self.packed.parts, self.live_counts, strict=True):
+            entries[part.bits] += count
+        return dict(+entries)
 
     @property
     def num_bytes(self) -> int:
@@ -260,56 +238,26 @@ class Segment:
 
     @property
     def entries(self) -> Entries:
-        """All entries stored, part after part; only packed."""
-        rows = Entries.joined([entries_of(part) for part in self.storage.parts])
-        return replace(rows, keys=None if self.order is None else self.order.keys)
+        """All entries stored, part after part."""
+        return replace(Entries.joined([entries_of(part) for part in self.packed.parts]), keys=self.keys)
 
     def pack(self, packed: Packed, end: int, kept: Entries) -> None:
         """Replace the storage by one that holds what is known of ``kept``, the entries of tokens before ``end``."""
-        if self.order is not None:
-            self.order = None if kept.keys is None else self.order.with_keys(kept.keys)
-        self.packed, self.end = packed, end
+        self.packed, self.end, self.keys = packed, end, kept.keys
         self._all_live()
 
     def grow(self, packed: Packed, keys: Tensor) -> None:
         """Replace the storage by one with further parts, of entries that a node still holds; ``keys`` are theirs."""
-        assert self.order is not None
-        self.order = self.order.with_keys(torch.cat([self.order.keys, keys]))
-        self.live_counts += tuple(part.num_entries for part in packed.parts[len(self.storage.parts) :])
-        self.packed, self._runs = packed, None
-
-    def cut_off(self, position: int) -> Segment:
-        """Cut in place at a logical position: return a new segment of the tokens before it, and keep the others."""
-        num_above = position - self.start
-        above = replace(self, end=position, order=self._within(0, num_above), num_spans=0)
-        self.order = self._within(num_above, self.num_tokens)
-        self.start = position
-        self._all_live()
-        return above
-
-    def end_at(self, position: int) -> None:
-        """The last node of a segment in place was dropped: it ends before it."""
-        if self.order is not None:
-            self.order.launched()  # a ranking beside the scheduler's stream still reads the slots
-        self.order = self._within(0, position - self.start)
-        self.end = position
-        self._all_live()
-
-    def _within(self, first: int, last: int) -> Order | None:
-        """The order of the entries of tokens ``[first, last)``, counted from the start; in place."""
-        return None if self.order is None else self.order.within(first, last)
-
-    def runs(self) -> tuple[SpanRuns, ...]:
-        """All entries, by the width of their rows; the same objects until it is resized."""
-        if self._runs is None:
-            self._runs = self.runs_of(self.start, self.end)
-        return self._runs
+        assert self.keys is not None
+        self.keys = torch.cat([self.keys, keys])
+        self.live_counts += tuple(part.num_entries for part in packed.parts[len(self.packed.parts) :])
+        self.packed = packed
 
     def runs_of(self, start: int, end: int) -> tuple[SpanRuns, ...]:
         """The entries of tokens ``[start, end)``, by the width of their rows."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
         runs = []
-        for i, (part, cut) in enumerate(zip(self.storage.parts, self.cut(start, end), strict=True)):
+        for i, (part, cut) in enumerate(zip(self.packed.parts, self.cut(start, end), strict=True)):
             starts, lens = (bounds.view(shape) for bounds in cut)
             known = part.positions, part.bits, i == 0
             runs.append(SpanRuns(part.rows, starts, lens, end - start, *known))
@@ -318,8 +266,8 @@ class Segment:
     def cut(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Of each part starts and lengths, [num_runs], int32 each, of the runs' entries in ``[start, end)``."""
         if start <= self.start and end >= self.end:
-            return [(part.indptr[:-1], part.indptr.diff()) for part in self.storage.parts]
-        return [part.cut(start, end) for part in self.storage.parts]
+            return [(part.indptr[:-1], part.indptr.diff()) for part in self.packed.parts]
+        return [part.cut(start, end) for part in self.packed.parts]
 
 
 def entries_of(part: Rows) -> Entries:
@@ -351,15 +299,8 @@ class Span:
         return self.end - self.start
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the node's tokens are read from the segment, not from ordinary slots."""
-        return self.segment.packed is not None
-
-    @property
     def charged_slots(self) -> int:
-        """Token slots in the accounting: in place the node's own; packed the segment's for the owner, else 0."""
-        if not self.is_packed:
-            return self.num_tokens
+        """Token slots in the accounting: all of the segment's for its owner, else 0."""
         return self.segment.num_slots if self.is_owner else 0
 
     def runs(self) -> tuple[SpanRuns, ...]:
@@ -377,7 +318,7 @@ class Span:
         """Rows of ``[start, end)`` that the draft model reads; the same object until the segment is resized."""
         self._follow()
         if self._draft_runs is None:
-            shadow = self.segment.storage.shadow
+            shadow = self.segment.packed.shadow
             if shadow is None:
                 raise InvariantError("a draft model reads a segment that was written without one")
             self._draft_runs = shadow.runs(self.start, self.end)
@@ -391,26 +332,20 @@ class Span:
         """Split at a logical position, without copies; this span must not be used afterwards.
 
         The first half, nearer the root, inherits ownership. InvariantError if the position is not inside the span, or
-        the segment is packed and cannot be split.
+        the segment cannot be split.
         """
         if not self.start < position < self.end:
             raise InvariantError(f"split position {position} is not inside the span [{self.start}, {self.end})")
-        if self.is_packed and not self.segment.splittable:
+        if not self.segment.splittable:
             raise InvariantError(f"the span [{self.start}, {self.end}) cannot be split")
         self.segment.num_spans -= 1
         upper = Span(self.segment, self.start, position, is_owner=self.is_owner)
         return upper, Span(self.segment, position, self.end, is_owner=False)
 
-    def move_to(self, segment: Segment, *, is_owner: bool) -> None:
-        """Become a view of another segment, which now has the tokens."""
-        self.segment.num_spans -= 1
-        segment.num_spans += 1
-        self.segment, self.is_owner = segment, is_owner
-
     def drop(self) -> Tensor | None:
         """Drop the span when its node leaves the tree; InvariantError for an owner with spans below it.
 
-        Returns [num_slots], int64, the slots of a packed segment whose owner this was; None otherwise.
+        Returns [num_slots], int64, the slots of the segment whose owner this was; None otherwise.
         """
         self.segment.num_spans -= 1
         if not self.is_owner:
@@ -419,12 +354,12 @@ class Span:
             raise InvariantError(
                 f"the owner of the span [{self.start}, {self.end}) was dropped before {self.segment.num_spans} others"
             )
-        return None if self.segment.packed is None else self.segment.packed.token_slots
+        return self.segment.packed.token_slots
 
 
 @dataclass(frozen=True)
 class View:
-    """The tokens ``[start, end)`` of a packed segment, logical positions."""
+    """The tokens ``[start, end)`` of a segment, logical positions."""
 
     segment: Segment
     start: int

@@ -72,11 +72,6 @@ class DraftRows(ArenaRows):
         """Forget what was paid to the tokens in these slots, [num_tokens], int: new ones are computed there."""
         self.paid[:, token_slots.long()] = 0.0
 
-    def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """See :meth:`ArenaRows.place_tokens`; nothing was paid to these tokens here."""
-        super().place_tokens(token_slots, k, v)
-        self.forget(token_slots)
-
     def see(
         self,
         layer: int,

@@ -21,12 +21,18 @@ from sgl_kvevict.policies.policy import Policy
 
 
 def order_beside_windows(
-    policy: Policy, show: Show, geometry: KVGeometry, token_slots: Tensor, total: int, protected: int
+    policy: Policy,
+    show: Show,
+    geometry: KVGeometry,
+    token_slots: Tensor,
+    total: int,
+    protected: int,
+    protected_last: int = 0,
 ) -> RangeOrder:
     """Order all entries of a range, as :meth:`Policy.order` does; ``token_slots`` are the range's.
 
     The policy, which must not merge, orders the layers without a window, of which it keeps what is left of ``total``;
-    ``protected`` tokens are kept there. Keys of layers with a window are 0.
+    the first ``protected`` and the last ``protected_last`` tokens are kept there. Keys of layers with a window are 0.
     """
     num_tokens, layers = token_slots.numel(), geometry.full_layers
     shape = geometry.num_layers, geometry.num_kv_heads, num_tokens
@@ -37,7 +43,8 @@ def order_beside_windows(
     num_last = sum(count for count, window in zip(kept, geometry.windows, strict=True) if window)
     num_rest = min(total - num_last * geometry.num_kv_heads, num_tokens * len(layers) * geometry.num_kv_heads)
     num_rest -= num_rest % len(layers) if policy.reuse_layers > 1 else 0
-    of_others = policy.order(lambda row: show(layers[row]), _without_windows(geometry, layers), num_rest, protected)
+    shown, others = (lambda row: show(layers[row])), _without_windows(geometry, layers)
+    of_others = policy.order(shown, others, num_rest, protected, protected_last)
     order.index_copy_(0, to_device(torch.tensor(layers), order.device), of_others.keys)
     return replace(of_others, keys=order)
 

@@ -161,7 +161,7 @@ class Sources:
     def token_slots(self) -> Tensor:
         """[num_slots], int64: token slots that the ranges hold, in order; of a view those of its segment."""
         slots = [
-            each.token_slots if isinstance(each, TokenRange) else each.segment.storage.token_slots
+            each.token_slots if isinstance(each, TokenRange) else each.segment.packed.token_slots
             for each in self.ranges
         ]
         return slots[0] if len(slots) == 1 else torch.cat(slots)
@@ -318,7 +318,7 @@ class Sources:
                 lens = torch.full_like(runs, num_tokens)
                 found.append((16, runs * num_tokens, lens, num_tokens * self.geometry.num_runs))
                 continue
-            parts, cuts = each.segment.storage.parts, each.segment.cut(each.start, each.end)
+            parts, cuts = each.segment.packed.parts, each.segment.cut(each.start, each.end)
             counts: Sequence[int | None] = each.counts or [None] * len(parts)
             found += [(part.bits, *cut, count) for part, cut, count in zip(parts, cuts, counts, strict=True)]
         known = [count for *_, count in found]
@@ -383,7 +383,7 @@ class Sources:
         tables, pieces = [], iter(self._pieces)
         for each in self.ranges:
             assert isinstance(each, View)
-            parts, base, numbers_of = each.segment.storage.parts, 0, []
+            parts, base, numbers_of = each.segment.packed.parts, 0, []
             for part in parts:
                 piece = next(pieces)
                 numbers_of.append(run_entries(piece.starts, piece.lens, piece.count) + base)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.distill import LearnedScores, ScoreWeights
-from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
 from sgl_kvevict.segments.prompt_observation import Observation
 from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.segment import Segment, View
@@ -38,15 +38,14 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     twin = replace(compressor, packer=packer, learned=learned, slot_positions=None, stream=None)
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
-    segment = Segment(geometry, 0, num_tokens)
     observation = _observe(twin, queries.to(q_dtype), slots)
-    segment.order = twin.rank(slots, 0, observation, turn=0)
-    source = TokenRange(slots, 0, segment.order.keys)
+    source = TokenRange(slots, 0, twin.rank(slots, 0, observation, turn=0).keys)
     first, *others = (twin.config.num_slots(num_tokens, share=share) for share in twin.config.shares)
-    _resize(twin, segment, source, first, observation)
+    written = _written(twin, source, first, observation)
+    segment = Segment(geometry, 0, num_tokens, written.packed, written.kept.keys)
     for num_slots in others:  # so that rows get fewer bits
         _resize(twin, segment, segment.live_view, min(num_slots, segment.num_slots))
-    if segment.splittable:
+    if twin.splittable:
         upper = View(segment, 0, num_tokens // 2)
         segment.runs_of(upper.start, upper.end)
         segment.runs_of(upper.end, num_tokens)
@@ -54,25 +53,23 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     _resize(twin, segment, segment.live_view, max(segment.num_slots // 2, 1))
 
 
-def _resize(
-    compressor: Compressor,
-    segment: Segment,
-    source: Range,
-    num_slots: int | None = None,
-    observation: Observation | None = None,
-) -> None:
-    """Write the best entries of a segment anew (None: all); with ``observation`` it leaves its place."""
+def _resize(compressor: Compressor, segment: Segment, view: View, num_slots: int | None = None) -> None:
+    """Write the best entries of a part of a segment anew (None: all)."""
+    written = _written(compressor, view, num_slots)
+    segment.pack(written.packed, view.end, written.kept)
+
+
+def _written(
+    compressor: Compressor, source: Range, num_slots: int | None, observation: Observation | None = None
+) -> Rewritten:
+    """Write the best entries of a range (None: all); with ``observation`` others are merged into them."""
     packer = compressor.packer
-    sources = Sources(packer.geometry, [source])
+    sources, merge = Sources(packer.geometry, [source]), None
     if num_slots is not None:
         sources = sources.best(num_slots, compressor.config.bits, compressor.config.sink_tokens)
-    merge, selection = None, sources.selection
-    if observation is not None and isinstance(source, TokenRange):
-        if selection is not None:
-            merge = compressor.merge(source.token_slots, 0, observation, selection)
-        segment.splittable = compressor.splittable
-    written = packer.rewrite(sources, max(sources.fewest_slots, 1), merge)
-    segment.pack(written.packed, sources.end, written.kept)
+    if observation is not None and isinstance(source, TokenRange) and (selection := sources.selection) is not None:
+        merge = compressor.merge(source.token_slots, 0, observation, selection)
+    return packer.rewrite(sources, max(sources.fewest_slots, 1), merge)
 
 
 def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> Observation:

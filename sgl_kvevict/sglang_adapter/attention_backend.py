@@ -26,7 +26,7 @@ from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
-from sgl_kvevict.sglang_adapter.forward_readers import readers_of
+from sgl_kvevict.sglang_adapter.forward_readers import readers_of, replayed_readers
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_facts import after_load
 from sgl_kvevict.sglang_adapter.model_hook import use_absorbed_queries
@@ -75,6 +75,7 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
+        self.runner = model_runner
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         config = load_config()
@@ -179,7 +180,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             return
         real = slice(forward_batch.batch_size - forward_batch.num_padding)
         seq_lens = forward_batch.seq_lens_cpu[real].tolist()
-        readers, extend_lens = readers_of(forward_batch.rids), None
+        readers, extend_lens = replayed_readers(self.runner, len(seq_lens)), None
         rows, device_seq_lens = forward_batch.req_pool_indices[real], forward_batch.seq_lens[real]
         if is_verification:
             num_drafts, visible = drafts_of(forward_batch.spec_info, device_seq_lens)

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceS
 
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.sglang_adapter.span_component import FULL
+from sgl_kvevict.sglang_adapter.tree_shims import actions_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -65,8 +66,8 @@ class BlockingNodes:
             while result.device_frees:  # SGLang asserts that both are empty
                 kind, slots = result.device_frees.popitem()
                 self._cache.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
-            while result.cache_actions:
-                action = result.cache_actions.pop()
+            while actions := actions_of(result):
+                action = actions.pop()
                 self._cache.components[action.component_type].apply_component_action(action)
         return not top.component_data[FULL].lock_ref
 

@@ -58,13 +58,11 @@ class SeenQueries:
 class DraftAttentionBackend(KVEvictAttentionBackend):
     """Attention of the draft's prefills, which reads the shadows of spans; see :mod:`sgl_kvevict.segments.shadow`.
 
-    The target's pool remembers it for the tree's factory. Raises as :class:`KVEvictAttentionBackend`. ``runner`` is the
-    draft's.
+    The target's pool remembers it for the tree's factory. Raises as :class:`KVEvictAttentionBackend`.
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
-        self.runner = model_runner
         self.rows = DraftRows(self.geometry, self.arena.k, self.arena.v)
         full_pool_of(model_runner.token_to_kv_pool_allocator.get_kvcache()).kvevict_drafts = self
 
@@ -186,9 +184,9 @@ def around_create_backend(
     return original(factory, backend_name, {**backend_map, BACKEND_NAME: build}, *args, **kwargs)
 
 
-def around_capture(original: Callable[[EagleDraftWorker], None], worker: EagleDraftWorker) -> None:
+def around_capture(original: Callable[..., None], worker: EagleDraftWorker, *args: object, **kwargs: object) -> None:
     """Hook of ``EagleDraftWorker._capture_cuda_graphs``: with our attention the draft runs without graphs."""
     if not isinstance(worker.draft_attn_backend, DraftSteps):
-        original(worker)
+        original(worker, *args, **kwargs)
         return
     worker.cuda_graph_runner = worker.cuda_graph_runner_for_draft_extend = None

@@ -10,27 +10,31 @@ from sgl_kvevict.errors import InvariantError
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class BatchReaders(list[str]):
-    """A forward's request ids together with the requests, because two live requests may have the same id.
-
-    SGLang copies ``rids`` to every view of a batch, so the requests go along.
-    """
+    """A forward's request ids together with the requests, because two live requests may have the same id."""
 
     def __init__(self, reqs: Sequence[Req]) -> None:
         super().__init__(req.rid for req in reqs)
         self.reqs = tuple(reqs)
 
 
-def after_init_new(forward_batch: ForwardBatch, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any) -> None:
-    """Hook after a forward is created from a scheduler's batch: attach the requests."""
-    if forward_batch.rids is not None:
-        forward_batch.rids = BatchReaders(batch.reqs)
+def after_init_new(
+    forward: ForwardBatch, _cls: type, batch: ScheduleBatch, runner: ModelRunner, /, *_: Any, **__: Any
+) -> None:
+    """Hook after a forward is created from a scheduler's batch: attach the requests.
+
+    The runner has them, too: a captured step has no ``rids``, and is replayed before the runner's next forward.
+    """
+    if forward.rids is not None:
+        forward.rids = BatchReaders(batch.reqs)
+    runner.kvevict_readers = forward.rids
 
 
 def readers_of(rids: list[str] | None) -> tuple[Req, ...] | None:
-    """Return the requests behind ``rids`` of a forward or its view; None in warm-up.
+    """Return the requests behind ``rids`` of a forward; None in warm-up.
 
     Raises :class:`InvariantError` if ``rids`` has no requests, because the hook was not applied.
     """
@@ -39,3 +43,14 @@ def readers_of(rids: list[str] | None) -> tuple[Req, ...] | None:
     if not isinstance(rids, BatchReaders):
         raise InvariantError("a forward does not know its requests (the hook on ForwardBatch.init_new was not applied)")
     return rids.reqs
+
+
+def replayed_readers(runner: ModelRunner, num_requests: int) -> tuple[Req, ...] | None:
+    """Return the requests of the captured step that a runner is about to replay; None in warm-up.
+
+    Raises :class:`InvariantError` if the step has another number of requests.
+    """
+    readers = readers_of(getattr(runner, "kvevict_readers", None))
+    if readers is not None and len(readers) != num_requests:
+        raise InvariantError(f"a replay of {num_requests} requests follows a forward of {len(readers)}")
+    return readers

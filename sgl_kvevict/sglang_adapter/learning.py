@@ -264,8 +264,8 @@ class TextReader:
         )
 
 
-def before_ready(scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
-    """Hook before a scheduler reports that it is ready: what is learned is known before the port opens."""
+def learn_before_ready(scheduler: Scheduler) -> None:
+    """Learn what a scheduler lacks before it reports that it is ready, and the port opens."""
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree) or tree.distilling is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,8 @@ def admission_of(allocator: BaseTokenToKVPoolAllocator) -> LongPromptAdmission |
     return getattr(allocator, "kvevict_long_prompts", None)
 
 
-def after_chunked_prefill(_result: None, scheduler: Scheduler) -> None:
-    """Hook after a scheduler has its cache and its chunk size: lift its limits on the length of prompts.
+def lift_limits(scheduler: Scheduler) -> None:
+    """Lift a scheduler's limits on the length of prompts.
 
     They stay with ``--allow-auto-truncate``, with speculative decoding, and for models with windows or several pools.
     """
@@ -131,7 +132,8 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
             f"{got}, with logprob_start_len {shown(req.logprob_start_len)}; allowed: at least {num_tokens - room}, "
             "because tokens with log-probabilities are not compressed while the prompt is prefilled"
         )
-    tree.prefixes.readers[req].is_long = True
+    affordable = plan.affordable_share(num_tokens, num_new)
+    tree.prefixes.readers[req].chunk_share = max(min(plan.config.budget, affordable), plan.config.shares[-1])
     return None
 
 
@@ -149,7 +151,6 @@ def around_check(
     *,
     extend_input_len: int,
     total_tokens: int,
-    chunk_limit: int | None,
     **kwargs: Any,
 ) -> tuple[bool, int | None]:
     """Hook around the check whether a request fits: a long prompt counts with what it holds at its peak.
@@ -163,12 +164,12 @@ def around_check(
         busy = adder.new_chunked_req if is_long(tree, adder.new_chunked_req) else admission.prefilling
         if busy not in (None, req) and busy.extend_end < len(busy.full_untruncated_fill_ids):
             return False, None
-    lens = {"extend_input_len": extend_input_len, "total_tokens": total_tokens, "chunk_limit": chunk_limit}
-    verdict = original(adder, req, **lens, **kwargs)
+    check = partial(original, adder, req, extend_input_len=extend_input_len, total_tokens=total_tokens, **kwargs)
+    verdict, limit = check(), kwargs.get("chunk_limit", adder.rem_chunk_tokens)
     is_alone = not adder.can_run_list and not adder.running_batch.reqs
     if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.drop_unread_parts(req):
-        verdict = original(adder, req, **lens, **kwargs)
-    if verdict[0] or admission is None or chunk_limit is None or not is_long(tree, req):
+        verdict = check()
+    if verdict[0] or admission is None or limit is None or not is_long(tree, req):
         return verdict
     # SGLang has locked the prefix for this check, so its slots count as taken; the peak counts the whole prompt.
     prefix = path_to(tree.tree_core.node_by_id(req.last_node))
@@ -177,7 +178,7 @@ def around_check(
     peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new
     if peak >= adder.rem_total_tokens + held:
         return verdict
-    return True, min(chunk_limit, admission.plan.chunk)
+    return True, min(limit, admission.plan.chunk)
 
 
 def around_available(original: Callable[..., int | None], budget: PrefillBudget, chunk_limit: int) -> int | None:
@@ -195,14 +196,14 @@ def around_available(original: Callable[..., int | None], budget: PrefillBudget,
     return None if admission.is_parked else available
 
 
-def before_allocation(batch: ScheduleBatch) -> None:
+def before_allocation(batch: ScheduleBatch, *_args: object, **_kwargs: object) -> None:
     """Hook before SGLang allocates a prefill: make room before it reads the rows that it writes back afterwards."""
     if admission_of(batch.token_to_kv_pool_allocator) is not None:
         evict_from_tree_cache(batch.tree_cache, batch.extend_num_tokens)
 
 
-def after_admission(result: Any, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
-    """Hook after the choice of the next prefill: abort a long prompt that would wait for room for ever."""
+def abort_stuck(result: Any, scheduler: Scheduler) -> None:
+    """Abort a long prompt that would wait for room for ever; ``result``: of the choice of the next prefill."""
     admission = admission_of(scheduler.token_to_kv_pool_allocator)
     if admission is None:
         return
@@ -225,4 +226,4 @@ def _num_with_logprobs(req: Req) -> int:
 
 def is_long(tree: Any, req: Req | None) -> bool:
     """Whether the chunks of a request's prompt shrink while it is prefilled."""
-    return req is not None and isinstance(tree, KVEvictTree) and tree.prefixes.readers[req].is_long
+    return req is not None and isinstance(tree, KVEvictTree) and tree.prefixes.readers[req].chunk_share is not None

@@ -1,32 +1,54 @@
-"""Models that SGLang serves by the name of the attention backend: windows and sinks; latents (MLA)."""
+"""What SGLang decides by the model and the name of the attention backend: windows, sinks, CUDA graphs, latents."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sgl_kvevict.sglang_adapter.settings import architecture, decide, resolving
-from sgl_kvevict.support import BACKEND_NAME
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+from sgl_kvevict.config import load_config
+from sgl_kvevict.sglang_adapter.settings import architecture, decide, is_graph_chosen, resolving
+from sgl_kvevict.support import BACKEND_NAME, PLANNED_ON_HOST, attention_backends
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 LISTED = frozenset({"GptOssForCausalLM", "Exaone4ForCausalLM"})
 """Architectures that our attention supports and for which SGLang has such a list."""
 STAND_IN = "triton"
 """On every list; the settings that SGLang derives from it are right for ours too."""
+SOURCE = f"{BACKEND_NAME}: around_model_adjustments"
 
 
 def around_model_adjustments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    """Resolution hook: present our backend as ``STAND_IN`` while SGLang checks its list."""
-    is_ours = resolving(server_args)("attention_backend") == BACKEND_NAME
-    if not is_ours or architecture(server_args) not in LISTED:
+    """Resolution hook: present our backend as ``STAND_IN`` while SGLang checks its list, and switch off CUDA graphs.
+
+    Only those that are on by default, and that our attention does not support; no later step switches them on. A user's
+    explicit choice is left, and refused when the backend is built.
+    """
+    value_of = resolving(server_args)
+    if value_of("attention_backend") == BACKEND_NAME and architecture(server_args) in LISTED:
+        decide(server_args, SOURCE, attention_backend=STAND_IN)
         previous(server_args)
+        decide(server_args, SOURCE, attention_backend=BACKEND_NAME)
+    else:
+        previous(server_args)
+    if BACKEND_NAME not in attention_backends(value_of):
         return
-    source = f"{BACKEND_NAME}: around_model_adjustments"
-    decide(server_args, source, attention_backend=STAND_IN)
-    previous(server_args)
-    decide(server_args, source, attention_backend=BACKEND_NAME)
+    reasons = {Phase.PREFILL: "a captured prefill cannot follow requests to other spans"}
+    attention = load_config().attention
+    if attention in PLANNED_ON_HOST:
+        reasons[Phase.DECODE] = f"attention {attention!r} plans on the host"
+    for phase, reason in reasons.items():
+        config = value_of("cuda_graph_config")
+        if is_graph_chosen(server_args, phase) or config[phase].backend == Backend.DISABLED:
+            continue
+        logger.warning("CUDA graphs of %s steps are switched off: %s.", phase, reason)
+        decide(server_args, SOURCE, cuda_graph_config=with_phase(config, phase, backend=Backend.DISABLED))
 
 
 def use_absorbed_queries() -> None:

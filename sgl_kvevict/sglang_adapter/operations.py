@@ -1,15 +1,46 @@
-"""Hooks on turns of the scheduler's loop, and on changes of the weights."""
+"""Hooks on a scheduler: its start, requests that it queues, turns of its loop, and changes of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sgl_kvevict.sglang_adapter.compat import is_on
+from sgl_kvevict.sglang_adapter.hooks import LONG_PROMPTS
+from sgl_kvevict.sglang_adapter.learning import learn_before_ready
+from sgl_kvevict.sglang_adapter.long_prompts import abort_stuck, lift_limits
+from sgl_kvevict.sglang_adapter.request_check import check
+from sgl_kvevict.sglang_adapter.scheduler_store import fetch, without_waiting
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+
+def before_ready(scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
+    """Hook before a scheduler reports that it is ready, and how long prompts may be."""
+    if is_on(LONG_PROMPTS):
+        lift_limits(scheduler)
+    learn_before_ready(scheduler)
+
+
+def around_queueing(
+    original: Callable[..., None], scheduler: Scheduler, req: Req, is_retracted: bool = False, *args: Any, **kwargs: Any
+) -> None:
+    """Hook around the queueing of a request: check it before, and look into the store afterwards, if it is new."""
+    check(scheduler, req)
+    original(scheduler, req, is_retracted, *args, **kwargs)
+    if not is_retracted:
+        fetch(scheduler, req)
+
+
+def around_choice(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    """Hook around the choice of the next prefill."""
+    result = without_waiting(original, scheduler, *args, **kwargs)
+    abort_stuck(result, scheduler)
+    return result
 
 
 def after_ingest(_received: Sequence[object], scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:

@@ -46,8 +46,8 @@ def register() -> None:
 
 def _register() -> None:
     # Imported here, so that what is wrong with SGLang's modules is raised in `register`, which tells it.
-    from sgl_kvevict.sglang_adapter.compat import require_supported_sglang
-    from sgl_kvevict.sglang_adapter.hooks import HOOKS
+    from sgl_kvevict.sglang_adapter.compat import is_on, require_supported_sglang
+    from sgl_kvevict.sglang_adapter.hooks import FEATURES
 
     require_supported_sglang()
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
@@ -59,8 +59,9 @@ def _register() -> None:
     register_radix_cache_backend(BACKEND_NAME, _build_tree)
     register_attention_backend(BACKEND_NAME)(_build_attention_backend)
     add_attention_backend_choices([BACKEND_NAME])
-    for hook in HOOKS:
-        hook.register()
+    for feature in filter(is_on, FEATURES):
+        for hook in feature.hooks:
+            hook.register()
 
 
 def cpu_platform() -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -17,7 +17,6 @@ from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
-    from sglang.srt.beam_search.coordinator import BeamCoordinator
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -25,8 +24,8 @@ INT32_MAX = 2**31 - 1
 BEAMS = "--radix-cache-backend kvevict refuses beam search: beams have no request whose prefix could be compressed."
 
 
-def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: object) -> None:
-    """Hook before SGLang queues a request: answer unsupported ones with status 400 and the reason."""
+def check(scheduler: Scheduler, req: Req) -> None:
+    """Answer a request that is about to be queued, and is not supported, with status 400 and the reason."""
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree):
         return
@@ -38,15 +37,12 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
         _refuse(req, "internal error; the server's log has it", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinator, *args: Any) -> str | None:
-    """Hook around SGLang's check of a beam search: refuse it. Beam rows have no ``Req``, so no row can be rewritten."""
-    if isinstance(coordinator.tree_cache, KVEvictTree):
-        return BEAMS
-    return original(coordinator, *args)
-
-
 def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     """Return why a request cannot be served; None if it can."""
+    if req.beam_group is not None:  # beams' rows have no Req, so they cannot be rewritten
+        scheduler.beam_coordinator.retire_group(req)
+        req.beam_group = None
+        return BEAMS
     try:
         check_tokens(_words(req), scheduler.model_config.vocab_size)
         check_sampling(req, scheduler.model_config.vocab_size)

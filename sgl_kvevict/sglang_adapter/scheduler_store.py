@@ -81,7 +81,7 @@ def open_access(
         if draft is None and ranks.is_first:
             logger.warning("kvevict: the draft model has no safetensors files to know it by: its rows are not stored")
     backend = open_backend(config.store, config.store_bytes)
-    segments = SegmentStore(backend, identity, draft=draft, num_tail=config.tail_tokens)
+    segments = SegmentStore(backend, identity, draft=draft)
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
     access = StoreAccess(segments, WriteBehind(segments), reader)
@@ -145,21 +145,19 @@ def _relevant(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def after_queueing(
-    _result: None, scheduler: Scheduler, req: Req, is_retracted: bool = False, *_args: object, **_kwargs: object
-) -> None:
-    """Hook after a request was queued: fetch what the store has of its prompt meanwhile; nothing with an adapter."""
+def fetch(scheduler: Scheduler, req: Req) -> None:
+    """Fetch what the store has of a queued request's prompt; nothing with an adapter."""
     tree = scheduler.tree_cache
     loading = tree.prefixes.loading if isinstance(tree, KVEvictTree) else None
-    if loading is None or is_retracted or req.lora_id is not None or req.to_finish is not None:
+    if loading is None or req.lora_id is not None or req.to_finish is not None:
         return
     if req.positional_embed_overrides is not None or tree.prefixes.readers[req].is_exact:
         return  # of the former SGLang matches nothing
     loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 
 
-def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-    """Hook around the choice of the next prefill: skip requests that wait for the store.
+def without_waiting(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    """Choose the next prefill without requests that wait for the store.
 
     They stay in the queue for aborts, flushes and counts, as in SGLang's own fetches from storage.
     """

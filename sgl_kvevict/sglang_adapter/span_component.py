@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, FullComponent
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, FullComponent
 
 from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.nodes import NodeSet
 from sgl_kvevict.cache.paths import Spans
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap
 from sgl_kvevict.guard import accounting
+from sgl_kvevict.sglang_adapter.tree_shims import newest_names
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction, ComponentAction
     from sglang.srt.mem_cache.unified_cache.components import NodeId
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 FULL = ComponentType.FULL
 
 
+@newest_names
 class SpanComponent(FullComponent):
     """Full attention whose values may be spans.
 
@@ -52,12 +53,7 @@ class SpanComponent(FullComponent):
 
     @accounting()
     def evict_component(
-        self,
-        node: UnifiedTreeNode,
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[CacheAction | ComponentAction],
-        target: EvictLayer = EvictLayer.DEVICE,
+        self, node: UnifiedTreeNode, device_frees: dict[ComponentType, list[torch.Tensor]], *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
         """Drop a leaf; its slots, and those saved by a repack, are appended to ``device_frees``.
 
@@ -71,7 +67,7 @@ class SpanComponent(FullComponent):
         charged = self.reclaimable_value_len(node)
         slots = self._prefixes.dropped(node)
         if slots is None:
-            released: tuple[int, int] = super().evict_component(node, device_frees, host_frees, cache_actions, target)
+            released: tuple[int, int] = super().evict_component(node, device_frees, *args, **kwargs)
             return released
         self.tree_core.adjust_component_size(node.id, FULL, -charged)
         if slots.numel():
@@ -97,23 +93,17 @@ class SpanComponent(FullComponent):
             super().evict_device_start(request_cnt)
         self.is_evict_device_ongoing = True
 
-    def evict_device_next_node(
-        self,
-        tracker: dict[ComponentType, int],
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[CacheAction | ComponentAction],
-    ) -> NodeId | None:
+    def evict_device_next_node(self, tracker: dict[ComponentType, int], *args: Any, **kwargs: Any) -> NodeId | None:
         """Shrink prefixes, or return the next leaf to drop; neither if enough slots came back or nothing is left."""
         if tracker[FULL] >= self._wanted:
             return None
         top = None if self._heap is None else self._heap.top()
-        num_released = self._prefixes.pressure.reclaim(top, self._wanted - tracker[FULL])
+        num_released = self._prefixes.pressure.reclaim(top)
         if num_released:
             tracker[FULL] += num_released
             return None
         if self._heap is None:
-            return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+            return super().evict_device_next_node(tracker, *args, **kwargs)
         leaf = self._heap.pop()
         return None if leaf is None else leaf.id
 

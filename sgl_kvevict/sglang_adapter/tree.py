@@ -309,7 +309,7 @@ class KVEvictTree(UnifiedRadixCache):
     def all_values_flatten(self) -> torch.Tensor:
         """Every token slot that the tree holds; for SGLang's leak checker."""
         held = [node.component_data[FULL].value for node in self.nodes() if node not in self.spans]
-        held += [segment.storage.token_slots for segment in self.prefixes.table.packed]
+        held += [segment.packed.token_slots for segment in self.prefixes.table.packed]
         return torch.cat(held) if held else torch.tensor([], dtype=torch.int64)
 
     # ---- matching ---------------------------------------------------------------------------------------------
@@ -399,8 +399,7 @@ class KVEvictTree(UnifiedRadixCache):
             with self.guard.at(Place.PROMPT):
                 self.prefixes.prefills.chunk_complete(req, node)
         if up_to >= len(req.origin_input_ids) and (seconds := self._options_of(req).retain) is not None:
-            num_tokens = len(req.origin_input_ids) - self.compressor.config.tail_tokens
-            self.prefixes.recency.retain(path_to(node), num_tokens, seconds)
+            self.prefixes.recency.retain(path_to(node), len(req.origin_input_ids), seconds)
 
     def _is_kept_out(self, key: RadixKey) -> bool:
         """Whether a blocking node has readers; without readers it is dropped."""
@@ -409,9 +408,13 @@ class KVEvictTree(UnifiedRadixCache):
 
     def _report_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
         """Note how much of a prompt was compressed while it was prefilled."""
-        num_tokens = self.prefixes.pressure.compressed_tokens(req, path_to(node))
-        if num_tokens:
-            self.prefixes.readers[req].has_compressed(num_tokens)
+        readers = self.prefixes.readers
+        observation = readers[req].observation
+        if readers.chunk_share(req) is None or observation is None:
+            return
+        num_tokens = self.spans.compressed_len(path_to(node)) - observation.first_query
+        if num_tokens > 0:
+            readers[req].has_compressed(num_tokens)
             self.prefixes.totals.prefilled_compressed += 1
 
     def _note_read(self, req: Req) -> None:

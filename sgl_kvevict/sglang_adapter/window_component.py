@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +11,9 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.sglang_adapter.span_component import FULL
+from sgl_kvevict.sglang_adapter.tree_shims import apply_later, newest_names
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.base_prefix_cache import InsertResult
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction
     from sglang.srt.mem_cache.unified_cache.components.base import InternalStateBackup, NodeId
@@ -40,6 +41,7 @@ class FreeWindow(ComponentAction, frozen=True):  # type: ignore[call-arg]  # lik
     component_type: ComponentType = SWA
 
 
+@newest_names
 class SpanAwareSWA(SWAComponent):
     """Window slots of nodes, compressed ones included.
 
@@ -67,21 +69,15 @@ class SpanAwareSWA(SWAComponent):
             new_parent.component_data[SWA].metadata[_OWN] = True
 
     @accounting()
-    def evict_component(
-        self,
-        node: UnifiedTreeNode,
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[CacheAction | ComponentAction],
-        target: EvictLayer = EvictLayer.DEVICE,
-    ) -> tuple[int, int]:
+    def evict_component(self, node: UnifiedTreeNode, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Evict a node's window; returns the window slots released on the device, and on the host."""
         data = node.component_data[SWA]
-        if EvictLayer.DEVICE not in target or _OWN not in data.metadata:
-            freed: tuple[int, int] = super().evict_component(node, device_frees, host_frees, cache_actions, target)
+        given = signature(super().evict_component).bind(node, *args, **kwargs).arguments
+        if EvictLayer.DEVICE not in given.get("target", EvictLayer.DEVICE) or _OWN not in data.metadata:
+            freed: tuple[int, int] = super().evict_component(node, *args, **kwargs)
             return freed
         num_slots = int(self.reclaimable_value_len(node))
-        cache_actions.append(FreeWindow(data.value))
+        apply_later(self, FreeWindow(data.value), given)
         self.tree_core.adjust_component_size(node.id, SWA, -num_slots)
         del data.metadata[_OWN]
         data.value = None
@@ -93,11 +89,7 @@ class SpanAwareSWA(SWAComponent):
         super().evict_device_start(request_cnt)
 
     def evict_device_next_node(
-        self,
-        tracker: dict[ComponentType, int],
-        device_frees: dict[ComponentType, list[torch.Tensor]],
-        host_frees: dict[ComponentType, list[torch.Tensor]],
-        cache_actions: list[CacheAction | ComponentAction],
+        self, tracker: dict[ComponentType, int], *args: Any, **kwargs: Any
     ) -> NodeId | InternalStateBackup | None:
         """Evict the next window; with sessions, begin again at the end as long as that finds any.
 
@@ -105,11 +97,11 @@ class SpanAwareSWA(SWAComponent):
         of these, and SGLang alone would end without it, short of what it has promised.
         """
         before = tracker[SWA]
-        found = super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+        found = super().evict_device_next_node(tracker, *args, **kwargs)
         if found is None and tracker[SWA] == before < self._wanted and self.tree_core.enable_session_radix_cache:
             self.evict_device_end()
             super().evict_device_start(self._wanted)
-            found = super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+            found = super().evict_device_next_node(tracker, *args, **kwargs)
         return found
 
     def _recover_from_incoming(
@@ -117,18 +109,14 @@ class SpanAwareSWA(SWAComponent):
         *,
         node: UnifiedTreeNode,
         incoming_full: torch.Tensor,
-        start: int,
-        end: int,
-        result: InsertResult,
         cache_actions: list[CacheAction | ComponentAction],
+        **kwargs: Any,
     ) -> None:
         """Restore a missing window from a request that recomputed the tokens; compressed nodes take only the window."""
         if node in self._spans:
             cache_actions.append(TakeWindow(node.id, incoming_full))
             return
-        super()._recover_from_incoming(
-            node=node, incoming_full=incoming_full, start=start, end=end, result=result, cache_actions=cache_actions
-        )
+        super()._recover_from_incoming(node=node, incoming_full=incoming_full, cache_actions=cache_actions, **kwargs)
 
     @accounting()
     def apply_component_action(self, action: ComponentAction) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 GROUP = 32
 """Numbers of a row of 4 bits with one scale and minimum: ``kvevict_kernels.row_codec.GROUP``."""
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Version of everything in a store. Segments of another version are never found."""
 BLOCK_TOKENS = 64
 """Tokens of a block: prefixes of whole blocks have names, by which segments are found."""

@@ -28,7 +28,7 @@ from sgl_kvevict.store.identity import FORMAT_VERSION, KEY, StoreIdentity, key_b
 if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict store ls` starts without it
     from torch import Tensor
 
-    from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
+    from sgl_kvevict.copies import CopiedRows, CopiedShadow
 
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
@@ -63,7 +63,6 @@ class SegmentRecord:
         tokens: [end], int64, all tokens of its path.
         parts: its entries, the widest first.
         order: [num_entries], int16, keys of the order, part after part; None: unknown.
-        tail: uncompressed tokens that follow in the prompt.
         shadow: rows of this server's draft model.
         evicted: entries that had been evicted from it, of one width; None: it has none of them.
         evicted_order: [num_evicted], int16, keys of their order.
@@ -77,7 +76,6 @@ class SegmentRecord:
     tokens: Tensor
     parts: tuple[CopiedRows, ...]
     order: Tensor | None = None
-    tail: CopiedTail | None = None
     shadow: CopiedShadow | None = None
     evicted: CopiedRows | None = None
     evicted_order: Tensor | None = None
@@ -98,7 +96,7 @@ class SegmentRecord:
         """All tensors that it has, by their names in a file."""
         from torch import Tensor
 
-        groups: dict[str, Any] = {"": self, "tail.": self.tail, "shadow.": self.shadow, "evicted.": self.evicted}
+        groups: dict[str, Any] = {"": self, "shadow.": self.shadow, "evicted.": self.evicted}
         groups |= {f"parts.{number}.": part for number, part in enumerate(self.parts)}
         return {
             f"{group}{name}": each
@@ -141,7 +139,7 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
     """
     from safetensors.torch import save
 
-    record = _without_draft(record) if not draft or record.shadow is None else record
+    record = record if draft else replace(record, shadow=None)
     if record.shadow is not None:  # a shadow may have rows of tokens that its segment has dropped
         record = replace(record, shadow=record.shadow.within(record.start, record.end))
     header = SegmentHeader(
@@ -177,7 +175,7 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CorruptSegmentError(f"the tensors cannot be read: {cut(str(error))}") from error
     if draft is None or header.draft != draft.digest:
-        tensors = {name: each for name, each in tensors.items() if not name.startswith(("shadow.", "tail.draft_"))}
+        tensors = {name: each for name, each in tensors.items() if not name.startswith("shadow.")}
         draft = None
     layout = _layout(header, tensors, identity, draft)
     names, required = tensors.keys(), layout.keys() - {"order"}
@@ -192,17 +190,17 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
     return record
 
 
-def most_bytes(key: str, num_tail: int, *models: StoreIdentity) -> int:
-    """Bytes of the largest segment of a name: all entries, with 16 bits, and a tail of ``num_tail`` tokens.
+def most_bytes(key: str, *models: StoreIdentity) -> int:
+    """Bytes of the largest segment of a name: all entries, with 16 bits.
 
     ``models``: of whose rows it may have; numbers count as 4 bytes, the most that those of a KV pool have.
     """
     start, end = key_bounds(key)
-    num_bytes = PREFIX_BYTES + 8 + MAX_HEADER_BYTES + 8 * (end + num_tail)
+    num_bytes = PREFIX_BYTES + 8 + MAX_HEADER_BYTES + 8 * end
     for model in models:
         row = 4 * (model.head_dim + model.own_value_dim) + 8  # with its position, and its order or what it was paid
         run = 16  # lengths of three parts and of what was evicted
-        num_bytes += model.num_layers * model.num_kv_heads * ((end - start + num_tail) * row + run)
+        num_bytes += model.num_layers * model.num_kv_heads * ((end - start) * row + run)
     return num_bytes
 
 
@@ -254,16 +252,15 @@ def _grouped(tensors: Mapping[str, Tensor], bits: Sequence[int], bits_evicted: i
 
     ``bits`` are widths of its parts, ``bits_evicted`` that of evicted entries; 0: it has none.
     """
-    from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
+    from sgl_kvevict.copies import CopiedRows, CopiedShadow
 
     def group(prefix: str) -> dict[str, Any]:
         return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
-    tail, shadow = group("tail."), group("shadow.")
+    shadow = group("shadow.")
     return {
         **{name: tensors.get(name) for name in ("tokens", "order", "evicted_order")},
         "parts": tuple(CopiedRows(width, **group(f"parts.{number}.")) for number, width in enumerate(bits)),
-        "tail": CopiedTail(**tail) if tail else None,
         "shadow": CopiedShadow(**shadow) if shadow else None,
         "evicted": CopiedRows(bits_evicted, **group("evicted.")) if bits_evicted else None,
     }
@@ -287,7 +284,7 @@ def _layout(
         rows(prefix, identity, n, bits=bits)
         return n
 
-    runs, num_tail = (identity.num_layers, identity.num_kv_heads), count("tail.tokens")
+    runs = (identity.num_layers, identity.num_kv_heads)
     layout: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("torch.int64", (key_bounds(header.key)[1],))}
     known = [bits for bits in identity.row_bits if bits in header.bits]
     _require(bool(known) and header.bits == known, f"bits: got {header.bits}; expected some of {identity.row_bits}")
@@ -297,23 +294,12 @@ def _layout(
         _require(is_known, f"evicted: got {header.evicted}; expected one of {identity.row_bits}, or 0")
         layout["evicted_order"] = "torch.int16", (entries("evicted.", header.evicted),)
     layout["order"] = "torch.int16", (num_entries,)
-    if "tail.tokens" in tensors:
-        _require(num_tail > 0, "tail.tokens: got 0 tokens")
-        layout["tail.tokens"] = "torch.int64", (num_tail,)
-        rows("tail.", identity, runs[0], num_tail, runs[1])
     if draft is not None:
         n, runs = count("shadow.positions"), (draft.num_layers, draft.num_kv_heads)
         layout |= {"shadow.lens": ("torch.int32", runs), "shadow.positions": ("torch.int32", (n,))}
         rows("shadow.", draft, n)
         layout["shadow.paid"] = "torch.float32", (n,)
-        if num_tail:
-            rows("tail.draft_", draft, runs[0], num_tail, runs[1])
     return layout
-
-
-def _without_draft(record: SegmentRecord) -> SegmentRecord:
-    tail = None if record.tail is None else replace(record.tail, draft_k=None, draft_v=None)
-    return replace(record, shadow=None, tail=tail)
 
 
 def _check_values(record: SegmentRecord) -> None:

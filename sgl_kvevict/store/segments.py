@@ -65,8 +65,7 @@ class SegmentStore(Tier):
     An item that cannot be read although the store answers (an I/O error, missing permission, a folder of its name) is
     quarantined: it counts as missing for ``QUARANTINE_S``.
 
-    ``draft``: identity of the draft model; None: rows of draft models are neither written nor loaded. ``num_tail``: the
-    most uncompressed tokens that are stored behind a segment.
+    ``draft``: identity of the draft model; None: rows of draft models are neither written nor loaded.
     """
 
     def __init__(
@@ -75,12 +74,10 @@ class SegmentStore(Tier):
         identity: StoreIdentity,
         clock: Callable[[], float] = time.monotonic,
         draft: StoreIdentity | None = None,
-        num_tail: int = 32,
     ) -> None:
         super().__init__(identity)
         self.backend = backend
         self._draft = draft
-        self._num_tail = num_tail
         self._clock = clock
         self._quarantined: dict[str, float] = {}
 
@@ -125,7 +122,7 @@ class SegmentStore(Tier):
             CorruptSegmentError: the file is not a segment of this identity, or larger than any; it is not read whole.
         """
         draft = self._draft or self.identity  # of another server; its rows are no more than the model's
-        limit = most_bytes(key, self._num_tail, self.identity, draft)
+        limit = most_bytes(key, self.identity, draft)
         data = self._read(segment_name(self.identity.digest, key), limit + 1)
         if data is None:
             return None

@@ -138,10 +138,11 @@ class Tier(ABC):
     def _num_shared(self, entry: IndexEntry, tokens: Sequence[int], num_known: int) -> int:
         """Tokens that a segment's path shares with a prompt; a hash says so of ``num_known``.
 
-        Where the path is not at hand: if all whole blocks agree and the prompt is long enough, so may the rest.
+        Where the path is not at hand: if all whole blocks agree, so may the rest. (The same prompt, asked again, lacks
+        its last token here.)
         """
         is_last = num_known > entry.end - self.identity.block_tokens
-        return entry.end if is_last and len(tokens) >= entry.end else num_known
+        return min(entry.end, len(tokens)) if is_last else num_known
 
 
 def listed_blocks(entry: IndexEntry, block_tokens: int) -> list[int]:

@@ -9,7 +9,7 @@ from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.segments import CacheObservation
 
-DOCUMENT = document(0, 20)
+DOCUMENT = document(0, 18)
 
 
 class LargePrompt(CacheObservation):
@@ -35,7 +35,7 @@ def test_several_nodes_become_one_segment():
 def test_what_cannot_be_split_becomes_one_segment_between_branches():
     harness, totals = cache(splittable=False, min_prefix_tokens=16)
     harness.finish(harness.run([*DOCUMENT[:11], 50]))
-    harness.finish(harness.run(DOCUMENT))
+    harness.finish(harness.run(document(0, 20)))  # its last two tokens stay as they are
     assert ranges(harness) == [(0, 11), (11, 18)] and (totals.compressions, totals.compressed_tokens) == (2, 18)
     assert len({span.segment for span in harness.tree.spans.values()}) == 2
 
@@ -44,14 +44,14 @@ def test_a_range_given_up_for_want_of_memory_is_counted(monkeypatch):
     harness, totals = cache(observation_bytes=0)
     harness.finish(harness.run(DOCUMENT))
     req = harness.request([*DOCUMENT, *document(1, 10)])
-    assert harness.admit(req) and harness.prefill(req, 25)
+    assert harness.admit(req) and harness.prefill(req, 23)
     lock = harness.tree.lock(req.last_node)  # somebody whom nobody knows
     assert harness.prefill(req)
-    monkeypatch.setattr(Resizer, "can_rank", lambda _, segment: segment.prompt is not None)
+    monkeypatch.setattr(Resizer, "_can_rank", lambda _, opened: opened.prompt is not None)
     path = path_to(harness.tree.tree_core.node_by_id(req.last_node))
-    harness.tree.prefixes.resizer.shrink(path, length_of(path) - 2, LargePrompt())
+    harness.tree.prefixes.resizer.compress(path, length_of(path), LargePrompt())
     assert (totals.refused_in_use, totals.refused_no_memory) == (2, 1)  # once for the prompt, once here
-    assert len(harness.tree.prefixes.table.wanted) == 0
+    assert len(harness.tree.prefixes.table.open) == 0
     harness.tree.unlock(lock)
 
 
@@ -61,7 +61,7 @@ def test_a_lock_that_no_reader_explains_is_waited_for():
     assert harness.admit(req) and harness.prefill(req, 12)
     lock = harness.tree.lock(req.last_node)
     assert harness.prefill(req)
-    assert ranges(harness) == [] and len(harness.tree.prefixes.table.wanted) == 1
+    assert ranges(harness) == [] and len(harness.tree.prefixes.table.open) == 1
     assert totals.refused_in_use == 1
     harness.tree.unlock(lock)
     harness.finish(req)
@@ -74,7 +74,7 @@ def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
         harness.finish(harness.run([*DOCUMENT[:8], suffix]))
     for _ in range(2):
         harness.evict(1)  # a branch of one token: what is left is no branching point
-    harness.finish(harness.run(DOCUMENT))
+    harness.finish(harness.run(document(0, 20)))
     assert ranges(harness) == [(0, 8), (8, 18)]
     assert len({span.segment for span in harness.tree.spans.values()}) == 1
     harness.evict(1)  # the tail
@@ -100,7 +100,7 @@ def test_a_request_that_will_not_be_cached_is_not_observed():
     harness.finish(harness.run(DOCUMENT))
     req = harness.uncached_request([*DOCUMENT, 50])
     assert harness.admit(req) and harness.tree.prefixes.readers[req].observation is None
-    assert harness.tree.observe(req, 20, 21) == []
+    assert harness.tree.observe(req, 18, 19) == []
     assert harness.tree.prefixes.readers[req].is_live
     harness.prefill(req)
 

@@ -7,13 +7,12 @@ import torch
 
 from helpers.harness import Harness
 from sgl_kvevict.cache.growth import MAX_RETURNED
-from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.segments import Sources, View
 from sgl_kvevict.segments.kept import entries_by_head
 from sgl_kvevict.sglang_adapter.monitoring.inspection import tree_report
 
-TEXT = [i * 7 % 11 for i in range(64)]
+TEXT = [i * 7 % 11 for i in range(60)]
 CONFIG = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
 
 
@@ -38,17 +37,21 @@ def serve(harness: Harness, tokens: list[int], **options) -> int:
 def shrunk(harness: Harness, *shares: float):
     """The segment of a text of 60 tokens, packed at one share after the other."""
     serve(harness, TEXT)
-    prefixes = harness.tree.prefixes
-    for share in shares:
-        path = path_to(max(harness.tree.nodes(), key=lambda node: length_of(path_to(node))))
-        if chain := prefixes.table.chain(path):
-            prefixes.resizer.shrink_now([each for each in chain if each.end <= 60], share)
-        else:
-            (segment,) = prefixes.table.packed
-            prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, share))
+    prefixes, (first, *others) = harness.tree.prefixes, shares
+    segment = packed(harness, TEXT[:60], first)
+    for share in others:
+        prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, share))
         harness.check()
-    (segment,) = prefixes.table.packed
     return segment
+
+
+def packed(harness: Harness, tokens: list[int], share: float):
+    """The last segment of a text that the tree has, of what was uncompressed of it."""
+    prefixes = harness.tree.prefixes
+    path = prefixes._tree.find(tokens, (None, None))
+    prefixes.resizer.compress(path, len(tokens), share=share)
+    harness.check()
+    return prefixes.spans.at(prefixes._tree.find(tokens, (None, None))[-1]).segment
 
 
 def num_entries(segment) -> int:
@@ -71,7 +74,7 @@ def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
     prefixes = harness.tree.prefixes
     for share in (0.2, 0.1):
         sizes.append(segment.num_entries)
-        prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, share))
+        prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, share))
         harness.check()
     before = segment.num_entries
     assert before + kept_entries(harness, segment) == num_entries(segment)
@@ -85,7 +88,7 @@ def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
     assert prefixes.complements.last(segment) is None and not harness.host.evicted
     assert totals(harness).growths == 3
     assert totals(harness).returned_entries == totals(harness).evicted_entries == num_entries(segment) - before
-    prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, 0.1))  # and go again
+    prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, 0.1))  # and go again
     harness.check()
     assert segment.num_entries + kept_entries(harness, segment) == num_entries(segment)
     assert harness.decode(reader) and not any(harness.tree.guard.errors.values())
@@ -161,9 +164,9 @@ def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
     harness = harness_of(bits="auto", num_slots=400)
     shrunk(harness, 0.3)
     prefixes = harness.tree.prefixes
-    branch = [*TEXT[:40], *[9] * 24]
+    branch = [*TEXT[:40], *[9] * 20]
     serve(harness, branch)
-    prefixes.resizer.shrink_now(prefixes.table.chain(prefixes._tree.find(branch[:60], (None, None))), 0.3)
+    packed(harness, branch[:60], 0.3)
     serve(harness, [*TEXT[:60], 5, 5])  # so that the branch goes first
     while harness.evict(1):
         pass
@@ -181,13 +184,11 @@ def test_a_copy_of_a_segment_that_has_grown_and_of_another_one_is_in_order_of_po
     harness = harness_of(bits="auto", num_slots=400)
     first = shrunk(harness, 0.3)
     prefixes = harness.tree.prefixes
-    serve(harness, [*TEXT[:60], *[9] * 24])
-    path = prefixes._tree.find([*TEXT[:60], *[9] * 20], (None, None))
-    prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.5)
+    serve(harness, [*TEXT[:60], *[9] * 20])
+    second = packed(harness, [*TEXT[:60], *[9] * 20], 0.5)
     assert prefixes.growth.grow(first)
-    second = prefixes.spans.at(path[-1]).segment
     views = [View(each, each.start, each.end) for each in (first, second)]
-    assert [part.bits for view in views for part in view.segment.storage.parts].count(4) == 2 and second is not first
+    assert [part.bits for view in views for part in view.segment.packed.parts].count(4) == 2 and second is not first
     for part in harness.tree.packer.copy(Sources(first.geometry, views)).parts:
         runs = part.positions.split(part.keep_lens.flatten().tolist())
         assert all(torch.equal(run, run.sort().values) for run in runs)
@@ -229,8 +230,7 @@ def test_a_full_host_loses_what_was_evicted_first():
         pass
     assert len(harness.host) == 1 and not harness.host.evicted
     serve(harness, [9, *TEXT])
-    path = max((path_to(node) for node in harness.tree.nodes()), key=length_of)
-    harness.tree.prefixes.resizer.shrink_now(harness.tree.prefixes.table.chain(path)[:1], 0.1)
+    packed(harness, [9, *TEXT[:59]], 0.1)
     assert len(harness.host) == 1
 
 
@@ -239,10 +239,10 @@ def test_a_request_that_asks_gets_every_piece_however_many_there_are():
     harness = harness_of(bits="auto")
     segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
     assert len(harness.tree.prefixes.complements.there(segment)) > MAX_RETURNED
-    num_parts = len(segment.storage.parts)
+    num_parts = len(segment.packed.parts)
     assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
     assert segment.num_live_entries == num_entries(segment)
-    assert len(segment.storage.parts) == num_parts + MAX_RETURNED and not harness.host.evicted
+    assert len(segment.packed.parts) == num_parts + MAX_RETURNED and not harness.host.evicted
 
 
 def test_a_segment_takes_back_few_parts_until_it_shrinks_again():
@@ -250,10 +250,10 @@ def test_a_segment_takes_back_few_parts_until_it_shrinks_again():
     segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
     while harness.tree.prefixes.growth._can_grow(segment):
         harness.tree.prefixes.growth.grow(segment)
-    assert len(segment.storage.parts) == 1 + MAX_RETURNED and segment.num_entries == num_entries(segment)
+    assert len(segment.packed.parts) == 1 + MAX_RETURNED and segment.num_entries == num_entries(segment)
     prefixes = harness.tree.prefixes
-    prefixes.resizer.resize([segment], prefixes.resizer.slots_at(segment, 0.1))
-    assert len(segment.storage.parts) == 1 and prefixes.growth.grow(segment)
+    prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, 0.1))
+    assert len(segment.packed.parts) == 1 and prefixes.growth.grow(segment)
 
 
 @pytest.mark.parametrize("fault", ["put_evicted", "get_evicted"])
@@ -283,7 +283,7 @@ def test_reports_count_the_entries_of_every_piece_that_came_back() -> None:
     """Pieces have rows of one width, each in a part of its own; both halves of a segment that is split later."""
     harness = harness_of()
     segment = shrunk(harness, 0.5, 0.3, 0.1)
-    serve(harness, TEXT, complete=True)
+    serve(harness, [*TEXT, 5, 5], complete=True)
     serve(harness, TEXT[:30] + [10] * 12)
     assert segment.num_spans == 2 and segment.num_live_entries == num_entries(segment)
     report = tree_report(harness.tree, 100, expose_tokens=False)
@@ -295,18 +295,16 @@ def test_reports_count_the_entries_of_every_piece_that_came_back() -> None:
         assert sum(int(each.sum()) for each in counts.values()) == span.num_tokens * segment.geometry.num_runs
 
 
-@pytest.mark.parametrize("num_free", [0, 4, 20])
+@pytest.mark.parametrize("num_free", [0, 12, 20])
 def test_a_request_that_asks_loses_nothing_of_its_own_path(num_free):
     """A path of two segments, and no other prefix that could make room for what the first one takes back."""
     harness = harness_of(bits="auto", num_slots=400)
     shrunk(harness, 0.3, 0.1)
     prefixes = harness.tree.prefixes
-    text = [*TEXT[:60], *[9] * 64]
+    text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
-    path = prefixes._tree.find(text[:120], (None, None))
-    prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.3)
-    second = prefixes.spans.at(path[-1]).segment
-    prefixes.resizer.resize([second], prefixes.resizer.slots_at(second, 0.1))
+    second = packed(harness, text[:120], 0.3)
+    prefixes.resizer.resize(second, prefixes.resizer.slots_at(second, 0.1))
     harness._alloc(harness.allocator.available_size() - num_free)
     req = harness.request([*text[:120], 5, 5], options={"complete": True})
     prefixes.readers[req].least_share = 1.0
@@ -321,7 +319,7 @@ def test_what_fills_its_own_path_shrinks_for_a_request_that_asks():
     harness = harness_of(bits="auto", num_slots=400)
     first = shrunk(harness, 0.3, 0.1)
     prefixes = harness.tree.prefixes
-    text = [*TEXT[:60], *[9] * 64]
+    text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
     prefixes._tree.find(text[:120], (None, None))
     harness._alloc(harness.allocator.available_size())
@@ -352,11 +350,9 @@ def test_what_was_loaded_of_a_path_is_not_dropped_for_the_rest_of_it():
     """Two segments of one path are in the host's memory; the pool has room for the first one alone."""
     harness = harness_of(num_slots=400)
     shrunk(harness, 0.3)
-    prefixes = harness.tree.prefixes
-    text = [*TEXT[:60], *[9] * 64]
+    text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
-    path = prefixes._tree.find(text[:120], (None, None))
-    prefixes.resizer.shrink_now(prefixes.table.chain(path), 0.3)
+    packed(harness, text[:120], 0.3)
     while harness.evict(1):
         pass
     assert len(harness.tree.spans) == 0 and len(harness.host) == 2

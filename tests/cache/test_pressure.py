@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from helpers.documents import admitted, document, make_harness, nodes_of, ranges, reading, reclaim
 from helpers.harness import Harness
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.cache.pressure import WITH_16_BITS, WITH_FEW_BITS
+from sgl_kvevict.policies.order import LARGEST
+from sgl_kvevict.segments import CacheObservation
 
 BELOW = {"budget": 0.25, "min_budget": 0.1}
 """Shares 0.5, 0.25 and 0.1 in rows of 16 bits."""
@@ -20,7 +23,7 @@ def cache(num_slots: int = 320, *, bits: int | str = 16, **fields) -> Harness:
 
 
 def cached(harness: Harness, number: int = 0, tokens: list[int] | None = None, *, at: float | None = None):
-    """A prompt without readers, last used at a time; 20 of its 22 tokens are not its tail."""
+    """A prompt without readers, last used at a time; of 20 tokens."""
     harness.finish(harness.run(tokens or document(number)))
     for node in nodes_of(harness, number):
         node.last_access_time = node.last_access_time if at is None else at
@@ -35,7 +38,7 @@ def slots(harness: Harness) -> dict[int, int]:
 def entries(harness: Harness) -> dict[int, int]:
     """Entries of the only segment per run, on average, by the bits of their rows."""
     (segment,) = {span.segment for span in harness.tree.spans.values()}
-    return {part.bits: part.num_entries // harness.geometry.num_runs for part in segment.storage.parts}
+    return {part.bits: part.num_entries // harness.geometry.num_runs for part in segment.packed.parts}
 
 
 def test_nothing_is_compressed_while_there_is_room():
@@ -116,15 +119,41 @@ def test_a_squeeze_keeps_the_first_in_order():
     node = cached(harness)
     reclaim(harness)
     runs, segment = harness.geometry.num_runs, harness.tree.spans[node].segment
-    (before,), kept = segment.storage.parts, segment.order.keys.sort(descending=True).values[: 5 * runs]
+    (before,), kept = segment.packed.parts, segment.keys.sort(descending=True).values[: 5 * runs]
     reclaim(harness)
     assert segment is harness.tree.spans[node].segment
-    (after,) = segment.storage.parts
-    assert segment.order.keys.sort(descending=True).values.equal(kept)
+    (after,) = segment.packed.parts
+    assert segment.keys.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * runs
     for run in range(runs):
         old, new = (x.positions[x.indptr[run] : x.indptr[run + 1]].tolist() for x in (before, after))
         assert new == sorted(new) and set(new) <= set(old)
+
+
+@pytest.mark.parametrize(("tail_tokens", "sink_tokens", "kept"), [(2, 0, [19]), (1, 2, [0, 1]), (4, 0, [19])])
+def test_protected_tokens_stay_in_every_head_at_every_size(tail_tokens, sink_tokens, kept):
+    """Of two entries that a head keeps at the least share, sinks come first; half of the rest are the tail's."""
+    harness = cache(64, tail_tokens=tail_tokens, sink_tokens=sink_tokens, **BELOW)
+    cached(harness)
+    sizes = []
+    while reclaim(harness):
+        (segment,) = {span.segment for span in harness.tree.spans.values()}
+        runs = segment.packed.positions.split(segment.packed.parts[0].indptr.diff().tolist())
+        assert all(set(kept) <= set(run.tolist()) for run in runs)
+        sizes.append(segment.num_slots)
+    assert sizes == [10, 5, 2]
+    assert harness.tree.compressor.protected(20, 0) == (sink_tokens, len(kept) - sink_tokens)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_chunk_of_a_prompt_that_goes_on_has_no_tail(goes_on):
+    harness = cache(tail_tokens=2, min_budget=0.25)
+    observation = harness.tree.compressor.new_observation()
+    observation.begin_chunk(0, 20, is_last=not goes_on)
+    slots = torch.arange(1, 21)
+    keys = harness.tree.compressor.rank(slots, 0, observation, 0).keys
+    assert keys[..., -2:].gt(LARGEST).all() == (not goes_on) and keys[..., :-2].le(LARGEST).all()
+    assert harness.tree.compressor.rank(slots, 0, CacheObservation(), 0).keys[..., -2:].gt(LARGEST).all()
 
 
 def test_views_of_a_segment_are_squeezed_together():
@@ -159,14 +188,15 @@ def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
 
 
 def test_nothing_shrinks_below_the_budget_just_before_it_would_be_dropped_to_the_host():
-    """Its tail goes first, and then it: what comes back by a copy loses no answers."""
+    """What is uncompressed below it goes first, and then it: what comes back by a copy loses no answers."""
     harness = cache(64, bits="auto", **BELOW)
     cached(harness)
+    cached(harness, 0, [*document(0), 98, 99])  # a question, too short for a segment
     while slots(harness).get(0) != 5:
         assert reclaim(harness)
-    node, tail = nodes_of(harness, 0)
+    node, question = nodes_of(harness, 0)
     recency = harness.tree.prefixes.recency
-    leaf = recency.get_priority(tail), tail
+    leaf = recency.get_priority(question), question
     recency.has_host_room = lambda segment: True
     assert reclaim(harness, leaf) == 0 and recency.get_priority(node) < leaf[0]
     recency.has_host_room = lambda segment: False
@@ -200,7 +230,7 @@ def test_short_parts_are_compressed_with_what_follows():
     harness = cache(min_prefix_tokens=6)
     header = document(0)[:3]
     harness.finish(harness.run([*header, 50]))
-    harness.finish(harness.run([*header, *document(1, 20)]))
+    harness.finish(harness.run([*header, *document(1, 18)]))
     assert reclaim(harness) == 10 and ranges(harness) == [(0, 3), (3, 21)]
 
 

@@ -44,6 +44,7 @@ def harness():
     """Three documents, compressed to 0.3, each with a question below it."""
     harness = Harness(num_slots=400)
     for number in range(3):
+        ask(harness, number)
         ask(harness, number, 1, 2, 3, 4, 5)
     assert held(harness) == {0, 1, 2}
     return harness
@@ -66,6 +67,7 @@ def test_plain_recency_would_drop_a_prefix_first(harness, monkeypatch):
     monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaim", lambda *_: 0)  # else prefixes would be squeezed first
     monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaimable", lambda: 0)
     for number in range(3):
+        ask(fifo, number)
         ask(fifo, number, 1, 2, 3, 4, 5)
     for tree in (harness, fifo):
         for _ in range(2):

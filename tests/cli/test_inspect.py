@@ -54,7 +54,7 @@ def test_text(capsys, served):
         r"0-20  20 tokens -> [\d.]+ slots \(\d+% of the bytes, \d+% of the entries, 16\.0 bits\)  1 reading  node \d+$",
         lines[1],
     )
-    assert re.search(r"    .*56-60  4 tokens -> 4\.0 slots  1 reading", out)
+    assert re.search(r"    .*60-63  3 tokens -> 3\.0 slots  1 reading", out)
 
 
 def test_what_the_heads_of_one_node_keep(capsys, served):

@@ -226,7 +226,7 @@ def test_what_cannot_be_used_is_named_before_anything_is_loaded(
         "--page-size is 16, only 1 is supported",
         "--enable-lmcache is True, only False is supported",
         "--pp-size is 2, only 1 is supported",
-        "--max-total-tokens: got '10'; allowed: an integer >= 288",
+        "--max-total-tokens: got '10'; allowed: an integer >= 256",
         f"store: {str(config)!r} cannot be made or written",
         f"score_weights: score weights {str(config)!r} cannot be read",
     ):

@@ -35,8 +35,10 @@ def test_bytes_of_a_slot():
     assert LLAMA_8B.slot_bytes == 2 * 32 * 8 * 128 * 2 == 131072
 
 
-def test_slots_of_a_prefix_are_its_compressed_part_and_its_tail():
-    assert prefix_slots(KVEvictConfig(budget=0.2), 2032) == 400 + 32
+def test_slots_of_a_prefix_are_its_share():
+    assert prefix_slots(KVEvictConfig(budget=0.2), 2032) == 407  # ceil(406.4), its last tokens among them
+    assert prefix_slots(KVEvictConfig(), 822, 0.05) == 42  # ceil(41.1)
+    assert prefix_slots(KVEvictConfig(budget=0.2), 256) == 52
     assert prefix_slots(KVEvictConfig(budget=0.2), 200) == 200  # too short to be compressed
     assert prefix_slots(KVEvictConfig(budget=0.2, policy="none"), 2032) == 2032
 
@@ -47,9 +49,9 @@ def test_the_last_prefix_is_prefilled_in_full():
     for row in rows.values():
         in_use = (row.prefixes - 1) * row.prefix_slots
         assert in_use + 2032 <= 9_000 < in_use + row.prefix_slots + 2032
-    assert (rows[0.2].prefixes, rows[1.0].prefixes) == (17, 4)
-    assert rows[0.2].prefix_bytes == 432 * 131072 and rows[0.2].entries == {16: 400 * 256}
-    load = 400 * (131072 + 32 * 8 * 6)  # with positions and order, without the tail
+    assert (rows[0.2].prefixes, rows[1.0].prefixes) == (18, 4)
+    assert rows[0.2].prefix_bytes == 407 * 131072 and rows[0.2].entries == {16: 407 * 256}
+    load = 407 * (131072 + 32 * 8 * 6)  # with positions and order
     assert rows[0.2].load_bytes == load and rows[0.2].host_prefixes == 10**9 // load
 
 
@@ -101,7 +103,7 @@ def test_every_share_of_the_default_keeps_the_entries_that_its_bits_leave_room_f
     ]
     assert [row.kept for row in rows[:3]] == [1, 1, 1] and rows[3].kept == pytest.approx(0.54, abs=0.01)
     for row in rows[1:]:
-        slots = row.prefix_slots - 32
+        slots = row.prefix_slots
         assert sum(-(-count // {16: 1, 8: 2, 4: 3}[bits]) for bits, count in row.entries.items()) <= slots * 256
         assert row.entries[16] == 4 * 256 and row.load_bytes == slots * 131072 + 6 * sum(row.entries.values())
     assert rows[3].entries[4] == pytest.approx(4 * rows[3].entries[8], rel=0.01)
@@ -180,8 +182,8 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
 def test_command(capsys, model):
     code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
     assert code == 0
-    assert re.search(r"budget +0\.2 +852 +111\.7 MB +54% +4\.8 ", out) and "because" not in out
-    assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "852" in out
+    assert re.search(r"budget +0\.2 +826 +108\.3 MB +54% +4\.8 ", out) and "because" not in out
+    assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "826" in out
     assert "host: 34.4 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 2,139,391 tokens." in out
     arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "0.125")
@@ -192,13 +194,13 @@ def test_command(capsys, model):
         "share": 0.125,
         "name": "budget",
         "kept": 0.125,
-        "entries": {"16": 512 * 256},
-        "prefix_slots": 544,
-        "prefix_bytes": 544 * 131072,
-        "prefixes": (131072 - 4128) // 544 + 1,
-        "host_prefixes": 2 * 131072 * 131072 // (512 * 132608),
-        "load_bytes": 512 * 132608,
-        "tokens_per_slot": pytest.approx(4128 / 544),
+        "entries": {"16": 516 * 256},
+        "prefix_slots": 516,
+        "prefix_bytes": 516 * 131072,
+        "prefixes": (131072 - 4128) // 516 + 1,
+        "host_prefixes": 2 * 131072 * 131072 // (516 * 132608),
+        "load_bytes": 516 * 132608,
+        "tokens_per_slot": pytest.approx(4128 / 516),
     }
 
 

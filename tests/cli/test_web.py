@@ -42,6 +42,7 @@ def web(tmp_path, request, monkeypatch):
         namespace = None if has_traffic else "tenant"
         harness.finish(harness.run(DOCUMENT, namespace))
         harness.finish(harness.run(DOCUMENT[:20] + [9] * 30, namespace))
+        harness.finish(harness.run([*DOCUMENT, 1, 2, 3], namespace))
         watched.keep_turning(with_traffic=has_traffic)
         with serving(WebServer(watched.service.config.endpoint, 0, 1.0, 20.0)) as server:
             yield server

@@ -21,12 +21,6 @@ FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "2400", "--chunked-prefill-size",
 CONFIG = {"policy": "ada-snapkv", "budget": 1.0, "min_prefix_tokens": 48}
 FEW = slice(3, 14)
 """Prompts of up to 170 tokens, some of which share a beginning."""
-NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
-STANDALONE = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-SPECULATION = {  # trees and chains
-    "ngram-trees": NGRAM,
-    "standalone": (*STANDALONE, "--speculative-num-draft-tokens", "4"),
-}
 QUESTIONS = ("How far away is the nearest town?", "Where does the boat land?", "What grows on the island?")
 
 
@@ -151,19 +145,3 @@ def test_exact_requests_equal_stock_on_a_server_that_compresses(compressing, pro
     assert [result["output_ids"] for result in results] == expected[FEW]
     state = idle_state(server)
     assert state["leaked_slots"] == 0 and server.leak_messages() == []
-
-
-@pytest.mark.parametrize("speculation", list(SPECULATION))
-def test_drafts_change_no_answer(start, demo_model, prompts, stock_results, speculation):
-    """At budget 1.0; the second time from the compressed tree, with drafts that NGRAM took from the first answers."""
-    flags = SPECULATION[speculation]
-    if speculation == "standalone":  # the model is its own draft model
-        flags = (*flags, "--speculative-draft-model-path", str(demo_model))
-    server = start(demo_model, *FLAGS, *flags, config=CONFIG)
-    expected, _ = stock_results
-    for _ in range(2):
-        assert answers(server, prompts[FEW], 4) == expected[FEW]
-    state = idle_state(server)
-    assert state["compressions"] >= 2
-    assert state["leaked_slots"] == 0 and server.leak_messages() == []
-    server.stop(grace_s=0)

@@ -81,12 +81,6 @@ def test_more_than_three_times_the_pool_is_answered_and_found_again(server):
     assert_nothing_leaked(server)
 
 
-def test_a_prompt_that_fits_says_nothing(server):
-    status, answer = ask(server, prompt(100, seed=1))
-    report = CacheReport.of(answer["meta_info"])
-    assert status == 200 and (report.device, report.prefilled_compressed) == (0, 0)
-
-
 def test_prompts_that_fit_are_answered_as_by_a_server_that_has_none_longer(server, start, tiny_llama, mode):
     """Tokens and log-probabilities, bit for bit, from an empty cache: what is cached shrinks, also while it is read."""
     plain = start(tiny_llama, *SHORT, "--context-length", str(POOL - 5), *mode, config=CONFIG)
@@ -99,19 +93,6 @@ def test_prompts_that_fit_are_answered_as_by_a_server_that_has_none_longer(serve
         first, second = ([a["output_ids"], a["meta_info"]["output_token_logprobs"]] for _, a in answers)
         assert first == second
     plain.stop(grace_s=0)
-
-
-def test_what_cannot_be_served_is_refused_and_the_next_request_answered(server):
-    long = prompt(3 * POOL, seed=2)
-    refused = {
-        "allowed: at most 2": ask(server, prompt(9 * POOL, seed=2)),
-        "with exact; allowed: at most 393": ask(server, long, sampling={"custom_params": {"kvevict": {"exact": True}}}),
-        'with bootstrap_host "2.2.2.2"; allowed: at most 393': ask(server, long, bootstrap_host="2.2.2.2"),
-        "with logprob_start_len 0; allowed: at least 10": ask(server, long, return_logprob=True, logprob_start_len=0),
-    }
-    for message, (status, error) in refused.items():
-        assert status == 400 and message in error["error"]["message"], error
-    assert ask(server, long, return_logprob=True)[0] == 200
 
 
 def test_requests_of_which_nothing_is_cached_are_served_and_harm_nobody(server):

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from helpers.decisions import decide
 from helpers.dense_attention import accumulated_attention
-from helpers.policy_serving import CONFIG, ENV, FLAGS, TAIL_TOKENS, Served, assert_nothing_is_lost, serve_everything
+from helpers.policy_serving import CONFIG, ENV, FLAGS, Served, assert_nothing_is_lost, serve_everything
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
 from sgl_kvevict.cli.inspect import ask_node, ask_snapshot, asked
@@ -119,7 +119,7 @@ def dense_share(model: Path, case: Case, document: list[int], start: int, end: i
     with torch.inference_mode():
         weights = llama(torch.tensor([document]), output_attentions=True).attentions
         keys = torch.randn(len(document) + 1, 4, 16)
-    num_tokens = len(document) - TAIL_TOKENS
+    num_tokens = len(document)
 
     def show(layer: int) -> LayerView:
         sums = accumulated_attention(weights[layer][0], 4)[:, :num_tokens]
@@ -130,7 +130,7 @@ def dense_share(model: Path, case: Case, document: list[int], start: int, end: i
     policy = build_policy(case.policy, case.options)
     assert policy is not None
     total = math.ceil(Fraction(str(case.budget)) * num_tokens) * 12
-    selection = decide(policy, show, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4).selection
+    selection = decide(policy, show, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4, 32).selection
     runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
     inside = (selection.indices >= start) & (selection.indices < end)
     cells = runs[inside] * num_bins + (selection.indices[inside].long() - start) * num_bins // (end - start)

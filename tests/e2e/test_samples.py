@@ -14,7 +14,6 @@ from kvevict_tools.launcher import FLOAT32_FLAGS
 from kvevict_tools.measure import flush
 
 PROMPT = random.Random(7).choices(range(3, VOCAB_SIZE), k=300)
-EXACT = {"custom_params": {"kvevict": {"exact": True}}}
 
 
 @pytest.fixture(scope="module", params=[8, 1], ids=["together", "one at a time"])
@@ -45,11 +44,3 @@ def test_samples_begin_as_one_request_does_and_count_as_one(server):
     assert [sample["output_ids"][0] for sample in samples] == [alone["output_ids"][0]] * 3
     assert [sample["meta_info"]["cached_tokens"] for sample in samples] == [len(PROMPT) - 1] * 3
     assert counted_of_samples == counted == (1, len(PROMPT), 0)
-
-
-def test_exact_samples_share_one_prompt_that_is_computed_once(server):
-    (alone,), _ = ask(server, 1, **EXACT)
-    samples, counted = ask(server, 3, **EXACT)
-    assert [sample["output_ids"] for sample in samples] == [alone["output_ids"]] * 3
-    assert [sample["meta_info"]["cached_tokens"] for sample in samples] == [len(PROMPT) - 1] * 3
-    assert counted == (1, len(PROMPT), 0) and idle_state(server)["spans"] > 0

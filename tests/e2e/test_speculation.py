@@ -191,28 +191,3 @@ def test_two_ranks_at_budget_one_under_retractions(start, model, plain, speculat
     assert "#retracted_reqs" in server.log()
     assert assert_all_slots_are_back(server)["compressions"] > 1
     server.stop(grace_s=0)
-
-
-def test_two_ranks_over_prefixes_that_are_split_and_squeezed(start, model):
-    """The answers of two ranks without drafts: after a compression, a split and a squeeze."""
-    found = {}
-    for name, flags in (("without", FLAGS), ("with", flags_of(CHAINS, model))):
-        few = ["1000" if flag == "2000" else flag for flag in flags]
-        config = CONFIG | {"budget": 0.2, "host_bytes": 0}
-        server = start(model, *few, "--tp-size", "2", config=config, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
-        found[name] = life_of_a_prefix(server)
-        server.stop(grace_s=0)
-    assert found["with"] == found["without"]
-
-
-def life_of_a_prefix(server):
-    """Answers that read a document when it is compressed, split and squeezed."""
-    generate(server, DOCUMENT, 0)
-    prompts = [PROMPTS[0], DOCUMENT[:250] + numbers(7, 9), PROMPTS[1]]
-    found = [generate(server, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
-    state = assert_all_slots_are_back(server)
-    assert state["span_slots"] == 77 and state["splits"] == 1 and state["squeezes"] == 0
-    generate(server, numbers(8, 945), 1)
-    found += [generate(server, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
-    assert assert_all_slots_are_back(server)["squeezes"] == 1
-    return found

@@ -12,8 +12,8 @@ from helpers.harness import Harness
 from sgl_kvevict.long_prompts import LongPrompts
 from sgl_kvevict.sglang_adapter.long_prompts import (
     LongPromptAdmission,
+    abort_stuck,
     admission_of,
-    after_admission,
     around_available,
     around_check,
     around_max_new_tokens,
@@ -101,7 +101,7 @@ class LongPromptScheduler:
             self.chunked_req = adder.new_chunked_req
         others = [req for req in self.harness.live if req.kv.holds_kv and req is not self.chunked_req]
         batch.is_empty = lambda: not others
-        after_admission(SimpleNamespace(batch_to_run=adder.can_run_list or None, running_batch=batch), self)
+        abort_stuck(SimpleNamespace(batch_to_run=adder.can_run_list or None, running_batch=batch), self)
         if self._pending_chunked_abort_req is not None:
             self.harness.abort(self._pending_chunked_abort_req)
             self.aborted.append(self._pending_chunked_abort_req)

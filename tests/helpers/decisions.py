@@ -24,11 +24,11 @@ class Decision:
     order: Tensor
 
 
-def decide(policy: Policy, show: Show, geometry: KVGeometry, total: int, protected: int = 0) -> Decision:
+def decide(policy: Policy, show: Show, geometry: KVGeometry, total: int, protected: int = 0, last: int = 0) -> Decision:
     """Choose ``total`` entries of a range: the best of its order; each layer is shown once."""
     shown = cache(show)
     num_tokens = shown(0).num_tokens
-    order = policy.order(shown, geometry, total, protected)
+    order = policy.order(shown, geometry, total, protected, last)
     order.check()
     lens = torch.arange(geometry.num_runs + 1, device=order.keys.device) * num_tokens
     numbers, keep_lens = largest_entries(order.keys.flatten(), lens, total)

@@ -22,7 +22,7 @@ def make_harness(
     return Harness(num_slots=num_slots - 1, **(given | (options or {})))
 
 
-def document(number: int, num_tokens: int = 22) -> list[int]:
+def document(number: int, num_tokens: int = 20) -> list[int]:
     """Tokens that no document of another number has; number 0 has its positions."""
     return list(range(100 * number, 100 * number + num_tokens))
 

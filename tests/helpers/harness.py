@@ -21,11 +21,11 @@ from weakref import WeakSet
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.mem_cache import events
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
-from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -55,6 +55,7 @@ from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.store.host import HostSegments
 
+LORA_NAMES = getattr(events, "KvEventLoraNames", events.LoRANameTable)  # which SGLang 0.5.22 has
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -139,7 +140,7 @@ class Harness:
         self.arenas: tuple[tuple[torch.Tensor, float], ...] = ((self.k, 1.0), (self.v, -1.0))
         if self.is_latent:
             self.v, self.arenas = self.k[..., :1], self.arenas[:1]
-        self.adapters = KvEventLoraNames()
+        self.adapters = LORA_NAMES()
         """LoRA adapters that were loaded; one with which a test asks is."""
         params = CacheInitParams(
             kv_event_lora_names=self.adapters,
@@ -487,13 +488,13 @@ class Harness:
                 segments.setdefault(span.segment, []).append(span)
         assert len(self.tree.spans) == sum(len(spans) for spans in segments.values())
         for segment, spans in segments.items():
-            held.update(segment.storage.token_slots.tolist())
+            held.update(segment.packed.token_slots.tolist())
             assert segment.num_spans == len(spans)
             self._check_known(segment)
-            self._check_places(segment.storage)
+            self._check_places(segment.packed)
             owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
             assert owners == [True] + [False] * (len(spans) - 1)
-        self._check_in_place()
+        self._check_table()
         for req in self.live:
             if req.kv.holds_kv:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
@@ -532,37 +533,17 @@ class Harness:
 
     def _check_known(self, segment: Segment) -> None:
         """What is known of a segment's entries is known of each."""
-        if segment.order is not None and segment.order.turn is None:
-            assert segment.order.keys.numel() == segment.num_entries
+        assert segment.keys is None or segment.keys.numel() == segment.num_entries
 
-    def _check_in_place(self) -> None:
-        """Segments in place have all tokens of consecutive nodes, below packed ones and above those without one."""
+    def _check_table(self) -> None:
+        """Every record is of a node in the tree; open ranges end with uncompressed nodes."""
         table = self.tree.prefixes.table
-        found: dict[Segment, list[Span]] = {}
-        packed: dict[Segment, Any] = {}
-        for node in self.tree.nodes():
-            span, above = table.spans.of(node), table.spans.of(node.parent)
-            if span is None:
-                continue
-            assert node.parent is self.tree.root_node or above is not None, "no segment begins below a node without one"
+        owners = {span.segment: node for node in self.tree.nodes() if (span := table.spans.at(node)) and span.is_owner}
+        assert owners == table.packed
+        for node, span in table.spans.items():
             assert span.num_tokens == len(node.key) and span.end == length_of(path_to(node))
-            if span.is_packed:
-                if span.is_owner:
-                    packed[span.segment] = node
-                continue
-            found.setdefault(span.segment, []).append(span)
-            if above is not None and not span.is_owner:
-                assert above.segment is span.segment
-        assert packed == table.packed
-        assert found.keys() == table.in_place.keys() and table.wanted.keys() <= found.keys()
-        for segment, spans in found.items():
-            spans.sort(key=lambda span: span.start)
-            assert (segment.start, segment.end) == (spans[0].start, spans[-1].end)
-            assert segment.num_spans == len(spans) and spans[0].is_owner
-            assert table.spans.of(table.in_place[segment]) is spans[-1]
-            self._check_known(segment)
-        nodes = {*table.in_place.values(), *table.packed.values()}
-        assert table.shrinking <= nodes
-        assert table._records.keys() <= {*self.tree.nodes()}, "a record goes with its node"
-        assert set(table.prompts._sizes) == {each.prompt for each in found if each.prompt is not None}
-        assert sum(table.prompts._sizes.values()) == table.prompts.num_bytes
+        nodes = {*self.tree.nodes()}
+        assert table.open.keys() <= nodes and not table.open.keys() & table.spans.keys()
+        waiting = {last for last, opened in table.open.items() if opened.waits}
+        assert table.shrinking <= waiting | {*owners.values()} and waiting <= table.shrinking
+        assert table._records.keys() <= nodes, "a record goes with its node"

@@ -13,7 +13,7 @@ from helpers.stored import identity as identity_of
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.sglang_adapter.scheduler_store import after_queueing
+from sgl_kvevict.sglang_adapter.scheduler_store import fetch
 from sgl_kvevict.store import (
     Backend,
     Item,
@@ -44,9 +44,7 @@ def identity_for(harness: Harness) -> StoreIdentity:
     )
 
 
-def exported(
-    harness: Harness, extra_key: str | None = None, tail: int = 4, *, is_complete: bool = False
-) -> list[SegmentRecord]:
+def exported(harness: Harness, extra_key: str | None = None, *, is_complete: bool = False) -> list[SegmentRecord]:
     """Segments of one namespace of a harness, through bytes and back, those nearest the root first.
 
     ``is_complete``: with what was evicted from them.
@@ -57,7 +55,7 @@ def exported(
         if span.end != span.segment.end or node.key.extra_key != extra_key:
             continue
         complements = tree.prefixes.complements if is_complete else None
-        leaving = export_segment(node, tree.port, tree.spans, tree.packer, identity, tail, complements)
+        leaving = export_segment(node, tree.spans, tree.packer, identity, complements)
         if leaving is not None:
             record = leaving.record()
             records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, identity, DRAFT))
@@ -160,7 +158,7 @@ class Server:
         """
         req = self.harness.request(prompt, extra_key, lora_id=lora_id)
         self.prefixes.readers[req].least_share = share
-        after_queueing(None, SimpleNamespace(tree_cache=self.harness.tree), req)
+        fetch(SimpleNamespace(tree_cache=self.harness.tree), req)
         assert self.settle(req) == set()
         self.harness.check()
         assert self.harness.admit(req)

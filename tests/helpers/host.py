@@ -51,7 +51,7 @@ def check_complements(complements: Complements, table: PrefixTable) -> None:
     for segment, complement in complements._of.items():
         assert complement.pieces
         parts = [
-            torch.cat([run_of_entries(part.indptr) for part in segment.storage.parts]) << 32 | segment.storage.positions
+            torch.cat([run_of_entries(part.indptr) for part in segment.packed.parts]) << 32 | segment.packed.positions
         ]
         for piece in complement.pieces:
             assert segment.start <= piece.start < piece.end <= segment.end

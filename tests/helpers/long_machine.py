@@ -10,6 +10,7 @@ from hypothesis.stateful import precondition, rule
 from helpers.admission import LongPromptScheduler
 from helpers.machines import BASES, PressureMachine, RetainMachine
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.sglang_adapter.long_prompts import is_long
 
 CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12)
 LONG_BASES = tuple([base[i % 48] for i in range(800)] for base in BASES)
@@ -45,8 +46,8 @@ class LongMachine(PressureMachine):
     @rule(rounds=st.integers(1, 12))
     def prefill_long(self, rounds):
         for _ in range(rounds):
-            readers = self.harness.tree.prefixes.readers
-            must_run = not self.harness.live and any(readers[req].is_long for req in self.admission.queue[:1])
+            tree = self.harness.tree
+            must_run = not self.harness.live and any(is_long(tree, req) for req in self.admission.queue[:1])
             done = self.admission.round()
             assert done or not must_run, "a prompt longer than the pool is admitted by an idle pool"
             assert not self.admission.aborted, "alone, what is admitted has room for its next chunk"

@@ -19,7 +19,7 @@ from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.harness_store import adoption, exported
 from helpers.late_stream import TwiceStream
 from helpers.own_policies import OWN_POLICIES
-from sgl_kvevict.cache.nodes import path_to
+from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies import Policy, build_policy
 
@@ -275,7 +275,7 @@ class GrowthMachine(HostMachine):
                 self.harness.finish(req)
             for _ in range(steps):
                 for node in sorted(prefixes.table.shrinking, key=lambda node: node.id)[:1]:
-                    prefixes.pressure._shrink(node, 0)
+                    prefixes.pressure._shrink(node)
         self.harness.check()
         self._settle()
 
@@ -419,15 +419,14 @@ class BesideMachine(CacheMachine):
             self.harness.turn()
 
     @rule(at=st.integers(6, 40))
-    def shrink_beginning(self, at):
-        """The first tokens of a range whose entries are being chosen are compressed for another reason."""
+    def compress_beginning(self, at):
+        """The first tokens of a range whose entries are being chosen are to be compressed, too."""
         prefixes = self.harness.tree.prefixes
-        for segment in list(prefixes.table.wanted):
-            if segment not in prefixes.table.wanted or segment.order is None or not prefixes.compressor.splittable:
-                continue
-            end = prefixes.spans.compressed_len(path := path_to(prefixes.table.in_place[segment])) + at
-            if end < segment.end:
-                prefixes.resizer.shrink_now(prefixes.resizer.range_to(path, end), 1.0)
+        for last in list(prefixes.table.open):
+            path = path_to(last)
+            end = prefixes.spans.compressed_len(path) + at
+            if last in prefixes.table.open and end < length_of(path):
+                prefixes.resizer.compress(path, end, share=1.0)
         self.harness.check()
 
     @rule()

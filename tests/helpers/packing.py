@@ -10,7 +10,6 @@ from sgl_kvevict.segments import (
     Compressor,
     KeptRows,
     Observation,
-    Order,
     Segment,
     SegmentPacker,
     Sources,
@@ -21,7 +20,7 @@ from sgl_kvevict.segments import (
 
 def ordered(segment: Segment, keys: Tensor) -> None:
     """Give a segment an order."""
-    segment.order = Order(lambda: keys, segment.start, segment.end)
+    segment.keys = keys
 
 
 def kept_rows(selection: Selection, num_tokens: int) -> tuple[KeptRows]:
@@ -55,17 +54,16 @@ def compress(
     """Rank uncompressed tokens, and pack what a share (None: the budget) keeps; also the slots that are free."""
     packer, config, num_tokens = compressor.packer, compressor.config, token_slots.numel()
     num_slots = config.num_slots(num_tokens, start, share)
-    segment, merge, keys = Segment(packer.geometry, start, start + num_tokens), None, None
+    merge, keys = None, None
     if num_slots < num_tokens:
-        segment.order = compressor.rank(token_slots, start, observation, turn=0)
-        keys = segment.order.keys
+        keys = compressor.rank(token_slots, start, observation, turn=0).keys
     sources = Sources(packer.geometry, [TokenRange(token_slots, start, keys)])
     if num_slots < num_tokens:
         sources = sources.best(num_slots)
         assert sources.selection is not None
         merge = compressor.merge(token_slots, start, observation, sources.selection)
     written = packer.rewrite(sources, sources.fewest_slots, merge)
-    segment.pack(written.packed, sources.end, written.kept)
+    segment = Segment(packer.geometry, start, sources.end, written.packed, written.kept.keys)
     is_cut = packer.geometry.has_windows and num_slots < num_tokens
     segment.splittable = compressor.policy.splittable and not is_cut
     return segment, written.freed

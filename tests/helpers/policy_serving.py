@@ -12,7 +12,6 @@ from helpers.traffic import generate, idle_state, random_jobs, run_jobs
 from kvevict_tools.launcher import RunningServer
 
 CONFIG = {"min_prefix_tokens": 48}
-TAIL_TOKENS = 32
 #: Chunks that are shorter than prompts, and retractions as if slots were short.
 FLAGS = ("--chunked-prefill-size", "150")
 ENV = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "15"}
@@ -100,7 +99,7 @@ def cache_document(server: RunningServer, document: list[int], budget: float) ->
     """Cache a prefix as the frontend language does; it takes exactly its share of token slots."""
     generate(server, document, 0)
     state = idle_state(server)
-    tokens = len(document) - TAIL_TOKENS
+    tokens = len(document)
     slots = math.ceil(Fraction(str(budget)) * tokens)
     assert (state["span_tokens"], state["span_slots"]) == (tokens, slots)
     return f"{tokens} -> {slots}"

@@ -24,16 +24,16 @@ class PseudoRandomPolicy:
     reuse_layers: int = 1
     rank: int = 0
 
-    def order(self, show, geometry, total, protected):
+    def order(self, show, geometry, total, protected, protected_last=0):
         view = show(0)
         tokens, runs = view.num_tokens, geometry.num_runs
         generator = torch.Generator().manual_seed(view.start * 1009 + tokens + self.rank * 7919)
         score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
-        score[:, :protected] = 2.0
+        score[:, :protected] = score[:, tokens - protected_last :] = 2.0
         kept = torch.zeros(runs * tokens, dtype=torch.bool)
         kept[score.flatten().topk(total).indices] = True
         shape = geometry.num_layers, geometry.num_kv_heads, tokens
-        scores, kept = RangeScores(score.view(shape), None, None, 0, 0), kept.view(shape)
+        scores, kept = RangeScores(score.view(shape), None, None, protected, protected_last), kept.view(shape)
         return RangeOrder(self.name, order_of(scores, kept, comparable=True), total, facts_of(scores, kept))
 
     def merge(self, show, geometry, selection):

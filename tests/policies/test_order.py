@@ -10,9 +10,9 @@ from kvevict_kernels import radix_select
 from sgl_kvevict.config import Bits
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
-from sgl_kvevict.policies.order import PINNED, order_of
+from sgl_kvevict.policies.order import LARGEST, PINNED, order_of
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.segments import Order, Packed, Rows, Segment, Sources, TokenRange, View
+from sgl_kvevict.segments import Packed, Rows, Segment, Sources, TokenRange, View
 
 
 def keys(values, kept, *, comparable=True, num_first=0, num_last=0):
@@ -82,8 +82,20 @@ def test_heads_that_keep_more_give_up_more():
 def test_what_is_kept_without_competing_comes_first():
     for comparable in (True, False):
         found = keys(VALUES, ALL, comparable=comparable, num_first=1, num_last=1)
-        assert [found[i] for i in (0, 3, 4, 7)] == [PINNED] * 4
-        assert max(*found[1:3], *found[5:7]) < PINNED
+        assert [found[i] for i in (0, 3, 4, 7)] == [PINNED, PINNED - 1] * 2
+        assert max(*found[1:3], *found[5:7]) <= LARGEST
+
+
+def test_last_tokens_come_before_everything_that_competes_the_later_the_sooner():
+    """Infinite scores compete, too. Where even last tokens have to go, all heads lose the same ones."""
+    values = torch.full((1, 2, 400), torch.inf)
+    for comparable in (True, False):
+        scores = RangeScores(values, None, None, 2, 300)
+        order = order_of(scores, torch.ones(1, 2, 400, dtype=torch.bool), comparable=comparable)
+        assert order[..., :2].eq(PINNED).all() and 0 <= order[..., 2:100].min() <= order[..., 2:100].max() <= LARGEST
+        last = order[0, :, 100:]
+        assert last[0].equal(last[1]) and last.min() > LARGEST and last.max() < PINNED
+        assert last[0, -256:].diff().eq(1).all() and last[0, :45].eq(LARGEST + 1).all()
 
 
 def test_layers_that_share_a_choice_share_its_order():
@@ -129,7 +141,7 @@ def test_order_and_choice_read_nothing_from_a_device(
         indptr = torch.empty(9, dtype=torch.int32, device="meta")
         parts = [Rows(width, kept.rows[:count], kept.positions[:count], indptr) for width, count in sizes]
         packed = Packed(slots[:20], tuple(parts))
-        light = Segment(geometry, 0, 100, packed, Order(lambda: keys, 0, 100))
+        light = Segment(geometry, 0, 100, packed, keys)
         chosen = Sources(geometry, [View(light, 0, 100)]).best(10, bits, 2)
         assert [(part.bits, part.num_entries) for part in chosen.kept] == smaller
         assert chosen.entries.positions.shape == (chosen.num_entries,)

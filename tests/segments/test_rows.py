@@ -52,12 +52,9 @@ class World:
         self, num_slots: int, bits: Bits, first: int = 0, end: int = NUM_TOKENS, num_sink_tokens: int = 0
     ) -> Segment:
         """A part of the tokens, ranked, in so many slots."""
-        segment = Segment(self.geometry, START + first, START + end)
-        ordered(segment, self.keys[..., first:end])
         sources = Sources(self.geometry, [self.tokens(first, end)]).best(num_slots, bits, num_sink_tokens)
         written = self.packer.rewrite(sources, sources.fewest_slots)
-        segment.pack(written.packed, sources.end, written.kept)
-        return segment
+        return Segment(self.geometry, START + first, START + end, written.packed, written.kept.keys)
 
     def resize(self, segment: Segment, num_slots: int, bits: Bits = "auto") -> Tensor:
         written = self.packer.rewrite(Sources(self.geometry, [segment.live_view]).best(num_slots, bits), num_slots)
@@ -66,7 +63,7 @@ class World:
 
     def check(self, segment: Segment, *history: int) -> dict[int, int]:
         """Check all entries, which may have had rows of these widths before; return their number by width."""
-        packed, known, first = segment.storage, segment.order, 0
+        packed, known, first = segment.packed, segment.keys, 0
         check_places(self.geometry, packed)
         assert known is not None
         for part in packed.parts:
@@ -74,7 +71,7 @@ class World:
             tokens = part.positions.long() - START
             ascends = (part.positions.diff() > 0) | (runs.diff() > 0)
             assert ascends.all()
-            assert known.keys[first : first + part.num_entries].equal(self.keys[runs // 2, runs % 2, tokens])
+            assert known[first : first + part.num_entries].equal(self.keys[runs // 2, runs % 2, tokens])
             first += part.num_entries
             for arena, before, own in zip(self.arenas, self.before, self.statistics.of_runs(runs), strict=True):
                 rows = before[runs // 2, self.token_slots[tokens], runs % 2].float()
@@ -82,7 +79,7 @@ class World:
                 before_it = [[], *([width] for width in history if width != part.bits)]
                 same = [(found == through(rows, [*widths, part.bits], *own)).all(1) for widths in before_it]
                 assert torch.stack(same).any(0).all()
-        assert first == segment.num_entries == known.keys.numel()
+        assert first == segment.num_entries == known.numel()
         return {part.bits: part.num_entries for part in packed.parts}
 
 
@@ -132,9 +129,9 @@ def test_each_resize_takes_bits_first_then_entries(world: World) -> None:
         world.resize(segment, num_slots)
         found = world.check(segment, 8)
         assert found == want
-        assert segment.order is not None
-        assert segment.order.keys.sort(descending=True).values.equal(best[: segment.num_entries])
-        assert segment.order.keys[: found[8]].min() > segment.order.keys[found[8] :].max()
+        assert segment.keys is not None
+        assert segment.keys.sort(descending=True).values.equal(best[: segment.num_entries])
+        assert segment.keys[: found[8]].min() > segment.keys[found[8] :].max()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -146,7 +143,7 @@ def test_a_range_gets_rows_of_one_width_without_an_order(world: World, bits: Bit
     segment = Segment(world.geometry, START, START + NUM_TOKENS, small.packed)
     ordered(segment, world.keys.flatten())
     assert world.check(segment) == {bits: 160}
-    segment.order = None
+    segment.keys = None
     with pytest.raises(InvariantError, match="without an order"):
         Sources(world.geometry, [segment.live_view]).best(num_slots - 1, bits)
     with pytest.raises(InvariantError, match="without an order"):
@@ -157,11 +154,11 @@ def test_a_range_gets_rows_of_one_width_without_an_order(world: World, bits: Bit
 def test_views_of_a_segment_have_the_rows_of_their_tokens(world: World, cut: int, bits: Bits) -> None:
     segment = world.segment(8, bits)
     upper, lower = Span(segment, START, START + NUM_TOKENS, is_owner=True).split(START + cut)
-    for part, above, below in zip(segment.storage.parts, upper.runs(), lower.runs(), strict=True):
+    for part, above, below in zip(segment.packed.parts, upper.runs(), lower.runs(), strict=True):
         assert above.bits == below.bits == part.bits and above.rows is below.rows is part.rows
         assert (above.starts.flatten() + above.lens.flatten()).equal(below.starts.flatten())
         assert (above.lens + below.lens).flatten().equal(part.indptr.diff())
-    assert [runs.is_counted for runs in upper.runs()] == [True] + [False] * (len(segment.storage.parts) - 1)
+    assert [runs.is_counted for runs in upper.runs()] == [True] + [False] * (len(segment.packed.parts) - 1)
 
 
 @pytest.mark.parametrize("bits", ["auto", 8, 4])
@@ -169,7 +166,7 @@ def test_a_repack_moves_bytes_and_keeps_widths(world: World, bits: Bits) -> None
     """The entries of the first 17 tokens go on as they are."""
     segment = world.segment(8, bits)
     end = START + 17
-    counts = [int((part.positions < end).sum()) for part in segment.storage.parts]
+    counts = [int((part.positions < end).sum()) for part in segment.packed.parts]
     sources = Sources(world.geometry, [View(segment, START, end)])
     assert sources.counts == tuple(counts)
     written = world.packer.rewrite(sources, sources.fewest_slots)
@@ -184,10 +181,8 @@ def test_segments_of_several_widths_become_one(world: World) -> None:
     upper, lower = world.segment(10 // double, 8, 0, 20), world.segment(4 // double, "auto", 20)
     views = [upper.live_view, lower.live_view]
     num_slots = upper.num_slots + lower.num_slots
-    joined = Segment(world.geometry, START, START + NUM_TOKENS)
-    ordered(joined, world.keys)
     written = world.packer.rewrite(Sources(world.geometry, views), num_slots)
-    joined.pack(written.packed, joined.end, written.kept)
+    joined = Segment(world.geometry, START, START + NUM_TOKENS, written.packed, written.kept.keys)
     assert world.check(joined) == {8: 80 + 16, 4: 24}
     world.resize(joined, 8 // double)
     assert sum(world.check(joined, 8).values()) == 84 and joined.num_slots == 8 // double
@@ -197,15 +192,15 @@ def test_after_another_order_no_row_gets_more_bits(world: World) -> None:
     """The order is turned around: of what has 8 bits the best keep them, of all others the best are kept."""
     double = world.geometry.itemsize // 2
     segment = world.segment(8 // double, "auto")
-    assert segment.order is not None
+    assert segment.keys is not None
     world.keys = -world.keys
-    segment.order = segment.order.with_keys(-segment.order.keys)
-    wide = segment.storage.parts[0].num_entries
-    best, others = (keys.sort(descending=True).values for keys in segment.order.keys.tensor_split([wide]))
+    segment.keys = -segment.keys
+    wide = segment.packed.parts[0].num_entries
+    best, others = (keys.sort(descending=True).values for keys in segment.keys.tensor_split([wide]))
     world.resize(segment, 4 // double)
     kept = world.check(segment, 8)
-    assert kept == {8: 16, 4: 24} and segment.order is not None
-    own, rest = segment.order.keys.tensor_split([16])
+    assert kept == {8: 16, 4: 24} and segment.keys is not None
+    own, rest = segment.keys.tensor_split([16])
     assert own.sort(descending=True).values.equal(best[:16])
     assert rest.sort(descending=True).values.equal(torch.cat([best[16:], others]).sort(descending=True).values[:24])
 
@@ -227,18 +222,16 @@ def test_without_statistics_rows_have_16_bits(world: World) -> None:
 def test_sinks_have_16_bits_in_every_head(world: World, bits: Bits) -> None:
     """Whatever the order says of them; a segment that begins later has none."""
     double = world.geometry.itemsize // 2
-    segment = Segment(world.geometry, 0, NUM_TOKENS)
     world.keys[..., :2] = 2**15 - 1
     world.keys[..., 20:24] = 2**15 - 1
-    ordered(segment, world.keys)
     tokens = TokenRange(world.token_slots, 0, world.keys)
     sources = Sources(world.geometry, [tokens]).best(8 // double + 2, bits, 2)
     written = world.packer.rewrite(sources, sources.fewest_slots)
-    segment.pack(written.packed, NUM_TOKENS, written.kept)
+    segment = Segment(world.geometry, 0, NUM_TOKENS, written.packed, written.kept.keys)
     for num_slots in (8 // double + 2, 4 // double + 2):
         small = Sources(world.geometry, [segment.live_view]).best(min(num_slots, segment.num_slots), bits, 2)
         segment.pack((again := world.packer.rewrite(small, small.fewest_slots)).packed, NUM_TOKENS, again.kept)
-        first = segment.storage.parts[0]
+        first = segment.packed.parts[0]
         assert first.bits == 16 and first.positions.tolist() == [0, 1] * RUNS
         rows = world.arenas[0].view(-1, 32)[first.rows.long()]
         layers, heads = run_of_entries(first.indptr) // 2, run_of_entries(first.indptr) % 2
@@ -249,6 +242,6 @@ def test_sinks_have_16_bits_in_every_head(world: World, bits: Bits) -> None:
 def test_ranks_that_have_rows_of_different_widths_count_equally_many_bytes(world: World) -> None:
     """After a cut one rank may have rows of 8 bits alone, and another one some of 4: what has room is up to slots."""
     wide, narrow = world.segment(20, "auto"), world.segment(28 // world.geometry.itemsize, "auto")
-    assert [part.bits for part in wide.storage.parts] == [8] and narrow.storage.parts[-1].bits == 4
+    assert [part.bits for part in wide.packed.parts] == [8] and narrow.packed.parts[-1].bits == 4
     num_bytes = world.packer.bytes_of
     assert num_bytes(wide) * narrow.num_slots == num_bytes(narrow) * wide.num_slots

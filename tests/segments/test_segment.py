@@ -9,7 +9,7 @@ from helpers.packing import pack, repack
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import MergePlan, Selection
-from sgl_kvevict.segments import Segment, SegmentPacker, Span
+from sgl_kvevict.segments import SegmentPacker, Span
 
 GEOMETRY = KVGeometry(num_layers=3, num_qo_heads=10, num_kv_heads=5, head_dim=4, num_token_slots=64)
 START = 100
@@ -45,7 +45,7 @@ def read(store, span):
         k = store.k_arena.view(-1, GEOMETRY.head_dim)[slots]
         v = store.v_arena.view(-1, GEOMETRY.head_dim)[slots]
         assert torch.equal(k, -v)
-        positions = span.segment.storage.positions[begin : begin + length].tolist()
+        positions = span.segment.packed.positions[begin : begin + length].tolist()
         entries.append(list(zip(positions, k[:, 0].tolist(), strict=True)))
     return entries
 
@@ -74,7 +74,7 @@ def test_packing_wastes_nothing_and_keeps_every_entry(keep_lens):
     selection, indices = make_selection(20, keep_lens)
     segment, freed = pack(store, token_slots, START, selection)
     assert segment.num_slots == -(-sum(keep_lens) // 15)
-    assert sorted(segment.storage.token_slots.tolist() + freed.tolist()) == sorted(token_slots.tolist())
+    assert sorted(segment.packed.token_slots.tolist() + freed.tolist()) == sorted(token_slots.tolist())
     span = Span(segment, START, START + 20, is_owner=True)
     assert read(store, span) == expected(indices, token_slots)
 
@@ -85,7 +85,7 @@ def test_packing_touches_no_other_slot():
     token_slots = torch.arange(10, 30)
     segment, _ = pack(store, token_slots, START, make_selection(20, KEEP_LENS[1])[0])
     others = torch.ones(64, dtype=torch.bool)
-    others[segment.storage.token_slots] = False
+    others[segment.packed.token_slots] = False
     assert torch.equal(store.k_arena[:, others], before[:, others])
 
 
@@ -99,7 +99,7 @@ def test_split_is_a_view_of_both_halves(cut):
     want = expected(indices, token_slots)
     assert read(store, upper) == [[e for e in run if e[0] < START + cut] for run in want]
     assert read(store, lower) == [[e for e in run if e[0] >= START + cut] for run in want]
-    assert upper.runs()[0].rows is lower.runs()[0].rows is segment.storage.parts[0].rows
+    assert upper.runs()[0].rows is lower.runs()[0].rows is segment.packed.parts[0].rows
     assert (upper.charged_slots, lower.charged_slots) == (segment.num_slots, 0)
     assert segment.num_spans == 2
 
@@ -136,7 +136,7 @@ def test_owner_goes_last():
     upper, lower = Span(segment, START, START + 20, is_owner=True).split(START + 5)
     assert lower.drop() is None
     slots = upper.drop()
-    assert slots is segment.storage.token_slots
+    assert slots is segment.packed.token_slots
 
 
 def test_owner_going_first_is_an_error():
@@ -160,22 +160,12 @@ def test_repack_keeps_what_live_spans_read_and_frees_the_rest(cuts, keep_lens):
         spans.append(upper)
     before = [read(store, span) for span in spans]
     assert rest.drop() is None
-    held = segment.storage.token_slots
+    held = segment.packed.token_slots
     freed = repack(store, segment, spans[-1].end)
     assert [read(store, span) for span in spans] == before
     live = sum(len(run) for span in before for run in span)
     assert segment.num_slots == -(-live // 15) and segment.num_spans == len(spans)
-    assert sorted(segment.storage.token_slots.tolist() + freed.tolist()) == sorted(held.tolist())
-
-
-def test_what_is_in_place_has_no_storage_and_nodes_keep_their_slots():
-    segment = Segment(GEOMETRY, START, START + 20)
-    span = Span(segment, START, START + 20, is_owner=True)
-    upper, lower = span.split(START + 5)
-    assert (upper.charged_slots, lower.charged_slots) == (5, 15) and not upper.is_packed
-    with pytest.raises(InvariantError, match=r"the segment \[100, 120\) is in place"):
-        upper.runs()
-    assert lower.drop() is None and upper.drop() is None
+    assert sorted(segment.packed.token_slots.tolist() + freed.tolist()) == sorted(held.tolist())
 
 
 def test_merge_stores_weighted_sums_of_old_rows():
@@ -192,30 +182,24 @@ def test_merge_stores_weighted_sums_of_old_rows():
         weights=torch.tensor([0.75, 0.25, 1.0]),
     )
     segment, freed = pack(store, token_slots, START, selection, merge=merge)
-    rows = store.k_arena.view(-1, 4)[segment.storage.parts[0].rows.long()][:, 0].tolist()
+    rows = store.k_arena.view(-1, 4)[segment.packed.parts[0].rows.long()][:, 0].tolist()
     old = [head_slot(1, slot, 2) for slot in (1, 2, 3, 4)]
     assert rows == [0.75 * old[1] + 0.25 * old[0], old[3]]
     assert freed.tolist() == [2, 3, 4]
 
 
-def test_values_inside_keys_rows_are_packed_copied_and_placed_with_them():
+def test_values_inside_keys_rows_are_packed_with_them():
     geometry = KVGeometry(num_layers=3, num_qo_heads=4, num_kv_heads=1, head_dim=6, num_token_slots=64, latent_dim=4)
     k = torch.randn(geometry.arena_shape)
     before = k.clone()
     store = SegmentPacker(geometry, k, k[..., : geometry.latent_dim])
     token_slots = torch.randperm(63)[:20] + 1
-    rows, values = store.token_rows(token_slots)
-    assert torch.equal(rows, before[:, token_slots]) and values.shape == (3, 20, 1, 0)
-
     lens = torch.tensor([[5], [9], [7]], dtype=torch.int32)
     kept = [torch.randperm(20)[:n].sort().values for n in lens.flatten().tolist()]
     segment, _ = pack(store, token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
     want = torch.cat([before[layer, token_slots[indices], 0] for layer, indices in enumerate(kept)])
-    assert torch.equal(store.keys(segment.storage.parts[0].rows), want)
-    assert torch.equal(store.values(segment.storage.parts[0].rows), want[:, :4])
-
-    store.place_tokens(token_slots, rows, values)
-    assert torch.equal(k[:, token_slots], before[:, token_slots])
+    assert torch.equal(store.keys(segment.packed.parts[0].rows), want)
+    assert torch.equal(store.values(segment.packed.parts[0].rows), want[:, :4])
 
 
 @pytest.mark.parametrize("latent_dim", [-1, 7])

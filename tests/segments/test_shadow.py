@@ -85,7 +85,7 @@ def test_rows_stay_within_the_segments_slots(world):
     before = world.k.clone()
     world.pack(KEPT)
     others = torch.ones(64, dtype=torch.bool)
-    others[world.segment.storage.token_slots] = False
+    others[world.segment.packed.token_slots] = False
     assert torch.equal(world.k[:, others], before[:, others])
 
 
@@ -187,7 +187,7 @@ def test_where_there_is_less_room_the_rows_that_were_paid_most_come_back(world):
 
 def test_a_segment_without_rows_moves_without_rows(world):
     world.pack(KEPT)
-    world.segment.packed = replace(world.segment.storage, shadow=world.drafts.absent())
+    world.segment.packed = replace(world.segment.packed, shadow=world.drafts.absent())
     assert world.read(moved(world, [View(world.segment, START, START + TOKENS)], [50])) == [[]] * 4
 
 

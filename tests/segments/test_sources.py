@@ -9,7 +9,7 @@ from helpers.packing import kept_rows, ordered, pack
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import MergePlan, Selection
-from sgl_kvevict.segments import Packed, Segment, SegmentPacker, Sources, Span, TokenRange, View
+from sgl_kvevict.segments import Order, Packed, Segment, SegmentPacker, Sources, Span, TokenRange, View
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=4, num_token_slots=64)
 START = 100
@@ -61,7 +61,7 @@ SECOND = ([1], [], [0, 1, 2], [2])
 
 def test_segments_of_a_path_become_one_in_their_own_slots(packer: SegmentPacker) -> None:
     parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
-    slots = torch.cat([part.segment.storage.token_slots for part in parts])
+    slots = torch.cat([part.segment.packed.token_slots for part in parts])
     joined = packer.rewrite(Sources(GEOMETRY, parts), 4)
     assert joined.freed.numel() == 0 and joined.packed.token_slots.equal(slots)
     assert read(packer, joined.packed) == named([0, 3, 5], [1], [4, 5, 6], [2, 3, 6])
@@ -102,11 +102,10 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
 
 def test_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
-    segment.splittable, order = False, segment.order
+    segment.splittable = False
     written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1)
     segment.pack(written.packed, segment.end, written.kept)
-    assert segment.order is not None and order is not None and segment.order.ranking is order.ranking
-    assert segment.order.keys.tolist() == [1, 2, 3, 4] and segment.num_live_entries == 4
+    assert segment.keys is not None and segment.keys.tolist() == [1, 2, 3, 4] and segment.num_live_entries == 4
     assert not segment.splittable
 
 
@@ -118,17 +117,14 @@ def test_tokens_in_place_have_an_order_by_run_and_token(packer: SegmentPacker) -
     assert best.kept.keys is not None and best.kept.keys.tolist() == [12, 13, 14, 15]
 
 
-def test_a_segment_in_place_is_cut_and_its_end_dropped_without_copies() -> None:
-    segment = Segment(GEOMETRY, START, START + 6)
+def test_an_order_is_cut_without_copies_and_before_it_is_known() -> None:
     keys = torch.arange(24, dtype=torch.int16).view(2, 2, 6)
-    ordered(segment, keys)
-    above = segment.cut_off(START + 2)
-    assert (above.start, above.end, segment.start, segment.end) == (START, START + 2, START + 2, START + 6)
-    segment.end_at(START + 5)
-    for each, part in ((above, keys[..., :2]), (segment, keys[..., 2:5])):
-        assert each.order is not None and each.order.keys.equal(part) and each.num_entries == part.numel()
-        assert each.order.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
-        assert each.num_live_entries == part.numel() and each.num_slots == each.num_tokens == part.shape[-1]
+    launched: list[bool] = []
+    order = Order(lambda: launched.append(True) or keys, START, START + 6)  # type: ignore[func-returns-value]
+    part = order.within(START + 1, START + 6).within(START + 2, START + 5)
+    assert not launched and (part.start, part.end) == (START + 2, START + 5)
+    assert part.keys.equal(keys[..., 2:5])
+    assert part.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
 
 
 def test_what_is_dead_is_not_kept(packer: SegmentPacker) -> None:
@@ -161,6 +157,6 @@ def test_entries_without_an_order_cannot_shrink(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
     with pytest.raises(InvariantError, match="entries in 2 slots cannot shrink to 3 slots"):
         Sources(GEOMETRY, [whole(segment)]).best(3)
-    segment.order = None
+    segment.keys = None
     with pytest.raises(InvariantError, match="without an order"):
         Sources(GEOMETRY, [whole(segment)]).best(1)

@@ -26,8 +26,7 @@ from sgl_kvevict.segments import (
     View,
     warm_up,
 )
-from sgl_kvevict.segments.sources import Range
-from sgl_kvevict.segments.warm_up import _observe, _resize
+from sgl_kvevict.segments.warm_up import _observe, _resize, _written
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
 
@@ -58,14 +57,13 @@ def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
         for first, num_tokens, start in ((1, 97, 0), (101, 176, 301)):  # rows that were packed are no input
             slots = torch.arange(1003)[first : first + num_tokens]
             queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim).half()
-            segment = Segment(geometry, start, start + num_tokens)
             observation = _observe(compressor, queries, slots)
-            segment.order = compressor.rank(slots, start, observation, turn=0)
-            source: Range = TokenRange(slots, start, segment.order.keys)
-            for share in config.shares:
-                num_slots = config.num_slots(num_tokens, start, share)
-                _resize(compressor, segment, source, min(num_slots, segment.num_slots), observation)
-                source = segment.live_view
+            tokens = TokenRange(slots, start, compressor.rank(slots, start, observation, turn=0).keys)
+            first_size, *sizes = (config.num_slots(num_tokens, start, share) for share in config.shares)
+            written = _written(compressor, tokens, first_size, observation)
+            segment = Segment(geometry, start, start + num_tokens, written.packed, written.kept.keys)
+            for num_slots in sizes:
+                _resize(compressor, segment, segment.live_view, min(num_slots, segment.num_slots))
             _resize(compressor, segment, View(segment, start, start + num_tokens // 3))
     assert_nothing_new(warm, served)
 

@@ -12,6 +12,7 @@ import pkgutil
 import subprocess
 import sys
 from array import array
+from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -34,7 +35,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     TreeLock,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.events import KvEventLoraNames
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentData, TreeComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
@@ -47,11 +47,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from helpers.faults import FAULTS
-from helpers.harness import TINY_LLAMA
+from helpers.harness import LORA_NAMES, TINY_LLAMA
 from helpers.signatures import SIGNATURES
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
+from sgl_kvevict.machine import SGLANG_RANGE, SUPPORTED_SGLANG
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
@@ -105,6 +106,7 @@ ASSIGNED = {
         "positional_embed_overrides",
         "already_computed",
         "retracted_stain",
+        "beam_group",
         "cached_tokens_device",
         "cached_tokens_host",
         "cached_tokens_storage",
@@ -159,10 +161,9 @@ def assigned_names(owner: type) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name):
-    function, parameters = SIGNATURES[name]
-    assert list(inspect.signature(function).parameters) == parameters
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_signature(function):
+    assert list(inspect.signature(function).parameters) == SIGNATURES[function].split()
 
 
 @pytest.mark.parametrize("owner", FIELDS, ids=lambda owner: owner.__name__)
@@ -179,8 +180,8 @@ def test_attributes_exist(owner):
 def test_a_namespace_ends_with_the_id_of_its_adapter():
     for ref in (LoRARef(lora_name="a"), LoRARef(lora_id=LoRARef.deterministic_id("a", "/path"), lora_name="a")):
         req = Req("rid", "", array("q", [1]), SamplingParams(), extra_key="tenant", lora_id=ref.lora_id)
-        assert adapter_of(namespace_of_request(req), KvEventLoraNames.from_lora_refs([ref])) == ref.lora_id
-        assert adapter_of(namespace_of_request(req), KvEventLoraNames()) is None
+        assert adapter_of(namespace_of_request(req), LORA_NAMES.from_lora_refs([ref])) == ref.lora_id
+        assert adapter_of(namespace_of_request(req), LORA_NAMES()) is None
 
 
 OVERRIDES = {
@@ -235,7 +236,9 @@ WRITTEN = {
     "EagleDraftWorker": {"cuda_graph_runner", "cuda_graph_runner_for_draft_extend"},
     "BaseTokenToKVPoolAllocator": {"kvevict_long_prompts"},
     "ForwardBatch": {"rids"},
+    "ModelRunner": {"kvevict_readers"},
     "Req": {
+        "beam_group",
         "arrival_processed_tokens",
         "cached_tokens_device",
         "cached_tokens_host",
@@ -262,7 +265,7 @@ OURS = {
         "is_exact",
         "is_live",
         "is_stale",
-        "is_long",
+        "chunk_share",
         "is_parked",
         "least_share",
         "prefills",
@@ -278,7 +281,8 @@ def test_overrides_exist_upstream(ours):
     """A method that upstream renamed would silently stop being an override."""
     (stock,) = ours.__bases__
     methods = {name for name, value in vars(ours).items() if inspect.isfunction(value) and not name.startswith("__")}
-    assert {name for name in methods if hasattr(stock, name)} == OVERRIDES[ours]
+    in_older = {"reclaimable_tokens": "reclaimable_value_len"}  # SGLang 0.5.22
+    assert {in_older.get(name, name) for name in methods if hasattr(stock, name)} == OVERRIDES[ours]
 
 
 def adapter_modules() -> list[ModuleType]:
@@ -382,48 +386,86 @@ def test_what_the_tests_of_faults_break_exists(place):
 
 
 @pytest.fixture
-def next_sglang(monkeypatch):
-    """Another version is installed, with the same functions."""
-    compat.misfits.cache_clear()
+def newer_sglang(monkeypatch):
+    """A newer version is installed, with the same functions as the newest supported one."""
+    if version("sglang") != SUPPORTED_SGLANG[-1]:
+        pytest.skip("an older version is installed")
     monkeypatch.setattr(compat, "version", lambda name: "0.5.99")
     yield
-    compat.misfits.cache_clear()
+    monkeypatch.undo()
+    compat.changes.cache_clear()
+    compat.require_supported_sglang.cache_clear()
 
 
-def test_the_signatures_on_file_are_those_of_the_supported_version():
+def test_the_signatures_on_file_are_those_of_the_installed_version():
     """After a change of hooks or overrides: python tools/write_signatures.py."""
-    assert json.loads(compat.SIGNATURES.read_text()) == compat.signatures()
+    by_version = json.loads(compat.SIGNATURES.read_text())
+    known = by_version[SUPPORTED_SGLANG[-1]] | by_version[version("sglang")]
+    assert {name: text for name, text in known.items() if not text.startswith(compat.MISSING)} == {
+        name: text for name, text in compat.signatures().items() if not text.startswith(compat.MISSING)
+    }
 
 
-@pytest.mark.usefixtures("next_sglang")
-def test_another_version_with_the_same_functions_starts_on_request(monkeypatch, caplog):
-    with pytest.raises(
-        UnsupportedSetupError, match=r"sglang 0\.5\.99 is installed.*supports 0\.5\.23.*accept_untested"
-    ):
-        compat.require_supported_sglang()
-    monkeypatch.setenv("KVEVICT_CONFIG", '{"accept_untested_sglang": true}')
+@pytest.mark.usefixtures("newer_sglang")
+def test_a_newer_version_with_the_same_functions_starts_with_one_warning(caplog):
     compat.require_supported_sglang()
-    assert "sglang 0.5.99" in caplog.text
+    compat.require_supported_sglang()
+    (record,) = caplog.records
+    assert f"sglang 0.5.99 is installed, but this release supports {SGLANG_RANGE}" in record.getMessage()
+    assert record.getMessage().endswith("it is not tested, and starts all the same")
+    assert all(map(compat.is_on, FEATURES))
 
 
-@pytest.mark.usefixtures("next_sglang")
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("owner", "name", "value", "says"),
     [
-        ("get_init_info", None, "Scheduler.get_init_info: "),
-        ("get_init_info", lambda self, more=True: {}, r"get_init_info: (self, more=True); expected (self)"),
+        (Scheduler, "get_init_info", None, "Scheduler.get_init_info: missing"),
+        (Req, "init_next_round_input", lambda self, *, tree: {}, "(self, *, tree); expected (self, tree_cache=None, "),
+        (
+            UnifiedRadixCache,
+            "touch_prefix",
+            lambda self, keys: None,
+            "touch_prefix: (self, keys); expected (self, key)",
+        ),
     ],
 )
-def test_another_version_is_refused_with_the_functions_that_do_not_fit(monkeypatch, name, value, says):
+@pytest.mark.usefixtures("newer_sglang")
+def test_a_newer_version_is_refused_with_the_functions_that_do_not_fit(monkeypatch, owner, name, value, says):
     if value is None:
-        monkeypatch.delattr(Scheduler, name)
+        monkeypatch.delattr(owner, name)
     else:
-        monkeypatch.setattr(Scheduler, name, value)
-    monkeypatch.setenv("KVEVICT_CONFIG", '{"accept_untested_sglang": true}')
+        monkeypatch.setattr(owner, name, value)
     with pytest.raises(UnsupportedSetupError) as error:
         compat.require_supported_sglang()
-    _, *misfits = error.value.reasons
-    assert len(misfits) == 1 and says in misfits[0]
+    _, *broken = error.value.reasons
+    assert len(broken) == 1 and says in broken[0]
+
+
+@pytest.mark.usefixtures("newer_sglang")
+def test_a_newer_version_without_a_step_of_the_start_is_refused(monkeypatch):
+    steps = resolution_hooks._OVERRIDABLE_HOOKS - {"handle_model_specific_adjustments"}
+    monkeypatch.setattr(resolution_hooks, "_OVERRIDABLE_HOOKS", steps)
+    with pytest.raises(UnsupportedSetupError, match="handle_model_specific_adjustments: missing"):
+        compat.require_supported_sglang()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [
+        (lambda req, *, up_to, **rest: 0, lambda req, *, up_to, more=1: 0, True),
+        (lambda req, *, up_to, **rest: 0, lambda request, *, up_to: 0, False),
+        (lambda req, *, up_to, **rest: 0, lambda req, *, until: 0, False),
+        (lambda req, *, up_to, **rest: 0, lambda req, up_to: 0, False),
+        (lambda req, size, /, *args, **rest: 0, lambda request, length, more=1, *, name=None: 0, True),
+        (lambda req, size, /, *args, **rest: 0, lambda request: 0, False),
+        (lambda req, size=1: 0, lambda req, size=2: 0, True),
+        (lambda req, size=1: 0, lambda req, length=2: 0, False),
+        (lambda req, size=1: 0, lambda req, size, more=1: 0, False),
+        (lambda req, size=1: 0, lambda req, size, **more: 0, False),
+    ],
+)
+def test_what_a_function_of_ours_can_take(ours, theirs, fits):
+    assert compat.takes(*(list(inspect.signature(each).parameters.values()) for each in (ours, theirs))) == fits
 
 
 def test_stock_loader_finds_and_applies_the_plugin():

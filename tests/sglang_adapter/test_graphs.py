@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -14,14 +12,14 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
 from helpers.settings import refused
 from sgl_kvevict.config import ENV_VAR
+from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
-from sgl_kvevict.sglang_adapter.graphs import around_replay_view
+from sgl_kvevict.sglang_adapter.forward_readers import after_init_new, replayed_readers
 from sgl_kvevict.sglang_adapter.plugin import register
 
 OFF = GraphBackend.DISABLED
@@ -53,18 +51,15 @@ def test_graphs_do_not_matter_on_a_cpu():
     assert refused(decode_graphs=GraphBackend.BREAKABLE, prefill_graphs=GraphBackend.FULL, **on_cpu) == []
 
 
-def test_a_replay_knows_its_requests(monkeypatch):
-    """The runner builds the view by keyword, through the module's name, and hands it to the backend."""
-    module = sys.modules[DecodeCudaGraphRunner.__module__]
-    build = partial(around_replay_view, lambda **given: SimpleNamespace())
-    monkeypatch.setattr(module, "build_replay_fb_view", build)
-    runner, backend = MagicMock(_metadata_glue=None), MagicMock()
-    runner.model_runner.lora_manager = None
-    runner._replay_attn_backend.return_value = backend
-    sizes = {"raw_bs": 1, "bs": 1, "num_tokens": 1, "glue_key": None, "attention_variant": None}
-    DecodeCudaGraphRunner._init_replay_attn_metadata_from_view(runner, SimpleNamespace(rids=["a"]), **sizes)
-    (view,) = backend.init_forward_metadata_out_graph.call_args.args
-    assert view.rids == ["a"]
+def test_a_replay_knows_the_requests_of_the_forward_before_it():
+    """What it is replayed with has no requests; the runner has those of its last forward."""
+    runner, reqs = SimpleNamespace(), [SimpleNamespace(rid="twin"), SimpleNamespace(rid="twin")]
+    assert replayed_readers(runner, 3) is None  # of SGLang's warm-up
+    for rids, batch in ((["twin", "twin"], reqs), ([], [])):
+        after_init_new(SimpleNamespace(rids=rids), object, SimpleNamespace(reqs=batch), runner)
+        assert replayed_readers(runner, len(batch)) == tuple(batch)
+    with pytest.raises(InvariantError, match="a replay of 2 requests follows a forward of 0"):
+        replayed_readers(runner, 2)
 
 
 def test_dummy_requests_without_a_token_read_one():
@@ -114,7 +109,8 @@ def test_a_replay_of_drafts_follows_their_trees():
     """Two requests in a step of three: lengths with the drafts, which SGLang counts apart, and what each draft sees."""
     backend, pool = KVEvictAttentionBackend.__new__(KVEvictAttentionBackend), MagicMock()
     pool.req_to_token = torch.zeros(4, 40, dtype=torch.int32)
-    backend.attention, backend.arena, backend.req_to_token_pool = MagicMock(), SimpleNamespace(k=torch.zeros(1)), pool
+    backend.runner, backend.attention, backend.req_to_token_pool = SimpleNamespace(), MagicMock(), pool
+    backend.arena = SimpleNamespace(k=torch.zeros(1))
     backend.tree, backend._window_layers, backend._on_gpu, backend.slot_positions = None, None, True, None
     backend.init_cuda_graph_state(3, 12)
     chain = torch.ones(4, 4, dtype=torch.bool).tril()
@@ -124,7 +120,6 @@ def test_a_replay_of_drafts_follows_their_trees():
         batch_size=3,
         num_padding=1,
         forward_mode=ForwardMode.TARGET_VERIFY,
-        rids=None,
         seq_lens=torch.tensor([5, 9, 1]),
         seq_lens_cpu=torch.tensor([5, 9, 1]),
         req_pool_indices=torch.tensor([2, 3, 0]),

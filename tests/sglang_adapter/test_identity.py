@@ -59,7 +59,7 @@ def test_the_test_above_notices_requests_that_are_known_by_name(monkeypatch):
 def test_a_forward_carries_its_requests_and_a_view_of_it_too():
     reqs = [SimpleNamespace(rid="same"), SimpleNamespace(rid="same")]
     forward = SimpleNamespace(rids=["same", "same"])
-    after_init_new(forward, object, SimpleNamespace(reqs=reqs), None)
+    after_init_new(forward, object, SimpleNamespace(reqs=reqs), SimpleNamespace())
     assert forward.rids == ["same", "same"] and isinstance(forward.rids, BatchReaders)
     reqs.clear()  # the scheduler changes its batch while the forward runs
     assert [req.rid for req in readers_of(forward.rids)] == ["same", "same"]
@@ -67,7 +67,7 @@ def test_a_forward_carries_its_requests_and_a_view_of_it_too():
 
 def test_forwards_that_serve_nobody_and_a_hook_that_is_missing():
     forward = SimpleNamespace(rids=None)
-    after_init_new(forward, object, SimpleNamespace(reqs=[]))
+    after_init_new(forward, object, SimpleNamespace(reqs=[]), SimpleNamespace())
     assert readers_of(forward.rids) is None
     with pytest.raises(InvariantError, match="does not know its requests"):
         readers_of(["r1"])

@@ -130,13 +130,6 @@ def test_positions_are_kept_beside_the_keys():
     KVEvictAttentionBackend._note_positions(SimpleNamespace(slot_positions=None), batch)
 
 
-def test_no_tail_is_stored_whose_positions_would_be_missing():
-    compressor = cache().tree.compressor
-    assert compressor.stored_tail == 4
-    compressor.slot_positions = torch.zeros(3, 601, dtype=torch.int32)
-    assert compressor.stored_tail == 0
-
-
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ DROPPED = ("dropped_nodes", "dropped_spans", "dropped_slots")
 
 def test_a_compression_is_counted_with_its_sizes(watched):
     watched.harness.finish(watched.harness.run(DOCUMENT))
-    assert totals(watched, *COMPRESSED) == (1, 56, 39, 17 * 4, 56 * 4 - 17 * 4)
+    assert totals(watched, *COMPRESSED) == (1, 60, 42, 18 * 4, 60 * 4 - 18 * 4)
     assert totals(watched, "compression_seconds") > (0,)
 
 
@@ -73,9 +73,9 @@ def test_split_squeeze_drop_repack_and_flush_are_counted(watched):
     assert totals(watched, "splits", "squeezes", "repacks", *DROPPED) == (1, 0, 0, 0, 0, 0)
     while node in harness.tree.spans:
         harness.evict(1)
-    assert totals(watched, "squeezes", "squeezed_slots", "repacks", "dropped_spans") == (1, 11, 1, 1)
-    assert totals(watched, "evicted_entries") == (56 * 4 - 17 * 4 + 44,)
-    assert totals(watched, *DROPPED) == (3, 1, 4 + 3)  # a tail, a question, and a span: its slots are its segment's
+    assert totals(watched, "squeezes", "squeezed_slots", "repacks", "dropped_spans") == (1, 12, 1, 1)
+    assert totals(watched, "evicted_entries") == (60 * 4 - 18 * 4 + 48,)
+    assert totals(watched, *DROPPED) == (2, 1, 3)  # a question, and a span: its slots are its segment's
     harness.flush()
     assert totals(watched, "clears") == (1,)
 
@@ -138,9 +138,9 @@ def test_status_adds_up_and_sorts(watched):
     assert pool.free + pool.compressed + pool.full + pool.private == pool.total == 240
     assert report.gauges.logical_tokens == sum(len(node.key) for node in harness.tree.nodes())
     assert (report.gauges.shared_spans, report.gauges.max_readers_per_span) == (1, 3)
-    assert [(row.tokens, row.slots, row.readers) for row in report.prefixes] == [(57, 18, 3), (26, 8, 0)]
+    assert [(row.tokens, row.slots, row.readers) for row in report.prefixes] == [(61, 19, 3), (30, 9, 0)]
     assert report.totals.compressions == 2
-    assert [row.slots for row in ask(watched, Status(limit=1, sort="tokens"), StatusReport).prefixes] == [18]
+    assert [row.slots for row in ask(watched, Status(limit=1, sort="tokens"), StatusReport).prefixes] == [19]
     for req in readers:
         harness.finish(req)
 
@@ -151,17 +151,17 @@ def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path, bits):
     harness = Harness(num_slots=240, bits=bits)
     with WatchedHarness(ipc_config(tmp_path), harness) as watched:
         reader = harness.run([*DOCUMENT, 1])
-        harness.finish(harness.run(DOCUMENT[:20] + [9] * 8))
+        harness.finish(harness.run(DOCUMENT[:20] + [9] * 5))
         status, tree = ask(watched, Status(), StatusReport), ask(watched, Tree(), TreeReport)
         compressed = [node for node in tree.nodes if node.compressed]
         kept = [ask(watched, Kept(node.id), KeptReport) for node in compressed]
         harness.finish(reader)
     gauges, (segment,) = status.gauges, harness.tree.prefixes.table.packed
-    counts = {part.bits: part.num_entries for part in segment.storage.parts}
+    counts = {part.bits: part.num_entries for part in segment.packed.parts}
     assert counts == segment.entries_by_bits and segment.num_bytes == segment.num_slots * gauges.slot_bytes
     assert counts.keys() == ({16, 8, 4} if bits == "auto" else {16, 8})
     (row,) = status.prefixes
-    assert (row.entries, row.bytes, row.kept) == (counts, segment.num_bytes, sum(counts.values()) / (57 * 4))
+    assert (row.entries, row.bytes, row.kept) == (counts, segment.num_bytes, sum(counts.values()) / (61 * 4))
     assert (gauges.entries_16, gauges.entries_8, gauges.entries_4) == tuple(counts.get(each, 0) for each in (16, 8, 4))
     assert (gauges.span_bytes, gauges.share_of_bytes) == (row.bytes, row.slots / row.tokens)
     assert gauges.share_of_entries == row.kept and len(compressed) == 2
@@ -203,8 +203,8 @@ def test_kept_map_is_the_kept_set(watched):
     (node, span), *_ = harness.tree.spans.items()
     report = ask(watched, Kept(node.id), KeptReport)
     share = np.frombuffer(report.share, np.uint8).reshape(report.num_rows, report.num_bins)
-    assert (report.start, report.end, report.num_bins, report.num_rows) == (0, 56, 56, 4)
-    indptr, positions = span.segment.storage.parts[0].indptr.tolist(), span.segment.storage.positions.tolist()
+    assert (report.start, report.end, report.num_bins, report.num_rows) == (0, 60, 60, 4)
+    indptr, positions = span.segment.packed.parts[0].indptr.tolist(), span.segment.packed.positions.tolist()
     for row in range(4):
         assert np.flatnonzero(share[row]).tolist() == positions[indptr[row] : indptr[row + 1]]
     assert set(np.unique(share)) == {0, 255}
@@ -222,7 +222,7 @@ def test_kept_map_of_a_view_in_the_middle_of_a_segment():
     assert (span.end, span.segment.num_spans) == (30, 3)
     (runs,), exact = span.runs(), kept_share(span, 17)
     for row, (begin, length) in enumerate(zip(runs.starts.flatten(), runs.lens.flatten(), strict=True)):
-        positions = span.segment.storage.positions[begin : begin + length]
+        positions = span.segment.packed.positions[begin : begin + length]
         assert torch.equal(exact[row].nonzero().flatten() + 13, positions.long())
     assert torch.allclose(kept_share(span, 1).flatten(), exact.mean(1))
     with pytest.raises(ValueError, match="between 1 and the span's 17 tokens, got 18"):
@@ -242,7 +242,7 @@ def test_token_ids_need_the_explicit_flag(watched, tmp_path):
         nodes = ask(exposed, Tree(), TreeReport).nodes
         assert {node.namespace for node in nodes} == {"tenant"}
         tokens = [ask(exposed, Tokens(node.id), TokensReport).token_ids for node in nodes]
-        assert tokens == [DOCUMENT[:56], DOCUMENT[56:]]
+        assert tokens == [DOCUMENT]
 
 
 def test_nodes_that_are_gone_and_bugs_are_failures_not_crashes(watched, monkeypatch, caplog):

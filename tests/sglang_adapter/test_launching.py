@@ -45,7 +45,7 @@ def test_a_program_of_sglang_ends_with_the_reasons(monkeypatch, program):
 
 
 def test_any_other_program_gets_the_error_and_its_port_is_not_asked_for(monkeypatch):
-    with pytest.raises(UnsupportedSetupError, match=r"--max-total-tokens: got 10; allowed: an integer >= 288"):
+    with pytest.raises(UnsupportedSetupError, match=r"--max-total-tokens: got 10; allowed: an integer >= 256"):
         start(monkeypatch, "program.py", {}, **OURS, max_total_tokens=10)
     with pytest.raises(ConfigError, match="got 'snapvk'"):
         start(monkeypatch, "program.py", {"policy": "snapvk"}, **OURS)

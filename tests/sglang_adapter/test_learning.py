@@ -125,7 +125,7 @@ def test_weights_learned_from_texts_are_in_use_and_requests_are_as_always():
     cache.learned.weights = learner.solve()
     assert cache_state(cache.harness.tree)["learned_scores"] == {"texts": 1, "recall": None, "is_stale": False}
     cache.ask(document(2), 7, 8, 9)
-    assert cache.spans == [(0, 59)]
+    assert cache.spans == [(0, 63)]
 
 
 def test_no_range_is_scored_before_scores_are_known():
@@ -249,7 +249,7 @@ def test_prefills_alone_give_statistics():
 def test_the_first_prompt_is_compressed_at_once():
     cache = LearnedCache()
     cache.ask(document(2), 7, 8, 9)
-    assert cache.spans == [(0, 59)]
+    assert cache.spans == [(0, 63)]
     cache.ask(document(2), 1, 1, 1)  # diverges inside what is compressed
     cache.harness.check()
 

@@ -12,9 +12,9 @@ from helpers.harness import Harness
 from helpers.long_machine import CONFIG
 from sgl_kvevict.sglang_adapter.cache_details import after_details
 from sgl_kvevict.sglang_adapter.long_prompts import (
+    abort_stuck,
     admission_of,
-    after_admission,
-    after_chunked_prefill,
+    lift_limits,
 )
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
@@ -92,34 +92,19 @@ def test_a_prompt_that_fits_is_not_compressed():
     assert len(scheduler.tree_cache.spans) == 0 and told(scheduler, req) is None
 
 
-def test_the_first_chunks_stay_whole_until_room_is_needed():
+@pytest.mark.parametrize(("length", "share"), [(2 * POOL, 0.3), (4 * POOL, 0.122)])
+def test_chunks_are_compressed_to_what_the_prompt_can_afford_and_at_most_to_the_budget(length, share):
+    """Each as soon as it is in the tree, although slots are ample; those after them find room."""
     scheduler = serve()
-    submit(scheduler, text(3 * POOL))
-    for _ in range(POOL // CHUNK):
+    req = submit(scheduler, text(length))
+    for done in (1, 2, 3):
         scheduler.round()
-    assert len(scheduler.tree_cache.spans) == 0
-    scheduler.round()
-    segments = [span.segment for span in scheduler.tree_cache.spans.values()]
-    assert segments and all(
-        each.num_slots == CONFIG.num_slots(each.end - each.start, each.start, 0.5) for each in segments
-    )
-
-
-def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk_needs():
-    """Of 2.5 times the pool, the last in the order of all chunks; the pool stays full but for a chunk."""
-    scheduler = serve()
-    req = submit(scheduler, text(5 * POOL // 2))
+        segments = list(scheduler.tree_cache.prefixes.table.packed)
+        sizes = [CONFIG.num_slots(CHUNK, number * CHUNK, share) for number in range(done)]
+        assert [segment.num_slots for segment in segments] == sizes
     prefill(scheduler, req)
-    tree = scheduler.tree_cache
-    (joined,) = {span.segment for span in tree.spans.values()}
-    assert joined.num_spans == len(tree.spans) > 10 and joined.is_joined
-    assert tree.read_paths([req]) == (joined.runs(),)
-    assert scheduler.harness.allocator.available_size() < CHUNK
-    before, held = joined.order.keys, joined.num_slots
+    assert scheduler.tree_cache.prefixes.totals.squeezes == 0
     scheduler.harness.finish(req)
-    assert tree.prefixes.resizer.resize([joined], held // 2) == held - held // 2
-    most = before.sort(descending=True).values[: joined.num_entries]
-    assert joined.order.keys.sort(descending=True).values.equal(most) and joined.num_slots == held // 2
 
 
 def test_with_prefill_budget_chunks_shrink_where_slots_are_ample():
@@ -127,10 +112,7 @@ def test_with_prefill_budget_chunks_shrink_where_slots_are_ample():
     req = submit(scheduler, text(210))
     for done in range(1, 11):
         scheduler.round()
-        before = done * CHUNK
-        assert [span.segment.num_slots for span in scheduler.tree_cache.spans.values() if span.is_owner] == (
-            [before // 2] if before else []
-        )
+        assert [segment.num_slots for segment in scheduler.tree_cache.prefixes.table.packed] == [CHUNK // 2] * done
     prefill(scheduler, req)
     assert told(scheduler, req)["kvevict_prefilled_compressed"] == 200
 
@@ -227,8 +209,8 @@ def test_a_turn_that_tries_no_chunk_aborts_nobody():
     idle = SimpleNamespace(batch_to_run=None, running_batch=SimpleNamespace(is_empty=lambda: True))
     beside = SimpleNamespace(batch_to_run=None, running_batch=SimpleNamespace(is_empty=lambda: False))
     admission.is_parked = True
-    after_admission(beside, scheduler)
-    after_admission(idle, scheduler)
+    abort_stuck(beside, scheduler)
+    abort_stuck(idle, scheduler)
     assert scheduler._pending_chunked_abort_req is None
     prefill(scheduler, req)
     assert not scheduler.aborted
@@ -313,7 +295,7 @@ def test_what_cannot_be_served_is_refused_with_the_numbers():
     assert f'with bootstrap_host "2.2.2.2"; allowed: at most {POOL - 7}, because' in scheduler.submit(uncached)
     uncached.positional_embed_overrides = object()
     assert f"with positional_embed_overrides; allowed: at most {POOL - 7}," in scheduler.submit(uncached)
-    assert not scheduler.tree_cache.prefixes.readers[uncached].is_long and scheduler.queue == []
+    assert scheduler.tree_cache.prefixes.readers[uncached].chunk_share is None and scheduler.queue == []
     with_logprobs = harness.request(text(2 * POOL))
     with_logprobs.return_logprob, with_logprobs.logprob_start_len = True, 0
     room = POOL - 2 - 8 - scheduler.plan.slots_at_peak(2 * POOL)
@@ -383,7 +365,7 @@ def lifted(monkeypatch, harness: Harness, *, truncates: bool = False, chunk: int
         max_req_len=POOL - 1,
         max_req_input_len=POOL - 6,
     )
-    after_chunked_prefill(None, scheduler)
+    lift_limits(scheduler)
     return scheduler
 
 

@@ -39,7 +39,7 @@ def test_an_empty_cache_has_all_series_at_zero(harness):
 def test_series_follow_the_cache(harness):
     rng = random.Random(0)
     readers = []
-    for _ in range(60):
+    for _ in range(200):
         req = harness.run(DOCUMENT[: rng.choice([20, 40, 60])] + [rng.randrange(11) for _ in range(12)])
         if req is not None:
             readers.append(req)
@@ -69,7 +69,7 @@ def test_counters_are_written_at_most_once_a_second(harness, monkeypatch):
     monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: 1e9)
     harness.metrics.each_turn()
     before = value("dropped_nodes_total")
-    harness.evict(10)
+    harness.evict(200)
     harness.metrics.each_turn()
     assert value("dropped_nodes_total") == before
     monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: 1e9 + 1)

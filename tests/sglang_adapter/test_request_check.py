@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
@@ -11,7 +12,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from helpers.harness import Harness
 from helpers.scheduling import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing, refusal
+from sgl_kvevict.sglang_adapter.request_check import BEAMS, check, refusal
 
 
 def refusals(custom_params) -> list[str]:
@@ -20,6 +21,7 @@ def refusals(custom_params) -> list[str]:
     tree = Harness(config=config).tree
     reasons = []
     req = SimpleNamespace(
+        beam_group=None,
         origin_input_ids=[1],
         lora_id=None,
         extra_key=None,
@@ -32,7 +34,7 @@ def refusals(custom_params) -> list[str]:
         set_finish_with_abort=lambda reason, _: reasons.append(reason),
     )
     scheduler = SimpleNamespace(tree_cache=tree, model_config=SimpleNamespace(vocab_size=64))
-    before_queueing(scheduler, req)
+    check(scheduler, req)
     assert req.sampling_params.custom_params == (None if reasons else custom_params)
     return reasons
 
@@ -84,7 +86,7 @@ def test_a_refused_request_leaves_nothing_in_the_namespace_that_it_named(monkeyp
     harness, adapter = Harness(), LoRARef().lora_id
     harness.adapters.register(lora_id=adapter, lora_name="adapter")
     req = harness.request([1, 2, 3], adapter)
-    before_queueing(MiniScheduler(harness), req)
+    check(MiniScheduler(harness), req)
     assert req.to_finish is not None
     assert harness.admit(req) and harness.prefill(req) and req not in harness.live
     assert list(harness.tree.nodes()) == []
@@ -92,12 +94,20 @@ def test_a_refused_request_leaves_nothing_in_the_namespace_that_it_named(monkeyp
 
 def test_a_server_with_stock_s_cache_is_left_alone():
     req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={"kvevict": "anything"}))
-    before_queueing(SimpleNamespace(tree_cache=object()), req)
+    check(SimpleNamespace(tree_cache=object()), req)
 
 
-def test_beams_are_refused_by_our_cache_only():
-    assert around_beams(lambda *_: None, SimpleNamespace(tree_cache=Harness().tree), object()) == BEAMS
-    assert around_beams(lambda *_: "stock's", SimpleNamespace(tree_cache=object()), object()) == "stock's"
+def test_beams_are_refused_and_their_group_ends(monkeypatch):
+    monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    harness, coordinator = Harness(), MagicMock()
+    req = harness.request([1, 2, 3])
+    group = req.beam_group = object()
+    coordinator.retire_group.side_effect = lambda req: ended.append(req.beam_group)
+    ended: list[object] = []
+    scheduler = SimpleNamespace(tree_cache=harness.tree, beam_coordinator=coordinator)
+    check(scheduler, req)
+    assert ended == [group] and req.beam_group is None
+    assert req.to_finish.message == BEAMS
 
 
 @pytest.mark.parametrize(
@@ -138,7 +148,7 @@ def test_what_would_end_the_server_is_refused_and_taken_off_the_batch(sampling, 
     req.logprob_start_len = fields.get("logprob_start_len", -1)
     reasons = []
     req.set_finish_with_abort = lambda reason, _: reasons.append(reason)
-    before_queueing(MiniScheduler(harness), req)
+    check(MiniScheduler(harness), req)
     assert len(reasons) == 1 and message in reasons[0]
     left = req.sampling_params
     assert (left.min_new_tokens, left.stop_token_ids, left.max_new_tokens, left.stop_strs) == (0, None, 1, [])

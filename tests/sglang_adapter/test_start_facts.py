@@ -85,10 +85,10 @@ def test_ports_that_are_taken(taken_port, tmp_path):
 
 def test_a_pool_holds_at_least_one_prompt_that_is_compressed():
     config = {"min_prefix_tokens": 100, "tail_tokens": 10}
-    assert reasons(**config) == reasons(flags={"max_total_tokens": "110"}, **config) == []
-    for wrong in (109, "109", "x", ""):
+    assert reasons(**config) == reasons(flags={"max_total_tokens": "100"}, **config) == []
+    for wrong in (99, "99", "x", ""):
         (reason,) = reasons(flags={"max_total_tokens": wrong}, **config)
-        assert reason.startswith(f"--max-total-tokens: got {wrong!r}; allowed: an integer >= 110")
+        assert reason.startswith(f"--max-total-tokens: got {wrong!r}; allowed: an integer >= 100")
 
 
 def test_the_checks_import_neither_sglang_nor_torch():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -42,9 +44,10 @@ def test_a_segment_comes_back_into_another_pool(splittable):
     harness.finish(harness.run([9, 9, 9]))  # so that slots are others
     assert adoption(harness).adopt(record, (None, None))
     harness.check()
-    assert spans(harness) == [(0, 56)]
-    assert cache_state(harness.tree)["span_slots"] == 17 and harness.tree.protected_size() == 0
-    assert_found(harness, [*DOCUMENT[:56], 10, 10, 10], 56)
+    end = 60 if splittable else 56  # what cannot be split ends before the tail
+    assert spans(harness) == [(0, end)]
+    assert cache_state(harness.tree)["span_slots"] == math.ceil(0.3 * end) and harness.tree.protected_size() == 0
+    assert_found(harness, [*DOCUMENT[:end], 10, 10, 10], end)
     again = exported(harness)[0]
     assert torch.equal(again.parts[0].k, record.parts[0].k)
     assert torch.equal(again.parts[0].positions, record.parts[0].positions)
@@ -56,12 +59,12 @@ def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning():
     harness = Harness()
     adoption(harness).adopt(record, (None, None))
     assert_found(harness, [*DOCUMENT[:30], *[9] * 20], 30)
-    assert spans(harness)[:2] == [(0, 30), (30, 46)]
+    assert spans(harness)[:2] == [(0, 30), (30, 50)]
 
 
 def test_turns_come_back_one_after_the_other():
     records = stored([DOCUMENT, TURN], num_slots=240)
-    assert [(record.start, record.end) for record in records] == [(0, 56), (56, 96)]
+    assert [(record.start, record.end) for record in records] == [(0, 60), (60, 100)]
     harness = Harness(num_slots=240)
     assert not adoption(harness).adopt(records[1], (None, None))  # what comes before it is not there
     harness.check()
@@ -69,7 +72,7 @@ def test_turns_come_back_one_after_the_other():
     for record in records:
         assert adoption(harness).adopt(record, (None, None))
         harness.check()
-    assert_found(harness, [*TURN[:96], 10, 10], 96)
+    assert_found(harness, [*TURN, 10, 10], 100)
 
 
 def test_uncompressed_nodes_give_way_under_their_readers():
@@ -79,10 +82,10 @@ def test_uncompressed_nodes_give_way_under_their_readers():
     assert spans(harness) == []
     assert adoption(harness).adopt(record, (None, None))
     harness.check()
-    assert spans(harness) == [(0, 20), (20, 56)]
+    assert spans(harness) == [(0, 20), (20, 60)]
     harness.decode(reader)
     harness.finish(reader)
-    assert_found(harness, [*DOCUMENT[:56], 10], 56)
+    assert_found(harness, [*DOCUMENT, 10], 60)
 
 
 @pytest.mark.parametrize("who", ["a branch", "a reader", "nobody"])
@@ -142,7 +145,7 @@ def test_others_give_way_as_for_any_insertion():
     harness.finish(harness.run([9] * 5 + [8] * 20))
     assert adoption(harness).adopt(record, (None, None))
     harness.check()
-    assert (0, 56) in spans(harness)
+    assert (0, 60) in spans(harness)
     full = Harness(num_slots=24, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
     reader = full.run([9] * 5 + [8] * 5)
     assert not adoption(full).adopt(record, (None, None))
@@ -154,42 +157,23 @@ def test_namespaces_stay_apart():
     (record,) = stored([DOCUMENT], "tenant")
     harness = Harness()
     assert adoption(harness).adopt(record, ("tenant", None))
-    assert_found(harness, [*DOCUMENT[:56], 10], 56, "tenant")
-    assert_found(harness, [*DOCUMENT[:56], 10], 0)
-
-
-def test_a_tail_follows_its_segment():
-    (record,) = stored([DOCUMENT])
-    assert record.tail.tokens.tolist() == DOCUMENT[56:]
-    harness = Harness()
-    into = adoption(harness)
-    assert not into.adopt_tail(record, record.tail, (None, None))  # before its segment
-    harness.check()
-    into.adopt(record, (None, None))
-    assert into.adopt_tail(record, record.tail, (None, None))
-    harness.check()
-    assert not into.adopt_tail(record, record.tail, (None, None))
-    harness.check()
-    assert cache_state(harness.tree)["full_tokens"] == 4
-    assert_found(harness, [*DOCUMENT, 10, 10], 60)
-    several = stored([DOCUMENT[:56] + [i] * 4 for i in range(2)], num_slots=240)
-    assert several[0].tail is None  # no one tail is what all questions share
+    assert_found(harness, [*DOCUMENT, 10], 60, "tenant")
+    assert_found(harness, [*DOCUMENT, 10], 0)
 
 
 def test_a_segment_finds_its_place_among_keys_of_pairs():
     """Of 60 tokens 59 are cached. A prompt that goes on finds the whole segment, another one all but its last token."""
     (record,) = stored([DOCUMENT], keys_are_pairs=True)
-    assert (record.end, record.tokens.tolist(), record.tail.tokens.tolist()) == (55, DOCUMENT[:55], DOCUMENT[55:59])
-    for rest, prefix_len in ((DOCUMENT[55:], 58), ([], 54)):  # 58: with all of its tail but the last token
+    assert (record.end, record.tokens.tolist()) == (59, DOCUMENT[:59])
+    for rest, prefix_len in ((DOCUMENT[59:], 59), ([], 58)):
         harness = Harness(keys_are_pairs=True)
-        assert adoption(harness).adopt(record, (None, None), rest) == 55
+        assert adoption(harness).adopt(record, (None, None), rest) == 59
         assert adoption(harness).adopt(record, (None, None), rest) == 0
-        assert adoption(harness).adopt_tail(record, record.tail, (None, None), rest) == bool(rest)
         harness.check()
-        assert_found(harness, [*DOCUMENT[:59], 10, 10], prefix_len)
+        assert_found(harness, [*DOCUMENT, 10, 10], prefix_len)
     plain = Harness()
-    assert adoption(plain).adopt(record, (None, None)) == 55  # of a server whose keys are tokens
-    assert_found(plain, [*DOCUMENT[:55], 10], 55)
+    assert adoption(plain).adopt(record, (None, None)) == 59  # of a server whose keys are tokens
+    assert_found(plain, [*DOCUMENT[:59], 10], 59)
 
 
 def test_an_adopted_segment_is_squeezed_and_dropped_like_any_other():

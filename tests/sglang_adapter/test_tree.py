@@ -18,12 +18,12 @@ def spans(harness):
     return sorted((s.start, s.end) for s in harness.tree.spans.values())
 
 
-def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
+def test_prompt_is_compressed_and_takes_exactly_its_budget():
     harness = Harness()
     req = harness.run(DOCUMENT)
-    assert spans(harness) == [(0, 56)]
-    assert cache_state(harness.tree)["span_slots"] == 17  # ceil(0.3 * 56)
-    assert harness.tree.protected_size() == 6 + 4  # what it can be squeezed into, and the tail
+    assert spans(harness) == [(0, 60)]
+    assert cache_state(harness.tree)["span_slots"] == 18  # 0.3 * 60
+    assert harness.tree.protected_size() == 6  # what it can be squeezed into
     harness.decode(req)
     harness.finish(req)
     assert harness.tree.evictable_size() == harness.num_slots - harness.allocator.available_size()
@@ -54,7 +54,7 @@ def test_divergence_inside_a_span_splits_it_without_copying():
     harness.finish(harness.run(DOCUMENT))
     free = harness.allocator.available_size()
     other = harness.run(DOCUMENT[:2] + [9] * 30)
-    assert spans(harness) == [(0, 2), (2, 28), (2, 56)]
+    assert spans(harness) == [(0, 2), (2, 32), (2, 60)]
     assert cache_state(harness.tree)["segments"] == 2
     harness.finish(other)
     again = harness.run([*DOCUMENT, 4])
@@ -67,7 +67,7 @@ def test_dropping_the_lower_half_gives_its_slots_back():
     harness.finish(harness.run(DOCUMENT))
     header = harness.run(DOCUMENT[:10] + [9] * 3)
     before = harness.allocator.available_size()
-    released = harness.evict(1)  # the uncompressed tail is the least recently used leaf
+    released = harness.evict(1)
     while released and len(harness.tree.spans) == 2:
         released = harness.evict(1)
     assert spans(harness) == [(0, 10)]
@@ -101,9 +101,9 @@ def test_a_request_in_the_middle_of_its_prefill_moves_along():
     harness.admit(first)
     harness.prefill(first, 30)
     second = harness.run([*DOCUMENT[:30], 8, 8])  # reads the 30 tokens that the first has inserted so far
-    assert spans(harness) == [(0, 28)]
+    assert spans(harness) == [(0, 30), (30, 32)]
     harness.prefill(first)
-    assert spans(harness) == [(0, 28), (28, 30), (30, 56)]
+    assert spans(harness) == [(0, 30), (30, 32), (30, 60)]
     assert cache_state(harness.tree) | {"segments": 2, "pending_ranges": 0} == cache_state(harness.tree)
     for req in (first, second):
         harness.decode(req)
@@ -122,7 +122,7 @@ def test_a_request_that_was_admitted_but_not_begun_moves_along():
     harness.admit(waiting)
     assert spans(harness) == [] and waiting.prefix_len == 60
     harness.finish(exact)
-    assert spans(harness) == [(0, 56)]
+    assert spans(harness) == [(0, 60)]
     harness.prefill(waiting)
     harness.decode(waiting)
 
@@ -139,7 +139,7 @@ def test_a_request_that_reads_exactly_finds_and_leaves_nothing_compressed():
     harness.decode(exact)  # the harness checks that it reads no span
     assert len(list(harness.tree.nodes())) == nodes
     harness.finish(exact)
-    assert len(list(harness.tree.nodes())) == nodes and spans(harness) == [(0, 56)]
+    assert len(list(harness.tree.nodes())) == nodes and spans(harness) == [(0, 60)]
 
 
 def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
@@ -156,7 +156,7 @@ def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
     assert spans(harness) == []
     harness.decode(other)
     harness.finish(other)
-    assert spans(harness) == [(0, 56)]
+    assert spans(harness) == [(0, 60)]
 
 
 def test_chunked_prefill_compresses_once_at_the_end():
@@ -173,7 +173,7 @@ def test_max_new_tokens_zero_still_compresses():
     req.sampling_params.max_new_tokens = 1
     harness.admit(req)
     harness.prefill(req)
-    assert not harness.live and spans(harness) == [(0, 56)]
+    assert not harness.live and spans(harness) == [(0, 60)]
 
 
 def test_next_turn_compresses_the_answer_of_the_last():
@@ -184,7 +184,7 @@ def test_next_turn_compresses_the_answer_of_the_last():
     answer = list(first.output_ids)
     harness.finish(first)
     second = harness.run(DOCUMENT + answer[:-1] + [9] * 10)
-    assert max(end for _, end in spans(harness)) == 60 + 5 + 10 - 4
+    assert max(end for _, end in spans(harness)) == 60 + 5 + 10
     harness.decode(second)
 
 
@@ -206,9 +206,9 @@ def test_policy_none_is_stock():
 def test_budget_one_keeps_everything():
     harness = Harness(config=KVEvictConfig(budget=1.0, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6))
     req = harness.run(DOCUMENT)
-    assert cache_state(harness.tree)["span_slots"] == 56
+    assert cache_state(harness.tree)["span_slots"] == 60
     (path,) = harness.tree.read_paths([req])
-    assert path[0].lens.eq(56).all()
+    assert path[0].lens.eq(60).all()
 
 
 class TestUnsplittable:

@@ -12,12 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from helpers.host import check_host
 from helpers.stored import MIN_PREFIX, SHADOW, assert_same, identity, record, tokens
-from sgl_kvevict.copies import CopiedTail
 from sgl_kvevict.store.host import HostSegments
 
 OURS = identity()
 NAMES = OURS.namespace(None, None)
-TAIL = CopiedTail(torch.tensor([1, 2, 3]), torch.rand(2, 3, 2, 4), torch.rand(2, 3, 2, 4))
 CPU = torch.device("cpu")
 
 
@@ -34,13 +32,12 @@ def found(segments: HostSegments, path, namespace=NAMES):
 def test_every_field_comes_back(dtype, block_bytes):
     own = identity(dtype=dtype)
     names, path = own.namespace("tenant", "salt"), tokens(40)
-    rows = {name: torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])) for name in ("k", "v")}
-    extra = {
-        "tail": CopiedTail(torch.tensor([1, 2, 3]), **rows),
-        "shadow": SHADOW,
-    }
     segments = host(20_000 // block_bytes, block_bytes, own)
-    for ours in (record(own, names, path), record(own, names, path, start=20), record(own, names, path[:30], **extra)):
+    for ours in (
+        record(own, names, path),
+        record(own, names, path, start=20),
+        record(own, names, path[:30], shadow=SHADOW),
+    ):
         assert segments.put(ours, names) > 0
         check_host(segments)
         assert_same(segments.get(ours.key), ours)
@@ -77,7 +74,7 @@ def test_neighbouring_blocks_are_one_copy(more):
     for number in (3, 1):  # their blocks are free, those between are not
         assert segments.delete(ours[number].key)
     segments.largest = lambda number: number
-    large = record(OURS, NAMES, tokens(44, seed=7), seed=7, tail=TAIL)
+    large = record(OURS, NAMES, tokens(44, seed=7), seed=7, shadow=SHADOW)
     with Copies() as copies:
         assert segments.put(large, NAMES) > 0
     check_host(segments)

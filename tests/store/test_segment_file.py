@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from helpers.stored import SHADOW, assert_same, completed, identity, record, sealed, tokens, with_rows
 from kvevict_kernels.row_codec import GROUP as ROW_GROUP
 from kvevict_kernels.row_codec import WIDTHS, row_bytes
-from sgl_kvevict.copies import CopiedRows, CopiedShadow, CopiedTail
+from sgl_kvevict.copies import CopiedRows, CopiedShadow
 from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import SegmentRecord, decode_segment, encode_segment
 from sgl_kvevict.store.identity import FORMAT_VERSION, GROUP
@@ -23,29 +23,24 @@ SPACE = OWN.namespace(None, None)
 RECORD = record(OWN, SPACE, tokens(40))
 K, V, POSITIONS, KEEP_LENS = (getattr(RECORD.parts[0], name) for name in ("k", "v", "positions", "keep_lens"))
 
-
-TAIL = CopiedTail(torch.arange(3), torch.ones(2, 3, 2, 4), torch.zeros(2, 3, 2, 4))
-
 DRAFT = identity(model="dd" * 32, num_layers=1, num_kv_heads=3, head_dim=6, own_value_dim=6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_what_is_read_is_what_was_written(dtype):
-    tail = dataclasses.replace(TAIL, k=TAIL.k.to(dtype), v=TAIL.v.to(dtype))
     own = identity(dtype=str(dtype))
-    ours = dataclasses.replace(with_rows(RECORD, k=K.to(dtype), v=V.to(dtype)), tail=tail, identity=own.digest)
+    ours = dataclasses.replace(with_rows(RECORD, k=K.to(dtype), v=V.to(dtype)), identity=own.digest)
     assert_same(ours, decode_segment(encode_segment(ours), ours.key, own))
 
 
 def test_latents_are_stored_as_keys_alone():
     own = identity(own_value_dim=0)
-    tail = dataclasses.replace(TAIL, v=TAIL.v[..., :0])
-    ours = dataclasses.replace(with_rows(RECORD, v=V[:, :0]), tail=tail, identity=own.digest)
+    ours = dataclasses.replace(with_rows(RECORD, v=V[:, :0]), identity=own.digest)
     got = decode_segment(encode_segment(ours), ours.key, own)
     assert_same(ours, got)
     assert got.after(20).parts[0].v.shape == (int((POSITIONS >= 20).sum()), 0)
-    with pytest.raises(CorruptSegmentError, match=r"tail\.v: got"):
-        decode_segment(encode_segment(dataclasses.replace(ours, tail=TAIL)), ours.key, own)
+    with pytest.raises(CorruptSegmentError, match=r"parts\.0\.v: got"):
+        decode_segment(encode_segment(with_rows(ours, v=V)), ours.key, own)
 
 
 def in_two_widths() -> SegmentRecord:
@@ -100,22 +95,17 @@ def test_evicted_entries_are_a_group_of_their_own():
 
 def test_the_largest_segment_of_a_name_has_as_many_bytes_as_one_may():
     """All entries, with everything that goes with them."""
-    path, num_tail, num_shadow = tokens(4000), 500, 3 * 4000
-    tail = CopiedTail(
-        torch.arange(num_tail),
-        *(torch.zeros(2, num_tail, 2, 4) for _ in "kv"),
-        *(torch.zeros(1, num_tail, 3, 6) for _ in "kv"),
-    )
+    path, num_shadow = tokens(4000), 3 * 4000
     shadow = CopiedShadow(
         torch.full((1, 3), 4000, dtype=torch.int32),
         torch.arange(4000, dtype=torch.int32).repeat(3),
         *(torch.zeros(num_shadow, 6) for _ in "kv"),
         torch.zeros(num_shadow),
     )
-    ours = completed(record(OWN, SPACE, path, tail=tail, shadow=shadow))
+    ours = completed(record(OWN, SPACE, path, shadow=shadow))
     data = encode_segment(ours, DRAFT.digest)
     assert_same(ours, decode_segment(data, ours.key, OWN, DRAFT))
-    most = most_bytes(ours.key, num_tail, OWN, DRAFT)
+    most = most_bytes(ours.key, OWN, DRAFT)
     assert len(data) <= most < len(data) + 2 * MAX_HEADER_BYTES
 
 
@@ -167,13 +157,10 @@ def test_rows_of_a_draft_model_are_read_by_servers_with_that_model(dtype):
     draft = dataclasses.replace(DRAFT, dtype=str(dtype))
     rows = dataclasses.replace(SHADOW, k=SHADOW.k.to(dtype), v=SHADOW.v.to(dtype))
     ours = dataclasses.replace(RECORD, shadow=rows)
-    of_tail = {name: torch.ones(1, 3, 3, 6).to(dtype) for name in ("draft_k", "draft_v")}
-    for plain, full in ((RECORD, ours), *((dataclasses.replace(each, tail=TAIL) for each in (RECORD, ours)),)):
-        full = full if full.tail is None else dataclasses.replace(full, tail=dataclasses.replace(TAIL, **of_tail))
-        data = encode_segment(full, draft.digest)
-        assert_same(full, decode_segment(data, ours.key, OWN, draft))
-        for other in (dataclasses.replace(draft, model="ee" * 32), None):
-            assert_same(plain, decode_segment(data, ours.key, OWN, other))
+    data = encode_segment(ours, draft.digest)
+    assert_same(ours, decode_segment(data, ours.key, OWN, draft))
+    for other in (dataclasses.replace(draft, model="ee" * 32), None):
+        assert_same(RECORD, decode_segment(data, ours.key, OWN, other))
     assert read_header(data)["draft"] == draft.digest
     without = encode_segment(RECORD, draft.digest)
     assert read_header(without)["draft"] == "" and "shadow.k" not in read_header(without)["tensors"]
@@ -220,13 +207,10 @@ def test_rows_of_a_draft_model_that_do_not_fit_together_are_refused(monkeypatch,
         decode_segment(encode_segment(ours, DRAFT.digest), ours.key, OWN, DRAFT)
 
 
-@pytest.mark.parametrize(
-    "missing", ["shadow.k", "shadow.", "tail.draft_k", "tail.draft_", "tail.k", "parts.0.v", "tokens"]
-)
+@pytest.mark.parametrize("missing", ["shadow.k", "shadow.", "parts.0.v", "tokens"])
 def test_a_file_has_all_of_what_it_has(missing):
-    """The draft model's rows, also of the tail, or none."""
-    tail = dataclasses.replace(TAIL, draft_k=torch.ones(1, 3, 3, 6), draft_v=torch.zeros(1, 3, 3, 6))
-    payload = encode_segment(dataclasses.replace(RECORD, shadow=SHADOW, tail=tail), DRAFT.digest)[PREFIX_BYTES:]
+    """All of the draft model's rows that it says it has, too."""
+    payload = encode_segment(dataclasses.replace(RECORD, shadow=SHADOW), DRAFT.digest)[PREFIX_BYTES:]
     fields = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])["__metadata__"]
     tensors = load(payload)
     decode_segment(sealed(save(tensors, fields)), RECORD.key, OWN, DRAFT)
@@ -340,23 +324,6 @@ def test_an_entry_with_two_widths_is_refused():
         decode_segment(encode_segment(twice), key, own)
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"v": None}, "tensors: got"),
-        ({"tokens": torch.arange(2)}, "tail.[kv]: got"),
-        ({"tokens": torch.arange(0)}, "tail.tokens: got 0"),
-        ({"tokens": torch.arange(3).int()}, "tail.tokens: got torch.int32"),
-        ({"k": TAIL.k.half()}, "[kv]: got"),
-        ({"v": TAIL.v[:1]}, "tail.v: got"),
-    ],
-)
-def test_a_tail_that_does_not_fit_is_refused(changes, what):
-    tail = dataclasses.replace(TAIL, **changes)
-    with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(encode_segment(dataclasses.replace(RECORD, tail=tail)), RECORD.key, OWN)
-
-
 @pytest.mark.parametrize("bounds", ["40-40", "41-40", "0-67108865", "0-41", "0", "-1-40"])
 def test_bounds_that_do_not_fit_are_refused(bounds):
     key = f"{'ab' * 32}-{bounds}"
@@ -369,7 +336,8 @@ def test_bounds_that_do_not_fit_are_refused(bounds):
     [
         (b"", "not a segment"),
         (pickle.dumps({"k": 1}) * 20, "not a segment"),
-        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 5"),
+        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 6; expected 5"),
+        (sealed(b"", version=4), "version: got 4; expected 5"),  # it may have an uncompressed tail
         (sealed(b"", length=1 << 63), "length: got 0"),
         (sealed(b""), "header: got 0"),
         (sealed((1 << 63).to_bytes(8, "little") + b"{}"), "header: got"),

@@ -202,7 +202,8 @@ def test_a_name_lists_the_newest_segment(backend):
     for order in ((short, long), (long, short)):
         for each in order:
             store.put(each, SPACE)
-        assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(order[1].key, True))
+        known = 97 if order[1] is short else 96  # whole blocks of the short one are the same: maybe the rest, too
+        assert store.find(path[:97], SPACE)[0] == (known, IndexEntry(order[1].key, True))
         assert store.find(path, SPACE)[0] == (160, IndexEntry(long.key, True))
     store.delete(short.key)
     store.put(long, SPACE)

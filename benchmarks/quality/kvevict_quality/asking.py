@@ -73,7 +73,7 @@ def ask_all(server: RunningServer, prompts: Prompts, sample: Sample, context_ids
 
 
 def ask_aware(
-    server: RunningServer, prompts: Prompts, sample: Sample, context_ids: list[int], tail_tokens: int
+    server: RunningServer, prompts: Prompts, sample: Sample, context_ids: list[int]
 ) -> tuple[list[str], Prepared]:
     """Answers to all questions of a sample, each in one prompt with the context, which is compressed before the answer.
 
@@ -86,13 +86,12 @@ def ask_aware(
         prompts: of its tokenizer.
         sample: context and questions.
         context_ids: token ids of the context.
-        tail_tokens: of each prompt, that the server leaves uncompressed.
 
     Returns:
         Answers, and what a prompt takes in the mean.
 
     Raises:
-        RuntimeError: not every prompt was compressed up to its tail.
+        RuntimeError: not every prompt was compressed.
     """
     flush(server)
     asked = [context_ids + prompts.question_ids(sample, question) for question in sample.questions]
@@ -107,11 +106,9 @@ def ask_aware(
     seconds = time.perf_counter() - begin
     state = plugin_state(server)
     tokens = sum(map(len, asked))
-    expected = tokens - tail_tokens * len(asked)
-    if state is None or state["span_tokens"] != expected:
-        raise RuntimeError(f"{len(asked)} prompts of {tokens} tokens: {expected} were to be compressed, got {state}")
-    slots = int(state["span_slots"]) + tail_tokens * len(asked)
-    return answers, Prepared(tokens // len(asked), slots // len(asked), seconds)
+    if state is None or state["span_tokens"] != tokens:
+        raise RuntimeError(f"{len(asked)} prompts of {tokens} tokens were to be compressed, got {state}")
+    return answers, Prepared(tokens // len(asked), int(state["span_slots"]) // len(asked), seconds)
 
 
 def generate(server: RunningServer, ids: Sequence[int], max_new_tokens: int, namespace: str | None = None) -> list[int]:

@@ -34,7 +34,7 @@ class Point:
         model: folder's name.
         bits: as configured: "auto", "4", "8" or "16".
         budget: as configured; 1.0 is the full cache.
-        bytes_share: bytes held over those of the full cache, the uncompressed tails included.
+        bytes_share: bytes held over those of the full cache.
         questions: of all tasks.
         share: of the full cache's score over all questions.
         error: standard error of ``share``, of the same questions.

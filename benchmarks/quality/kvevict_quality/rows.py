@@ -30,7 +30,7 @@ class Row:
         score: mean over the questions of the share of right values; fidelity: top-1 agreement.
         kl: fidelity only: mean Kullback-Leibler divergence from the full cache over a continuation, nats.
         context_tokens, slots: means over the contexts: logical tokens, and token slots held for them (all entries
-            of all layers and heads count, the uncompressed tail too). Aware: of the prompts, question included.
+            of all layers and heads count). Aware: of the prompts, question included.
         prepare_s, answer_s: seconds per context until it was compressed, and for all its questions. Aware: 0, and all.
         model, dtype, seed: of the run.
         versions: of the engine.

@@ -131,7 +131,7 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
         sample = make_sample(task, tokens, plan.seed, index, plan.prompts.count)
         ids = plan.prompts.context_ids(sample)
         if setup.aware and setup.policy != FULL:  # a full cache answers the same either way
-            answers, prompt = ask_aware(server, plan.prompts, sample, ids, setup.tail_tokens)
+            answers, prompt = ask_aware(server, plan.prompts, sample, ids)
             sums.prepared.append(replace(prompt, seconds=0.0))
             sums.answer_s += prompt.seconds
             sums.answered(sample.questions, answers)

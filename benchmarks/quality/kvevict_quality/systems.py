@@ -55,11 +55,6 @@ class Setup:
         return "-".join([self.policy, *self.options_text.split(), f"{self.budget:g}", *aware])
 
     @property
-    def tail_tokens(self) -> int:
-        """Last tokens of a prompt that its server leaves uncompressed."""
-        return self.config.tail_tokens
-
-    @property
     def config(self) -> KVEvictConfig:
         """Of its server, options of the policy included."""
         return KVEvictConfig.model_validate(self._config())

@@ -79,7 +79,7 @@ def stock(num_slots: int, *, strategy: EvictionStrategy | None = None, host: flo
 def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0) -> TreeServer:
     """Our tree; ``bits`` None: nothing is compressed. Which entries are kept is random: no model is asked.
 
-    Lengths of the configuration are the defaults, in units: a tail of one, sinks of none, segments of four.
+    Lengths of the configuration are the defaults, in units: a protected tail of one, sinks of none, segments of four.
     """
     params = _params(num_slots)
     geometry = KVGeometry(1, 1, 1, 128, num_slots + 1)

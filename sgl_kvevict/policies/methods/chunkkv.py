@@ -27,8 +27,8 @@ class ChunkSelector(Selector):
 
     Source: ChunkKV (arXiv 2502.00299), Alg. 1.
     Differs: Algorithm 1 lays chunks over the window too, can store its tokens twice, and leaves ``budget mod
-        chunk_length`` entries empty; here every token is stored once, and the next best chunks fill the budget. The
-        tail's scores are in no chunk.
+        chunk_length`` entries empty; here every token is stored once, and the next best chunks fill the budget. Tokens
+        that every head keeps are in no chunk.
     """
 
     options: ChunkKV

@@ -45,7 +45,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         spans=len(readers),
         segments=len(owned),
         dead_entries=sum(segment.num_entries - segment.num_live_entries for segment in owned),
-        pending_ranges=len(prefixes.table.wanted),
+        pending_ranges=len(prefixes.table.open),
         shared_spans=sum(count > 1 for count in readers),
         readers=sum(readers),
         readers_per_span=sum(readers) / max(len(readers), 1),

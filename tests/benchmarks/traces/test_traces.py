@@ -72,7 +72,7 @@ def test_with_memory_for_all_every_system_finds_all(system):
     assert (totals.requests, totals.prompt) == (most.requests, most.prompt)
     assert totals.pool == most.pool and totals.host == 0
     assert totals.prefill_s == pytest.approx(most.prefill_s)
-    # A prompt is compressed to a fifth at once, without its tail.
+    # A prompt is compressed to a fifth at once.
     least, largest = (0.2, 0.3) if system.name.startswith("ours") else (1, 1)
     assert least <= totals.kept.num_bytes / most.kept.num_bytes <= largest
 
