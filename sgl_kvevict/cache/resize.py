@@ -217,30 +217,35 @@ class Resizer:
     def _gain(self, opened: OpenRange, nodes: Sequence[Node], start: int, locked: set[Node]) -> int | None:
         """Token slots that others can have, and could not before, once a range's nodes have shrunk as far as they may.
 
-        None: they are not compressed when slots are short. That is also so if few of them have readers: the others can
-        be dropped, and all slots of the segment would be locked.
+        None: they are not compressed when slots are short.
         """
         if not self.is_long_enough(length_of(nodes)) or not (opened.order is not None or self._can_rank(opened)):
             return None
         if nodes[0] not in locked and self._tree.num_locks(nodes[0]):
             return None
-        num_locked = sum(len(node.key) for node in nodes if node in locked)
-        least = 0
-        for group in self._groups(nodes):
-            least += self.least_slots(length_of(group), start)
+        num_reclaimable = 0
+        for group in self._groups(nodes, start, locked):
+            num_locked = sum(len(node.key) for node in group if node in locked)
+            num_reclaimable += max(num_locked - self.least_slots(length_of(group), start), 0)
             start += length_of(group)
-        return None if 0 < num_locked < least else max(num_locked - least, 0)
+        return num_reclaimable
 
-    def _groups(self, nodes: Sequence[Node]) -> list[list[Node]]:
+    def _groups(self, nodes: Sequence[Node], start: int, locked: set[Node]) -> list[list[Node]]:
         """Consecutive nodes by the segments that they become: one, if it can be split.
 
-        Segments that cannot be split end where prompts branch off, or a running request's path ends.
+        Segments that cannot be split end where prompts branch off, or a running request's path ends. When slots are
+        short (``locked``: nodes with readers), so does one whose locked nodes hold fewer tokens than the whole would
+        take slots, as the first tokens of a chat template: a reader locks all slots of a segment.
         """
+        least = self.least_slots(length_of(nodes), start)
+        has_few_locked = length_of([node for node in nodes if node in locked]) < least
         groups = [[nodes[0]]]
         for node in nodes[1:]:
             above = groups[-1][-1]
-            is_end = len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node)
-            if is_end and not self._compressor.splittable:
+            is_end = has_few_locked and above in locked and node not in locked
+            if not self._compressor.splittable:
+                is_end |= len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node)
+            if is_end:
                 groups.append([])
             groups[-1].append(node)
         return groups
@@ -280,12 +285,13 @@ class Resizer:
         if self._readers.movable(nodes[0]) is None:
             return None
         is_short = occasion is Occasion.SHORT
-        if is_short and self._gain(opened, nodes, start, set(self._readers.movable_nodes())) is None:
+        locked = set(self._readers.movable_nodes()) if is_short else set()
+        if is_short and self._gain(opened, nodes, start, locked) is None:
             return 0
         # A ranking beside the scheduler's stream reads slots that another range with the same beginning would release.
         if not is_short and (self._is_early(opened) or (not opened.is_launched and self._is_early_at(nodes[0]))):
             return 0
-        groups = self._groups(nodes)
+        groups = self._groups(nodes, start, locked)
         if not self._has_order(opened, groups, start, end):
             self._table.close(last)
             return 0
@@ -306,7 +312,7 @@ class Resizer:
         If the range becomes several segments, each is ranked by itself when it is written.
         """
         if len(groups) > 1:
-            return self._can_rank(opened)
+            return opened.order is not None or self._can_rank(opened)
         order, num_slots = opened.order, self._config.num_slots(end - start, start, opened.share)
         if order is not None and (order.start, order.end) != (start, end):  # its beginning was compressed meanwhile
             opened.order = None if self._can_rank(opened) else order.within(start, end)
@@ -326,8 +332,10 @@ class Resizer:
         for group in groups:
             num_tokens = length_of(group)
             num_slots, order = self._config.num_slots(num_tokens, start, opened.share), opened.order
-            if len(groups) > 1:
+            if len(groups) > 1 and self._can_rank(opened):
                 order = self._rank(group, start, opened.prompt)
+            elif order is not None:
+                order = order.within(start, start + num_tokens)
             num_freed = self._make(group, start, num_slots, order, opened.prompt)
             if num_freed is None:
                 break

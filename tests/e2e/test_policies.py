@@ -24,6 +24,7 @@ from helpers.policy_serving import CONFIG, ENV, FLAGS, Served, assert_nothing_is
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
 from sgl_kvevict.cli.inspect import ask_node, ask_snapshot, asked
+from sgl_kvevict.config import LEAST_SHARE_OF_16_BITS
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy, list_policies
 
@@ -130,7 +131,9 @@ def dense_share(model: Path, case: Case, document: list[int], start: int, end: i
     policy = build_policy(case.policy, case.options)
     assert policy is not None
     total = math.ceil(Fraction(str(case.budget)) * num_tokens) * 12
-    selection = decide(policy, show, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4, 32).selection
+    least = math.ceil(LEAST_SHARE_OF_16_BITS * num_tokens)
+    num_last = (least - 4) // 2  # see Compressor.protected
+    selection = decide(policy, show, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4, num_last).selection
     runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
     inside = (selection.indices >= start) & (selection.indices < end)
     cells = runs[inside] * num_bins + (selection.indices[inside].long() - start) * num_bins // (end - start)

@@ -51,7 +51,8 @@ def comes_back(server, num_others=14):
     generate(server, DOCUMENT, 0)
     before = generate(server, PROMPTS[0], NEW_TOKENS)
     for seed in range(20, 20 + num_others):
-        generate(server, numbers(seed, 900), 1)
+        # Their answers stay uncompressed, as the document's: else they would go first, because they would come back.
+        generate(server, numbers(seed, 900), 20)
     moved = idle_state(server)["moved_in_tokens"]
     after = generate(server, PROMPTS[0], NEW_TOKENS)
     assert idle_state(server)["moved_in_tokens"] >= moved + 384
@@ -112,7 +113,7 @@ def test_answers_over_a_compressed_document_are_the_same(server, plain, speculat
         found, infos = answers(server)
         assert found == plain["compressed"]
         state = assert_all_slots_are_back(server)
-        assert state["span_slots"] == 77 and state["max_sharers"] >= 2  # ceil(0.2 * 384)
+        assert state["span_slots"] == 80 and state["max_sharers"] >= 2  # 0.2 * 400
         assert all(info["spec_accept_length"] >= least_accepted for info in infos)
         assert [info["cached_tokens"] for info in infos][: len(PROMPTS) - 1] >= [400] * (len(PROMPTS) - 1)
 
@@ -142,7 +143,7 @@ def test_several_answers_and_grammars(server):
 
 def test_sampled_and_greedy_requests_of_one_batch(server, plain):
     """Limits on the sampled tokens; ``top_k`` 1 is greedy, although the batch is sampled."""
-    # After exact requests the document may be gone, and the prompt compressed as a whole: 391 tokens instead of 384.
+    # After exact requests the document may be gone, and the prompt compressed as a whole: 407 tokens instead of 400.
     server.post("/flush_cache?timeout=60")
     answers(server)  # the document again, and drafts that are right
     samplings = [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 5, "top_p": 0.8}, {"temperature": 0}]

@@ -139,12 +139,12 @@ def test_ranks_load_their_parts_of_a_prefix_after_a_restart(start, tiny_llama, t
         reply = generate(server, question, 12)
         report = CacheReport.of(reply["meta_info"])
         answers.append((reply["output_ids"], reply["meta_info"]["cached_tokens"], report.compressed))
-        assert (report.storage if number else report.device) >= 384 == report.compressed.num_tokens
+        assert (report.storage if number else report.device) >= 400 == report.compressed.num_tokens
         assert 0.15 < report.compressed.share < 0.6
         state = assert_all_slots_are_back(server)
         assert state["loaded_segments"] == number
         while len(list((tmp_path / "store").rglob("segments/*/*"))) < 2:
             time.sleep(0.1)
         server.stop(grace_s=0)
-    assert answers[0] == answers[1] and answers[1][1] >= 384
+    assert answers[0] == answers[1] and answers[1][1] >= 400
     assert len(list((tmp_path / "store").rglob("identity.json"))) == 2  # each rank has its own
