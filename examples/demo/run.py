@@ -46,8 +46,8 @@ from sgl_kvevict.errors import KVEvictError
 
 POOL_SLOTS = 3300
 """The least: the uncompressed document with eight questions and answers. The model's context sets the most."""
-OTHER_SLOTS = 70 + HELD_TOKENS
-"""Token slots of the requests beside the document and the log: two short questions, and what is generated."""
+OTHER_SLOTS = 20 + HELD_TOKENS // 2
+"""Token slots beside the document and the log: a short question, and what was generated, which is a little or all."""
 POLL_S = 0.1
 COMPRESSED_WITHIN_S = 60.0
 ANSWER_COLUMNS = 16
@@ -179,9 +179,8 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
         ask_about(server, screen, tokens, Reading(budget, slots))
         state = plugin_state(server) or {}
         screen.doing("prefill of a log, which needs slots while another request reads the handbook")
-        compressed = int(state["span_tokens"])
-        room = (config.num_slots(compressed, share=above_least) + config.num_slots(compressed, share=least)) // 2
-        log = log_of(server, pool_slots - (tokens - compressed) - room - OTHER_SLOTS) + question_text(LOG_QUESTION)
+        room = (config.num_slots(tokens, share=above_least) + config.num_slots(tokens, share=least)) // 2
+        log = log_of(server, pool_slots - room - OTHER_SLOTS) + question_text(LOG_QUESTION)
         with ExitStack() as log_is_read:
             with reading(server, prefix_text() + question_text(BRANCH_QUESTIONS[0])):
                 pressing = log_is_read.enter_context(reading(server, log, options=EXACT))
@@ -204,7 +203,6 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
     console.print(NEXT)
     return {
         "prefix_tokens": tokens,
-        "compressed_tokens": compressed,
         "dial": [each.figures() for each in screen.readings if each is not last],
         "complete": last.figures(),
         "answers": len(BRANCH_QUESTIONS),

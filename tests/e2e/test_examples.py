@@ -69,8 +69,7 @@ def test_demo(server, monkeypatch):
     figures = demo.run(server, Console(file=shown, width=120), 0.2, POOL)
     (whole, fifth, least), complete = figures["dial"], figures["complete"]
     assert whole["slots"] == figures["prefix_tokens"] and (whole["share_of_entries"], whole["bits"]) == (1, 16)
-    tail = figures["prefix_tokens"] - figures["compressed_tokens"]
-    assert [round((each["slots"] - tail) / figures["compressed_tokens"], 3) for each in (fifth, least)] == [0.2, 0.05]
+    assert [round(each["slots"] / figures["prefix_tokens"], 3) for each in (fifth, least)] == [0.2, 0.05]
     right = [each["right_answers"] for each in (whole, fifth, complete)]
     assert [*right, figures["answers"], figures["sharers"]] == [8] * 5
     assert 0 <= least["right_answers"] <= 8 and least["share_of_entries"] < fifth["share_of_entries"] < 1
