@@ -102,7 +102,7 @@ class KVEvictConfig(BaseModel):
         default="auto",
         description="bits of a number in compressed prefixes. auto: before an entry is evicted, all get 8, then most "
         "get 4; where 8 and 4 cannot be read all keep 16 (the log at start says why). 16, 8 or 4: all have that "
-        "many, but the first tokens (`sink_tokens`) always 16 (docs/design.md#packing)",
+        "many, but the first tokens (`sink_tokens`) always 16 (docs/design/prefix.md#packing)",
         json_schema_extra={"allowed": "'auto', 16, 8 or 4"},
     )
     min_budget: float | None = Field(
@@ -164,7 +164,8 @@ class KVEvictConfig(BaseModel):
         default=None,
         ge=0,
         description="host memory of each rank, allocated at start, for what the pool drops or evicts: it comes back by "
-        "a copy. null: all ranks together take at most a quarter of the free memory (docs/design.md#host-memory)",
+        "a copy. null: all ranks together take at most a quarter of the free memory "
+        "(docs/design/prefix.md#host-memory)",
         json_schema_extra={
             "allowed": "null (twice the pool), 0 (off), or an amount like 64MiB, 40GB or a number of bytes"
         },

@@ -194,7 +194,7 @@ def test_the_supported_versions_of_sglang_are_the_same_everywhere(project: dict[
     assert pins()["sglang"] == newest
     allowed = f"sglang=={newest}" if first == newest else f"sglang>={first},<={newest}"
     assert project["project"]["optional-dependencies"]["gpu"] == [allowed]
-    for name in ("README.md", "CHANGELOG.md", "docs/design.md"):
+    for name in ("README.md", "CHANGELOG.md", "docs/design.md", "docs/design/sglang.md"):
         assert f"SGLang {SGLANG_RANGE}" in (ROOT / name).read_text(encoding="utf-8"), name
 
 

@@ -21,6 +21,7 @@ from kvevict_quality.systems import FULL
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from sgl_kvevict.cache.pressure import WITH_FEW_BITS
 from sgl_kvevict.cli.output import mean_bits
 from sgl_kvevict.cli.size import ModelSizes, fits, parse_bytes, show_bytes
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
@@ -52,7 +53,7 @@ def field_table(model: type[BaseModel]) -> str:
         value: Any = field.default_factory() if field.default is PydanticUndefined else field.default  # type: ignore[misc, call-arg]
         cells = (f"`{name}`", f"`{json.dumps(value)}`", allowed(field), field.description or "")
         lines.append("|" + "|".join(cell.replace("|", "\\|") for cell in cells) + "|")
-    return re.sub(r"docs/([a-z-]+\.md)(#[a-z-]+)?", r"[\1](\1\2)", "\n".join(lines))
+    return re.sub(r"docs/([a-z/-]+\.md)(#[a-z-]+)?", r"[\1](\1\2)", "\n".join(lines))
 
 
 def metrics_table() -> str:
@@ -77,6 +78,26 @@ def size_table() -> str:
             f"{mean_bits(row.entries):.1f}",
         )
         lines.append("|".join(["", share.replace("(min_budget)", "(`min_budget`)"), *sizes, f"{row.prefixes:,}", ""]))
+    return "\n".join(lines)
+
+
+def dial_table() -> str:
+    """One row per size of a prefix of 3,000 tokens of an 8B model, with the loss of the step that leads to it."""
+    config, losses = KVEvictConfig(), WITH_FEW_BITS
+    lines = ["|share of the bytes|token slots|entries kept|bits, mean|loss of the step to it|", "|--:|--:|--:|--:|--:|"]
+    before = None
+    for row in fits(config, LLAMA_8B, 3000, parse_bytes("40GB") // LLAMA_8B.slot_bytes, 0):
+        loss = None
+        if before == 1:
+            loss = losses.packing
+        elif before is not None:
+            part = losses.whole if row.share > config.budget else losses.budget
+            if row.share < config.budget:
+                part = losses.least if row.share == config.shares[-1] else losses.between
+            loss = part / before
+        before = row.share
+        cells = [f"{row.share:g}", f"{row.prefix_slots:,}", f"{100 * row.kept:.0f} %", f"{mean_bits(row.entries):.1f}"]
+        lines.append("|".join(["", *cells, "" if loss is None else f"{loss:.2g}", ""]))
     return "\n".join(lines)
 
 
@@ -157,8 +178,9 @@ def main() -> None:
         ("docs/operations.md", "sockets", field_table(EventsConfig)),
         ("docs/operations.md", "metrics", metrics_table()),
         ("docs/operations.md", "size", size_table()),
-        ("docs/design.md", "flows", flow_table()),
-        ("docs/design.md", "hooks", hook_table()),
+        ("docs/design/prefix.md", "dial", dial_table()),
+        ("docs/design/layers.md", "flows", flow_table()),
+        ("docs/design/sglang.md", "hooks", hook_table()),
         *(("docs/quality.md", name, table) for name, table in quality.items()),
     ):
         path = ROOT / document

@@ -379,8 +379,8 @@ class Resizer:
         """Let a segment shrink.
 
         The best entries of its order are written into the first of its slots, in rows of 16, 8 or 4 bits: how many of
-        each fit into ``num_slots`` is :func:`~sgl_kvevict.widths.rows_that_fit` (docs/design.md, "Packing"). The other
-        slots are released. Readers read the new rows from their next step on. While a reader must not move
+        each fit into ``num_slots`` is :func:`~sgl_kvevict.widths.rows_that_fit` (docs/design/prefix.md, "Packing"). The
+        other slots are released. Readers read the new rows from their next step on. While a reader must not move
         (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed and 0 slots are released.
 
         Args:

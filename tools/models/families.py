@@ -267,7 +267,7 @@ What decides is a model's attention, not its name: causal multi-head or grouped-
 a token, or over a sliding window, with or without a sink logit for each head, with keys and values of the same width.
 Families that are not listed are served if SGLang's plain `RadixAttention` layers do that, and refused otherwise.
 
-How layers with a window are compressed: [design.md](design.md#layers-with-sliding-windows).
+How layers with a window are compressed: [design](design/layers.md#models-with-other-layers).
 
 ## Served
 
@@ -307,7 +307,7 @@ which this table is written; settings that are refused whatever the model is are
 
 ## Rows of 16 bits only
 
-Compressed prefixes have rows of 8 and 4 bits ([design.md](design.md#packing)), but for these reasons, with which
+Compressed prefixes have rows of 8 and 4 bits ([design](design/prefix.md#packing)), but for these reasons, with which
 `bits: auto` means 16, and `bits: 8` or `4` is refused:
 
 | what | reason |
