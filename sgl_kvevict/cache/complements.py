@@ -34,12 +34,11 @@ class Complements:
 
     A segment has each entry once: in the pool, in one of its pieces, or nowhere, once it is lost. A resize adds one
     piece, of rows with the fewest bits that the configuration allows; growth takes back whole pieces, the last one
-    first. Nothing is kept of segments that cannot be split (entries may be merged into others), and nothing at all
-    without memory of the host, or where prefixes do not shrink when slots are short.
+    first. Nothing is kept without memory of the host, or where prefixes do not shrink when slots are short.
     """
 
     def __init__(self, compressor: Compressor, guard: Guard, host: HostSegments) -> None:
-        self._is_on = host.num_blocks > 0 and compressor.policy.splittable and len(compressor.config.shares) > 1
+        self._is_on = host.num_blocks > 0 and len(compressor.config.shares) > 1
         self._packer = compressor.packer
         self._guard = guard
         self._host = host

@@ -143,8 +143,7 @@ class HostMemory:
             order = self._compressor.rank(slots, start, prompt or CacheObservation(), turn=0)
         num_slots = self._config.num_slots(end - start, start)
         sources = Sources(self._packer.geometry, [TokenRange(slots, start, order.keys)])
-        is_cut = self._packer.geometry.has_windows and num_slots < end - start
-        splittable = self._compressor.policy.splittable and not is_cut
+        splittable = not (self._packer.geometry.has_windows and num_slots < end - start)
         identity = self.segments.identity
         best = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
         leaving = export_sources(best, path, self._packer, identity, splittable)

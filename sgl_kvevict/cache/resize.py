@@ -360,8 +360,7 @@ class Resizer:
             return None
         rewritten, geometry = written.rewritten, self._packer.geometry
         segment = Segment(geometry, start, written.end, rewritten.packed, rewritten.kept.keys)
-        is_cut = geometry.has_windows and num_slots < slots.numel()
-        segment.splittable = self._compressor.policy.splittable and not is_cut
+        segment.splittable = not (geometry.has_windows and num_slots < slots.numel())
         self.exchange(nodes, segment, readers)
         num_freed = self._released(segment, written)
         num_tokens, totals = slots.numel(), self._table.totals

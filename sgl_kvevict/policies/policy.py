@@ -74,11 +74,6 @@ class Policy:
         """Last queries of the prompt to keep per layer; 0 = none."""
         return self.scorer.window_size
 
-    @property
-    def splittable(self) -> bool:
-        """Whether a span made by this policy may be split at any token: a merger merges into later tokens only."""
-        return True
-
     def caution(self, num_kv_heads: int) -> str | None:
         """See :meth:`Scorer.caution`."""
         return self.scorer.caution(num_kv_heads)

@@ -52,7 +52,7 @@ class Compressor:
     @property
     def splittable(self) -> bool:
         """Whether every segment may be split at any token."""
-        return self.policy.splittable and not self.packer.geometry.has_windows
+        return not self.packer.geometry.has_windows
 
     def end_of(self, num_tokens: int) -> int:
         """Where the compressed tokens of a prompt end of which ``num_tokens`` are in the tree.

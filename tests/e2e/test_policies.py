@@ -59,12 +59,6 @@ class Case:
         options = [f"{name}={value}" for name, value in self.options.items()]
         return " ".join([self.policy, *options])
 
-    @property
-    def splittable(self) -> bool:
-        policy = build_policy(self.policy, self.options)
-        assert policy is not None
-        return policy.splittable
-
 
 ROUTINE = [
     Case("d2o", 0.2),
@@ -97,9 +91,7 @@ def test_policy_serves_a_tiny_model(start, tiny_llama, monkeypatch, tmp_path, ca
     config["events"] = {"endpoint": endpoint}
     env = {**ENV, "PYTHONPATH": str(EXAMPLES / "policies")}
     server = start(tiny_llama, *flags, *FLAGS, config=config, env=env)
-    served = serve_everything(
-        server, str(case), case.budget, document, splittable=case.splittable, vocab_size=VOCAB_SIZE
-    )
+    served = serve_everything(server, str(case), case.budget, document, vocab_size=VOCAB_SIZE)
     assert served.leaked == 0
     if case.policy == "d2o":
         generate(server, document, 0)
@@ -159,7 +151,7 @@ def test_policy_serves_the_demo(start, demo_model, monkeypatch, case):
     assert all(answer.text and answer.cached_tokens > 500 for answer in turns)
     assert_nothing_is_lost(server)
     server.post("/flush_cache")
-    served = serve_everything(server, str(case), case.budget, document, splittable=case.splittable, vocab_size=40_000)
+    served = serve_everything(server, str(case), case.budget, document, vocab_size=40_000)
     server.stop(grace_s=0)
     assert served.leaked == 0
     add_row(served)

@@ -13,11 +13,9 @@ from helpers.machines import (
     GrowthMachine,
     HostExactMachine,
     HostMachine,
-    HostUnsplittableMachine,
     PressureMachine,
     RetainMachine,
     SessionMachine,
-    UnsplittablePressureMachine,
 )
 from helpers.verify_machines import PairsHostMachine, PairsStoreMachine, VerifyPressureMachine
 from sgl_kvevict.config import Bits
@@ -35,7 +33,6 @@ BITS_MACHINES = (
         for machine in (
             CacheMachine,
             PressureMachine,
-            UnsplittablePressureMachine,
             ExactMachine,
             CoarsePressureMachine,
             SessionMachine,
@@ -45,7 +42,6 @@ BITS_MACHINES = (
             HostMachine,
             GrowthMachine,
             RetainMachine,
-            HostUnsplittableMachine,
             HostExactMachine,
             LongMachine,
             RetainLongMachine,

@@ -6,8 +6,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
-from helpers.harness import Harness
-from helpers.pseudo_random_policy import PseudoRandomPolicy
+from helpers.harness import WINDOWS, Harness
 from sgl_kvevict.config import KVEvictConfig
 
 CONFIG = KVEvictConfig(budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4)
@@ -17,8 +16,8 @@ def make_harness(
     num_slots: int = 400, *, waits: bool = False, splittable: bool = True, options: Any = None, **fields: Any
 ) -> Harness:
     """A pool of so many token slots; ``options`` are more of the harness, ``fields`` of the configuration."""
-    policy = PseudoRandomPolicy(splittable=splittable)
-    given: dict[str, Any] = {"policy": policy, "waits": waits, "config": CONFIG.model_copy(update=fields)}
+    given: dict[str, Any] = {"waits": waits, "config": CONFIG.model_copy(update=fields)}
+    given["windows"] = () if splittable else WINDOWS
     return Harness(num_slots=num_slots - 1, **(given | (options or {})))
 
 

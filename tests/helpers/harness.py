@@ -71,6 +71,8 @@ TINY_LLAMA = {
 
 LEAST_SHARE = {"share": 0.001}
 """Options of a request whose own prompt stays uncompressed until slots are short; it reads any prefix as it is."""
+WINDOWS = (1000, 0)
+"""Of a harness whose compressed segments cannot be split."""
 NO_ROTARY = Rotary(torch.empty(512, 0), is_neox=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from helpers.harness import Harness
-from helpers.machines import BASES, HostMachine, PressureMachine, UnsplittableMachine
+from helpers.machines import BASES, HostMachine, PressureMachine, WindowsMachine
 from sgl_kvevict.cache.nodes import FIRST_IMAGE_TOKEN
 
 IMAGE = slice(12, 30)
@@ -30,8 +30,8 @@ class ImagesMachine(PressureMachine):
     make_harness: ClassVar[type[Harness]] = ImagesHarness
 
 
-class ImagesUnsplittableMachine(UnsplittableMachine):
-    """A policy whose segments cannot be cut: a divergence inside an image takes their place."""
+class ImagesWindowsMachine(WindowsMachine):
+    """Segments that cannot be cut: a divergence inside an image takes their place."""
 
     make_harness: ClassVar[type[Harness]] = ImagesHarness
 
@@ -40,5 +40,5 @@ class ImagesHostMachine(HostMachine, ImagesMachine):
     """They move to the host's memory and come back, found by their hashes."""
 
 
-IMAGE_MACHINES = (ImagesMachine, ImagesUnsplittableMachine, ImagesHostMachine)
+IMAGE_MACHINES = (ImagesMachine, ImagesWindowsMachine, ImagesHostMachine)
 assert any(sum(base[: IMAGE.start]) % 2 for base in BASES) and not all(sum(base[: IMAGE.start]) % 2 for base in BASES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from helpers.machines import HostMachine, PressureMachine, UnsplittablePressureMachine
+from helpers.machines import HostMachine, PressureMachine
 
 
 class LatentsMachine(PressureMachine):
@@ -13,16 +13,10 @@ class LatentsMachine(PressureMachine):
     options: ClassVar[dict[str, Any]] = PressureMachine.options | {"is_latent": True}
 
 
-class LatentsUnsplittableMachine(UnsplittablePressureMachine):
-    """A policy whose segments cannot be cut."""
-
-    options: ClassVar[dict[str, Any]] = UnsplittablePressureMachine.options | {"is_latent": True}
-
-
 class LatentsHostMachine(HostMachine):
     """They move to the host's memory and come back."""
 
     options: ClassVar[dict[str, Any]] = HostMachine.options | {"is_latent": True}
 
 
-LATENT_MACHINES = (LatentsMachine, LatentsUnsplittableMachine, LatentsHostMachine)
+LATENT_MACHINES = (LatentsMachine, LatentsHostMachine)

@@ -2,7 +2,7 @@
 
 The harness verifies contents at every forward and conservation after every operation; a machine only has to reach
 interesting states: prompts that share prefixes of all lengths, a pool small enough to force drops and retractions,
-deep chains of turns, ranges that wait for other readers, both splittable and unsplittable spans.
+deep chains of turns, ranges that wait for other readers, spans that can be cut and, with sliding windows, that cannot.
 """
 
 from __future__ import annotations
@@ -149,12 +149,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.harness.tree.slot_allocator.available_size() == self.harness.num_slots
 
 
-class UnsplittableMachine(CacheMachine):
-    """Spans that cannot be cut: a divergence inside one takes its place or is not cached."""
-
-    policy = PseudoRandomPolicy(splittable=False)
-
-
 class PressureMachine(CacheMachine):
     """Most prompts stay uncompressed until slots are short: prefixes shrink under their readers."""
 
@@ -171,10 +165,10 @@ class PressureMachine(CacheMachine):
         self.harness.turn()
 
 
-class UnsplittablePressureMachine(PressureMachine):
-    """Prefixes shrink that cannot be cut, or found in part."""
+class MergingMachine(PressureMachine):
+    """Entries are merged into others when a range is compressed."""
 
-    policy = PseudoRandomPolicy(splittable=False)
+    policy = PseudoRandomPolicy(merges=True)
 
 
 class WindowsMachine(CacheMachine):
@@ -286,12 +280,6 @@ class WindowsHostMachine(HostMachine):
     options: ClassVar[dict[str, Any]] = HostMachine.options | {"windows": (5, 0)}
 
 
-class HostUnsplittableMachine(HostMachine):
-    """The same with segments that come back whole or not at all."""
-
-    policy = PseudoRandomPolicy(splittable=False)
-
-
 class HostExactMachine(ExactMachine, HostMachine):
     """Some requests read nothing that was compressed, wherever it is."""
 
@@ -358,12 +346,6 @@ class CoarseMachine(CacheMachine):
     options: ClassVar[dict[str, Any]] = {"cache_grid": 7}
 
 
-class CoarseUnsplittableMachine(CoarseMachine):
-    """The same with spans that cannot be cut."""
-
-    policy = PseudoRandomPolicy(splittable=False)
-
-
 class TailMachine(CacheMachine):
     """T-LRU decides which leaf goes (`--radix-eviction-policy tlru`)."""
 
@@ -374,9 +356,8 @@ class TailMachine(CacheMachine):
 
 
 class FrequencyMachine(CacheMachine):
-    """So does an order that needs no bookkeeping of its own, with spans that cannot be cut."""
+    """So does an order that needs no bookkeeping of its own."""
 
-    policy = PseudoRandomPolicy(splittable=False)
     options: ClassVar[dict[str, Any]] = {"eviction_policy": "lfu"}
 
 
@@ -439,10 +420,10 @@ class BesideMachine(CacheMachine):
         super().teardown()
 
 
-class BesideUnsplittableMachine(BesideMachine):
+class BesideWindowsMachine(BesideMachine):
     """The same with segments that cannot be cut, several to a range."""
 
-    policy = PseudoRandomPolicy(splittable=False)
+    options: ClassVar[dict[str, Any]] = BesideMachine.options | {"windows": (5, 0)}
 
 
 class BesideHostMachine(BesideMachine):
@@ -483,13 +464,11 @@ SETTINGS = settings(
 
 MACHINES = (
     CacheMachine,
-    UnsplittableMachine,
     PressureMachine,
-    UnsplittablePressureMachine,
     HostMachine,
     GrowthMachine,
-    HostUnsplittableMachine,
     HostExactMachine,
+    MergingMachine,
     WindowsHostMachine,
     RetainMachine,
     RetainAloneMachine,
@@ -499,12 +478,11 @@ MACHINES = (
     CoarsePressureMachine,
     FrequencyPressureMachine,
     CoarseMachine,
-    CoarseUnsplittableMachine,
     TailMachine,
     FrequencyMachine,
     SessionMachine,
     BesideMachine,
-    BesideUnsplittableMachine,
+    BesideWindowsMachine,
     BesideHostMachine,
     BesideRetainMachine,
     BesidePressureMachine,

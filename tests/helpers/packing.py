@@ -64,8 +64,7 @@ def compress(
         merge = compressor.merge(token_slots, start, observation, sources.selection)
     written = packer.rewrite(sources, sources.fewest_slots, merge)
     segment = Segment(packer.geometry, start, sources.end, written.packed, written.kept.keys)
-    is_cut = packer.geometry.has_windows and num_slots < num_tokens
-    segment.splittable = compressor.policy.splittable and not is_cut
+    segment.splittable = not (packer.geometry.has_windows and num_slots < num_tokens)
     return segment, written.freed
 
 

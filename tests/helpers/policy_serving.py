@@ -57,7 +57,7 @@ class Served:
 
 
 def serve_everything(
-    server: RunningServer, label: str, budget: float, document: list[int], *, splittable: bool, vocab_size: int
+    server: RunningServer, label: str, budget: float, document: list[int], *, vocab_size: int
 ) -> Served:
     """Run all checks on a fresh server and empty its cache.
 
@@ -66,14 +66,12 @@ def serve_everything(
         label: policy and options, for the table.
         budget: the server's.
         document: shared prefix, at least 200 tokens.
-        splittable: spans of this policy may be cut.
         vocab_size: random tokens are taken from below.
     """
     prefix = cache_document(server, document, budget)
     sharers = ask_questions(server, document, vocab_size)
-    split = leave_halfway(server, document, splittable=splittable)
-    # An unsplittable span is gone once prompts left it halfway: they took its place.
-    turns = converse(server, document, known=len(document) if splittable else 0)
+    split = leave_halfway(server, document)
+    turns = converse(server, document, known=len(document))
     jobs = random_jobs(60, seed=3, vocab_size=vocab_size, longest=160)
     run_jobs(server, jobs, concurrency=16)
     state = assert_nothing_is_lost(server)
@@ -127,7 +125,7 @@ def scored(server: RunningServer, prompt: list[int]) -> list[float]:
     return [entry[0] for entry in info["output_token_logprobs"]]
 
 
-def leave_halfway(server: RunningServer, document: list[int], *, splittable: bool) -> int:
+def leave_halfway(server: RunningServer, document: list[int]) -> int:
     """Two prompts share only a part of the compressed prefix; one goes on long enough to be compressed as well."""
     half = len(document) // 2
     other = document[half - 1 :: -1] + document[:40]
@@ -137,11 +135,8 @@ def leave_halfway(server: RunningServer, document: list[int], *, splittable: boo
         assert len(result["output_ids"]) == 4
         cached.append(result["meta_info"]["cached_tokens"])
     state = idle_state(server)
-    if splittable:
-        assert cached[0] == half and cached[1] >= half
-        assert state["spans"] > state["segments"]
-    else:
-        assert cached[0] < half  # matches stop before a span that they would have to cut
+    assert cached[0] == half and cached[1] >= half
+    assert state["spans"] > state["segments"]
     return int(cached[0])
 
 

@@ -19,7 +19,7 @@ class PseudoRandomPolicy:
     name: str = "pseudo-random"
     window_size: int = 0
     needs: frozenset[Signal] = frozenset()
-    splittable: bool = True
+    merges: bool = False
     compresses: bool = True
     reuse_layers: int = 1
     rank: int = 0
@@ -37,7 +37,7 @@ class PseudoRandomPolicy:
         return RangeOrder(self.name, order_of(scores, kept, comparable=True), total, facts_of(scores, kept))
 
     def merge(self, show, geometry, selection):
-        if self.splittable:
+        if not self.merges:
             return None
         runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
         layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads

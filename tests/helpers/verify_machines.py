@@ -12,7 +12,7 @@ from hypothesis.stateful import precondition, rule
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import Harness
 from helpers.harness_store import DRAFT, adoption, exported, found_again, identity_for
 from helpers.machines import BASES, CacheMachine, ExactMachine, HostMachine, PressureMachine
 from sgl_kvevict.cache.adoption import Prompt
@@ -171,10 +171,10 @@ class PairsMachine(VerifyMachine):
     options: ClassVar[dict[str, Any]] = {"keys_are_pairs": True}
 
 
-class PairsUnsplittableMachine(PairsMachine):
+class PairsWindowsMachine(PairsMachine):
     """The same with spans that cannot be cut."""
 
-    policy = PseudoRandomPolicy(splittable=False)
+    options: ClassVar[dict[str, Any]] = PairsMachine.options | {"windows": (5, 0)}
 
 
 class PairsPressureMachine(PairsMachine, VerifyPressureMachine):
@@ -218,10 +218,10 @@ class PairsStoreMachine(PairsPressureMachine):
         self._settle()
 
 
-class PairsHostUnsplittableMachine(PairsHostMachine):
+class PairsWindowsHostMachine(PairsHostMachine):
     """The same with segments that come back whole or not at all."""
 
-    policy = PseudoRandomPolicy(splittable=False)
+    options: ClassVar[dict[str, Any]] = PairsHostMachine.options | {"windows": (5, 0)}
 
 
 VERIFY_MACHINES = (
@@ -230,9 +230,9 @@ VERIFY_MACHINES = (
     VerifyExactMachine,
     VerifyHostMachine,
     PairsMachine,
-    PairsUnsplittableMachine,
+    PairsWindowsMachine,
     PairsPressureMachine,
     PairsHostMachine,
     PairsStoreMachine,
-    PairsHostUnsplittableMachine,
+    PairsWindowsHostMachine,
 )

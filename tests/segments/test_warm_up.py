@@ -95,11 +95,10 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
             queries = torch.randn(num_tokens, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
             observation = _observe(compressor, queries, slots)
             segment, _ = compress(compressor, slots, 0, observation)
-            if policy.splittable:
-                end = num_tokens // 3
-                segment.runs_of(0, end)
-                repack(compressor.packer, segment, end)
-                squeeze(compressor.packer, segment, segment.num_slots // 2)
+            end = num_tokens // 3
+            segment.runs_of(0, end)
+            repack(compressor.packer, segment, end)
+            squeeze(compressor.packer, segment, segment.num_slots // 2)
     assert_nothing_new(warm, served)
 
 

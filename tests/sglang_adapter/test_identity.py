@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import WINDOWS, Harness
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders, after_init_new, readers_of
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -36,9 +36,9 @@ def twins(harness: Harness) -> None:
     harness.finish(first)
 
 
-@pytest.mark.parametrize("splittable", [True, False])
-def test_two_requests_of_one_name_read_their_own_prefixes(splittable):
-    harness = Harness(num_slots=400, policy=PseudoRandomPolicy(splittable=splittable))
+@pytest.mark.parametrize("windows", [(), WINDOWS])
+def test_two_requests_of_one_name_read_their_own_prefixes(windows):
+    harness = Harness(num_slots=400, windows=windows)
     twins(harness)
     assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
 

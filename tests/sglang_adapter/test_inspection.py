@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.event_sockets import ipc_config
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import WINDOWS, Harness
 from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.client import InspectClient, RequestFailedError
@@ -92,7 +92,7 @@ def test_what_could_not_be_done_is_counted_by_its_reason(watched, tmp_path):
 
     folder = tmp_path / "unsplittable"
     folder.mkdir()
-    unsplittable = Harness(num_slots=240, policy=PseudoRandomPolicy(splittable=False))
+    unsplittable = Harness(num_slots=240, windows=WINDOWS)
     with WatchedHarness(ipc_config(folder), unsplittable) as other:
         other.harness.run(DOCUMENT)
         other.harness.run(DOCUMENT[:20] + [9] * 20)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import WINDOWS, Harness
 
 DOCUMENTS = [[i * step % 11 for i in range(60)] for step in (3, 5, 7)]
 
@@ -72,12 +72,12 @@ def test_compression_and_splits_say_nothing_and_drops_say_what_went():
     assert not mirror.blocks
 
 
-@pytest.mark.parametrize("splittable", [True, False])
+@pytest.mark.parametrize("windows", [(), WINDOWS])
 @pytest.mark.parametrize("dynamo_format", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_traffic(seed, dynamo_format, splittable):
+def test_random_traffic(seed, dynamo_format, windows):
     rng = random.Random(seed)
-    harness, mirror = watched_harness(num_slots=150, policy=PseudoRandomPolicy(splittable=splittable))
+    harness, mirror = watched_harness(num_slots=150, windows=windows)
     harness.tree.tree_core.kv_events.dynamo_format = dynamo_format  # only this format tells namespaces apart
     seen: Counter = Counter()
     for _ in range(120):

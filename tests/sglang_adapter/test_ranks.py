@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import WINDOWS, Harness, PseudoRandomPolicy
 from helpers.threads_as_ranks import on_two_ranks
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
@@ -41,11 +41,13 @@ class Recorded(TensorRanks):
 
 
 def cache_of_rank(
-    rank: int, group: distributed.ProcessGroup, bits: Bits = 16, *, waits: bool = False, splittable: bool = True
+    rank: int, group: distributed.ProcessGroup, bits: Bits = 16, *, waits: bool = False, windows: tuple[int, ...] = ()
 ) -> Harness:
     config = CONFIG if bits == 16 else CONFIG.model_copy(update={"budget": 0.2})
-    policy = PseudoRandomPolicy(rank=rank, splittable=splittable)
-    harness = Harness(num_slots=200, num_rows=6, config=config, policy=policy, group=group, bits=bits, waits=waits)
+    policy = PseudoRandomPolicy(rank=rank)
+    harness = Harness(
+        num_slots=200, num_rows=6, config=config, policy=policy, group=group, bits=bits, waits=waits, windows=windows
+    )
     harness.tree.port.ranks = Recorded(group)
     return harness
 
@@ -75,7 +77,7 @@ def traffic(harness: Harness, seed: int, steps: int) -> list[Any]:
     [
         ({}, 1, 16),
         ({}, 2, 16),
-        ({"splittable": False}, 1, 16),
+        ({"windows": WINDOWS}, 1, 16),
         ({"waits": True}, 2, 16),
         ({}, 1, "auto"),
         ({}, 2, 4),
@@ -98,7 +100,7 @@ def test_trees_and_slots_stay_equal(policy, seed, bits):
     assert (totals.kept_entries, totals.repacks) == (others_totals.kept_entries, others_totals.repacks)
     if bits != 16:
         assert totals.splits and totals.repacks and totals.squeezes
-    elif policy.get("splittable", True):
+    elif "windows" not in policy:
         assert totals.splits > 4 and totals.repacks > 2
         assert offered != others_offered  # without agreement, the ranks would have gone apart
 

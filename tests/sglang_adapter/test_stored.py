@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import WINDOWS, Harness
 from helpers.harness_store import adoption, exported
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -37,14 +37,14 @@ def assert_found(harness, prompt, prefix_len, extra_key=None):
     harness.finish(req)
 
 
-@pytest.mark.parametrize("splittable", [True, False])
-def test_a_segment_comes_back_into_another_pool(splittable):
-    (record,) = stored([DOCUMENT], policy=PseudoRandomPolicy(splittable=splittable))
-    harness = Harness(num_slots=90, policy=PseudoRandomPolicy(splittable=splittable))
+@pytest.mark.parametrize("windows", [(), WINDOWS])
+def test_a_segment_comes_back_into_another_pool(windows):
+    (record,) = stored([DOCUMENT], windows=windows)
+    harness = Harness(num_slots=90, windows=windows)
     harness.finish(harness.run([9, 9, 9]))  # so that slots are others
     assert adoption(harness).adopt(record, (None, None))
     harness.check()
-    end = 60 if splittable else 56  # what cannot be split ends before the tail
+    end = 56 if windows else 60  # what cannot be split ends before the tail
     assert spans(harness) == [(0, end)]
     assert cache_state(harness.tree)["span_slots"] == math.ceil(0.3 * end) and harness.tree.protected_size() == 0
     assert_found(harness, [*DOCUMENT[:end], 10, 10, 10], end)
@@ -91,9 +91,9 @@ def test_uncompressed_nodes_give_way_under_their_readers():
 @pytest.mark.parametrize("who", ["a branch", "a reader", "nobody"])
 def test_what_cannot_be_cut_takes_no_place_where_others_would_read_its_beginning(who):
     """A prompt that goes on elsewhere, or a request that generates behind the shorter prompt."""
-    (record,) = stored([DOCUMENT], policy=PseudoRandomPolicy(splittable=False))
+    (record,) = stored([DOCUMENT], windows=WINDOWS)
     config = KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50)
-    harness = Harness(num_slots=240, config=config, policy=PseudoRandomPolicy(splittable=False))
+    harness = Harness(num_slots=240, config=config, windows=WINDOWS)
     if who == "a branch":
         for other in (9, 8):
             harness.finish(harness.run([*DOCUMENT[:20], *[other] * 5]))

@@ -6,7 +6,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import WINDOWS, Harness
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
@@ -214,7 +214,7 @@ def test_budget_one_keeps_everything():
 class TestUnsplittable:
     @pytest.fixture
     def harness(self):
-        return Harness(num_slots=240, policy=PseudoRandomPolicy(splittable=False))
+        return Harness(num_slots=240, windows=WINDOWS)
 
     def test_whole_span_is_shared(self, harness):
         harness.finish(harness.run(DOCUMENT))
@@ -247,7 +247,7 @@ class TestUnsplittable:
     def test_who_reads_the_beginning_goes_on_reading_all_of_it(self):
         """A request generates behind a prompt that another one goes on from: its part is a segment of its own."""
         config = KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50)
-        harness = Harness(num_slots=240, config=config, policy=PseudoRandomPolicy(splittable=False))
+        harness = Harness(num_slots=240, config=config, windows=WINDOWS)
         reader = harness.run(DOCUMENT[:20])
         harness.finish(harness.run(DOCUMENT))
         assert spans(harness) == [(0, 20), (20, 56)]
