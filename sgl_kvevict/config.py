@@ -164,8 +164,7 @@ class KVEvictConfig(BaseModel):
         default=None,
         ge=0,
         description="host memory of each rank, allocated at start, for what the pool drops or evicts: it comes back by "
-        "a copy. null: all ranks together take at most a quarter of the free memory "
-        "(docs/design/prefix.md#host-memory)",
+        "a copy. null: at most a quarter of the free memory for all ranks together (docs/design/prefix.md#host-memory)",
         json_schema_extra={
             "allowed": "null (twice the pool), 0 (off), or an amount like 64MiB, 40GB or a number of bytes"
         },

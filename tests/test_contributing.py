@@ -12,10 +12,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):(?! export)", MAKEFILE, re.MULTILINE))
-DOCUMENTS = (
-    *("CONTRIBUTING.md", "CHANGELOG.md", ".github/pull_request_template.md", "docs/gallery.md", "tests/README.md"),
-    *("docs/design.md", "docs/design/prefix.md", "docs/design/layers.md", "docs/design/sglang.md"),
-)
+DOCUMENTS = ("CONTRIBUTING.md", "CHANGELOG.md", ".github/pull_request_template.md", "docs/gallery.md", "docs/design.md")
+DOCUMENTS += ("tests/README.md", *(f"docs/design/{page}.md" for page in ("prefix", "layers", "sglang")))
 FOLDERS = "sgl_kvevict|kernels|tests|tools|examples|docs|benchmarks|scripts|requirements|\\.ci|\\.github"
 
 

@@ -83,21 +83,12 @@ def size_table() -> str:
 
 def dial_table() -> str:
     """One row per size of a prefix of 3,000 tokens of an 8B model, with the loss of the step that leads to it."""
-    config, losses = KVEvictConfig(), WITH_FEW_BITS
     lines = ["|share of the bytes|token slots|entries kept|bits, mean|loss of the step to it|", "|--:|--:|--:|--:|--:|"]
-    before = None
-    for row in fits(config, LLAMA_8B, 3000, parse_bytes("40GB") // LLAMA_8B.slot_bytes, 0):
-        loss = None
-        if before == 1:
-            loss = losses.packing
-        elif before is not None:
-            part = losses.whole if row.share > config.budget else losses.budget
-            if row.share < config.budget:
-                part = losses.least if row.share == config.shares[-1] else losses.between
-            loss = part / before
-        before = row.share
+    before = 1.0
+    for row, part in zip(fits(KVEvictConfig(), LLAMA_8B, 3000, 300_000, 0), (None, *WITH_FEW_BITS), strict=True):
         cells = [f"{row.share:g}", f"{row.prefix_slots:,}", f"{100 * row.kept:.0f} %", f"{mean_bits(row.entries):.1f}"]
-        lines.append("|".join(["", *cells, "" if loss is None else f"{loss:.2g}", ""]))
+        lines.append("|".join(["", *cells, "" if part is None else f"{part / before:.2g}", ""]))
+        before = row.share
     return "\n".join(lines)
 
 
