@@ -8,13 +8,11 @@ from itertools import zip_longest
 
 from torch import Tensor
 
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, path_to
-from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.readers import ReaderTable
-from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.segments import CopiedEntries, Segment, SegmentPacker
+from sgl_kvevict.segments import CopiedEntries, Segment
 from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
 from sgl_kvevict.store.host import Piece
 
@@ -31,15 +29,9 @@ class Prompt:
 class Adoption:
     """Puts segments of a tier into the tree, as if they had been compressed here."""
 
-    def __init__(
-        self, tree: TreePort, table: PrefixTable, readers: ReaderTable, packer: SegmentPacker, resizer: Resizer
-    ) -> None:
-        self._tree = tree
-        self._table = table
-        self._spans = table.spans
-        self._readers = readers
-        self._packer = packer
-        self._resizer = resizer
+    def __init__(self, core: Core, resizer: Resizer) -> None:
+        self._tree, self._spans, self._readers = core.tree, core.table.spans, core.readers
+        self._packer, self._complements, self._resizer = core.compressor.packer, core.complements, resizer
 
     def place(self, record: SegmentRecord, prompt: Prompt, pieces: Sequence[Piece] = ()) -> int:
         """Put a segment that a prompt continues with into the tree; return as :meth:`adopt`."""
@@ -90,7 +82,7 @@ class Adoption:
             self._tree.free(slots)
             return 0
         if record.evicted is not None and record.evicted_order is not None:
-            self._resizer.complements.restore(segment, record.evicted, record.evicted_order)
+            self._complements.restore(segment, record.evicted, record.evicted_order)
         return record.end - record.start
 
     @accounting()
@@ -119,7 +111,7 @@ class Adoption:
         nodes = self._spans.uncompressed(path_to(last))
         segment = self._segment(record, slots)
         self._resizer.exchange(nodes, segment, readers)
-        self._resizer.complements.attach(segment, pieces)
+        self._complements.attach(segment, pieces)
         self._tree.free(freed)
         return segment
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.complements import Complements
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.growth import Growth
 from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.loading import Loading
@@ -60,32 +61,29 @@ class PrefixCache:
         access: StoreAccess | None = None,
         state_slots: Callable[[Node], float | None] | None = None,
     ) -> None:
-        config, packer = compressor.config, compressor.packer
-        self._tree = tree
-        self._guard = guard
-        self.compressor = compressor
-        self.access = access
-        table = self.table = PrefixTable(shrinks=len(config.shares) > 1)
+        self._tree, self._guard, self.compressor, self.access = tree, guard, compressor, access
+        table = self.table = PrefixTable(shrinks=len(compressor.config.shares) > 1)
         self.spans = table.spans
-        readers = self.readers = ReaderTable(tree, config.prefill_budget)
+        self.readers = ReaderTable(tree, compressor.config.prefill_budget)
+        self.complements = Complements(compressor, guard, host)
+        core = self.core = Core(tree, table, self.readers, compressor, guard, self.complements)
         self.recency = CostAwareRecency(table, clock, self._now)
         if state_slots is not None:
             self.recency = StatefulRecency(table, clock, self._now, state_slots)
-        complements = self.complements = Complements(compressor, guard, host)
-        resizer = self.resizer = Resizer(tree, table, readers, compressor, guard, complements)
-        self.pressure = Pressure(table, readers, compressor, resizer, self.recency)
-        self.growth = Growth(tree, table, guard, resizer)
-        self.prefills: PrefillEvents = Prefills(tree, table, readers, compressor, guard, resizer)
-        adoption = Adoption(tree, table, readers, packer, resizer)
-        self.host = HostMemory(tree, table, readers, compressor, guard, adoption, complements, host)
+        resizer = self.resizer = Resizer(core)
+        self.pressure = Pressure(core, resizer, self.recency)
+        self.growth = Growth(core, resizer)
+        self.prefills: PrefillEvents = Prefills(core, resizer)
+        adoption = Adoption(core, resizer)
+        self.host = HostMemory(core, adoption, host)
         self.recency.has_host_room = self.host.has_room_for
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if access is not None:
-            self.saving = Saving(tree, table, compressor, guard, access, complements)
+            self.saving = Saving(core, access)
             resizer.on_budget.append(self.saving.at_budget)
             if access.reader is not None:
-                self.loading = Loading(tree, table, readers, guard, adoption, access, access.reader, self.host)
+                self.loading = Loading(core, adoption, access, access.reader, self.host)
         self.max_sharers = 0
         self.watchers: list[Callable[[], None]] = []
         self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()

@@ -9,7 +9,7 @@ import torch
 
 from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
-from sgl_kvevict.cache.paths import Spans
+from sgl_kvevict.cache.records import Spans
 from sgl_kvevict.segments import CopiedEntries, SegmentPacker, Sources, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 

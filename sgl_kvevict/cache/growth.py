@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node
-from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.guard import Place
 from sgl_kvevict.segments import CopiedEntries, Segment
 
 MAX_RETURNED = 6
@@ -27,12 +26,9 @@ class Growth:
     largest number of all ranks.
     """
 
-    def __init__(self, tree: TreePort, table: PrefixTable, guard: Guard, resizer: Resizer) -> None:
-        self._tree = tree
-        self._table = table
-        self._guard = guard
-        self._resizer = resizer
-        self._complements = resizer.complements
+    def __init__(self, core: Core, resizer: Resizer) -> None:
+        self._tree, self._table, self._guard = core.tree, core.table, core.guard
+        self._resizer, self._complements = resizer, core.complements
 
     def to_share(self, path: Sequence[Node], share: float) -> None:
         """Let the segments of a path grow until they have a share of their entries, for a request that asks for it.

@@ -6,14 +6,11 @@ import time
 from collections.abc import Sequence
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
-from sgl_kvevict.cache.complements import Complements
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export_sources, export_views, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
-from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.readers import ReaderTable
-from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.segments import CacheObservation, Compressor, CopiedEntries, Segment, Sources, Span, TokenRange
+from sgl_kvevict.guard import Place
+from sgl_kvevict.segments import CacheObservation, CopiedEntries, Segment, Sources, Span, TokenRange
 from sgl_kvevict.store import IndexEntry, SegmentRecord
 from sgl_kvevict.store.host import HostSegments, Piece
 
@@ -28,28 +25,11 @@ class HostMemory:
     part of the same prefixes.
     """
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        readers: ReaderTable,
-        compressor: Compressor,
-        guard: Guard,
-        adoption: Adoption,
-        complements: Complements,
-        segments: HostSegments,
-    ) -> None:
+    def __init__(self, core: Core, adoption: Adoption, segments: HostSegments) -> None:
         self.segments = segments
-        self._tree = tree
-        self._table = table
-        self._spans = table.spans
-        self._readers = readers
-        self._compressor = compressor
-        self._packer = compressor.packer
-        self._config = compressor.config
-        self._guard = guard
-        self._adoption = adoption
-        self._complements = complements
+        self._tree, self._table, self._readers, self._guard = core.tree, core.table, core.readers, core.guard
+        self._spans, self._complements, self._compressor = core.table.spans, core.complements, core.compressor
+        self._packer, self._config, self._adoption = core.compressor.packer, core.compressor.config, adoption
         self._min_tokens = segments.identity.min_prefix_tokens
 
     @property

@@ -11,12 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.host import HostMemory
-from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.readers import ReaderTable
-from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.guard import Place
 from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord
 
 READ_AHEAD = 16
@@ -62,24 +60,10 @@ class Loading:
     """
 
     def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        readers: ReaderTable,
-        guard: Guard,
-        adoption: Adoption,
-        access: StoreAccess,
-        reader: ReadAhead,
-        host: HostMemory,
+        self, core: Core, adoption: Adoption, access: StoreAccess, reader: ReadAhead, host: HostMemory
     ) -> None:
-        self._tree = tree
-        self._table = table
-        self._readers = readers
-        self._guard = guard
-        self._host = host
-        self._adoption = adoption
-        self._access = access
-        self._reader = reader
+        self._tree, self._table, self._readers, self._guard = core.tree, core.table, core.readers, core.guard
+        self._host, self._adoption, self._access, self._reader = host, adoption, access, reader
         self._waiting: dict[Any, Waiting] = {}
 
     def state(self) -> tuple[int, int]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.readers import ReaderRecord, ReaderTable
-from sgl_kvevict.cache.records import PrefixTable
+from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.guard import Place
 from sgl_kvevict.request import RequestOptions
-from sgl_kvevict.segments import Compressor, PromptObservation, TextAttention
+from sgl_kvevict.segments import PromptObservation, TextAttention
 
 
 class PrefillEvents(Protocol):
@@ -47,22 +46,9 @@ class PrefillEvents(Protocol):
 class Prefills:
     """Prefills of requests: :class:`PrefillEvents`. A complete prompt is compressed."""
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        readers: ReaderTable,
-        compressor: Compressor,
-        guard: Guard,
-        resizer: Resizer,
-    ) -> None:
-        self._tree = tree
-        self._table = table
-        self._spans = table.spans
-        self._readers = readers
-        self._compressor = compressor
-        self._guard = guard
-        self._resizer = resizer
+    def __init__(self, core: Core, resizer: Resizer) -> None:
+        self._tree, self._table, self._readers, self._guard = core.tree, core.table, core.readers, core.guard
+        self._spans, self._compressor, self._resizer = core.table.spans, core.compressor, resizer
 
     def matched(self, reader: Reader, *, is_cached: bool = True) -> ReaderRecord:
         """Observe the prompt, unless nothing of it can be compressed."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node
-from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
-from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
-from sgl_kvevict.segments import Compressor, Segment
+from sgl_kvevict.segments import Segment
 
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
@@ -78,24 +77,12 @@ class Pressure:
     to the budget and to ``min_budget``.
     """
 
-    def __init__(
-        self,
-        table: PrefixTable,
-        readers: ReaderTable,
-        compressor: Compressor,
-        resizer: Resizer,
-        recency: CostAwareRecency,
-    ) -> None:
-        self._table = table
-        self._spans = table.spans
-        self._shrinking = table.shrinking
-        self._readers = readers
-        self._compressor = compressor
-        self._config = compressor.config
-        self._resizer = resizer
-        self._recency = recency
+    def __init__(self, core: Core, resizer: Resizer, recency: CostAwareRecency) -> None:
+        self._table, self._spans, self._shrinking = core.table, core.table.spans, core.table.shrinking
+        self._readers, self._config = core.readers, core.compressor.config
+        self._resizer, self._recency = resizer, recency
         self._losses = WITH_16_BITS if self._config.bits == 16 else WITH_FEW_BITS
-        self._round = max(int(compressor.packer.geometry.num_token_slots * ROUND_SHARE), 1)
+        self._round = max(int(core.compressor.packer.geometry.num_token_slots * ROUND_SHARE), 1)
         self.clear()
 
     def clear(self) -> None:

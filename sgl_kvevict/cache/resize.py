@@ -9,17 +9,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sgl_kvevict.cache.complements import Complements
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.readers import ReaderTable
-from sgl_kvevict.cache.records import OpenRange, PrefixTable
+from sgl_kvevict.cache.records import OpenRange
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.guard import Place, accounting
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments import (
     CacheObservation,
-    Compressor,
     CopiedEntries,
     Observation,
     Order,
@@ -70,28 +67,13 @@ class Resizer:
 
     Attributes:
         on_budget: called with the last node of each segment that has reached the budget.
-        complements: what has been evicted, and can come back.
     """
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        readers: ReaderTable,
-        compressor: Compressor,
-        guard: Guard,
-        complements: Complements,
-    ) -> None:
+    def __init__(self, core: Core) -> None:
         self.on_budget: list[Callable[[Node], None]] = []
-        self.complements = complements
-        self._tree = tree
-        self._table = table
-        self._spans = table.spans
-        self._readers = readers
-        self._compressor = compressor
-        self._packer = compressor.packer
-        self._config = compressor.config
-        self._guard = guard
+        self._tree, self._table, self._readers, self._guard = core.tree, core.table, core.readers, core.guard
+        self._spans, self._complements, self._compressor = core.table.spans, core.complements, core.compressor
+        self._packer, self._config = core.compressor.packer, core.compressor.config
         self._turn = 0
 
     # ---- sizes ------------------------------------------------------------------------------------------------
@@ -424,7 +406,7 @@ class Resizer:
             if num_slots < sources.token_slots.numel():
                 sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
                 merge = self._merge(each, sources, prompt)
-            evicted = self.complements.evicted(sources)
+            evicted = self._complements.evicted(sources)
             size = num_slots if isinstance(each, View) else sources.fewest_slots
             rewritten = self._packer.rewrite(sources, size, merge)
             num_merged = 0 if merge is None else merge.indices.numel() - sources.num_entries
@@ -441,7 +423,7 @@ class Resizer:
     def _released(self, segment: Segment, written: _Written) -> int:
         """Release the slots that a segment has lost, and keep what was evicted; return how many slots."""
         self._tree.free(written.rewritten.freed)
-        self.complements.shrunk(segment, self.complements.put(written.evicted, segment.start, segment.end))
+        self._complements.shrunk(segment, self._complements.put(written.evicted, segment.start, segment.end))
         return written.rewritten.freed.numel()
 
     def _report_size(self, segment: Segment, last: Node, num_slots: int) -> None:

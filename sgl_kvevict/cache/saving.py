@@ -6,13 +6,10 @@ import dataclasses
 import logging
 import time
 
-from sgl_kvevict.cache.complements import Complements
+from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.nodes import Node, namespace_of
-from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.segments import Compressor
+from sgl_kvevict.guard import Place
 from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind
 
 logger = logging.getLogger(__name__)
@@ -51,27 +48,12 @@ class StoreAccess:
 
 
 class Saving:
-    """Hands segments that have reached the budget to the store.
+    """Hands segments that have reached the budget to the store, with what was evicted if ``store_complete`` says so."""
 
-    ``complements``: what was evicted from them goes with them (``store_complete``).
-    """
-
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        compressor: Compressor,
-        guard: Guard,
-        access: StoreAccess,
-        complements: Complements,
-    ) -> None:
-        self._tree = tree
-        self._table = table
-        self._spans = table.spans
-        self._packer = compressor.packer
-        self._guard = guard
-        self._access = access
-        self._complements = complements if compressor.config.store_complete else None
+    def __init__(self, core: Core, access: StoreAccess) -> None:
+        self._tree, self._table, self._spans, self._guard = core.tree, core.table, core.table.spans, core.guard
+        self._packer, self._access = core.compressor.packer, access
+        self._complements = core.complements if core.compressor.config.store_complete else None
 
     def at_budget(self, last: Node) -> None:
         """Copy the segment whose last span the node ``last`` holds, and hand it to the writer.

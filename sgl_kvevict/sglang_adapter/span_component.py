@@ -8,8 +8,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, FullCom
 
 from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.nodes import NodeSet
-from sgl_kvevict.cache.paths import Spans
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap
+from sgl_kvevict.cache.records import Spans
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.sglang_adapter.tree_shims import newest_names
 

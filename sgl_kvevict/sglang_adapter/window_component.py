@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.components.base import InternalStateBackup, NodeId
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sgl_kvevict.cache.paths import Spans
+    from sgl_kvevict.cache.records import Spans
 
 SWA = ComponentType.SWA
 _OWN = "kvevict_own"

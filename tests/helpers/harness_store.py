@@ -49,14 +49,12 @@ def exported(harness: Harness, extra_key: str | None = None, *, is_complete: boo
 
     ``is_complete``: with what was evicted from them.
     """
-    tree, identity = harness.tree, identity_for(harness)
-    records = []
+    tree, identity, records = harness.tree, identity_for(harness), []
     for node, span in tree.spans.items():
         if span.end != span.segment.end or node.key.extra_key != extra_key:
             continue
         complements = tree.prefixes.complements if is_complete else None
-        leaving = export_segment(node, tree.spans, tree.packer, identity, complements)
-        if leaving is not None:
+        if (leaving := export_segment(node, tree.spans, tree.packer, identity, complements)) is not None:
             record = leaving.record()
             records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, identity, DRAFT))
     return sorted(records, key=lambda record: record.start)
@@ -64,8 +62,7 @@ def exported(harness: Harness, extra_key: str | None = None, *, is_complete: boo
 
 def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
-    tree, prefixes = harness.tree, harness.tree.prefixes
-    return Adoption(tree.port, prefixes.table, prefixes.readers, tree.packer, prefixes.resizer)
+    return Adoption(harness.tree.prefixes.core, harness.tree.prefixes.resizer)
 
 
 class Items(Backend):
