@@ -1,4 +1,4 @@
-"""What is compared with what: a kvpress press, our policy, the tokens both decide over, and what to expect.
+"""What is compared with what: a kvpress press, our policy, the tokens both decide over; the definitions coincide.
 
 Imported by two environments (kvpress' and ours), so it imports neither kvpress nor torch.
 
@@ -42,23 +42,19 @@ class Case:
 
     Attributes:
         name: unique.
-        method: the paper's name of the method.
         press: the peer.
         policy: our policy's name.
         options: its options.
         tail: last tokens of the prompt that are not in the range.
         protected: first tokens that every head keeps.
-        coincides: the definitions are the same, so the kept sets must be.
-        reason: what makes them the same, or different.
+        reason: what makes them the same.
     """
 
     name: str
-    method: str
     press: Press
     policy: str
     options: dict[str, Any]
     tail: int
-    coincides: bool
     reason: str
     protected: int = 0
 
@@ -115,32 +111,24 @@ def _streaming_llm(setting: Setting) -> list[Case]:
     same = "4 sinks and the most recent tokens"
     served = f"{same}, the tail of {WINDOW} among them"
     return [
-        Case("streaming-llm", "StreamingLLM", press, "streaming-llm", {}, 0, True, same),
-        Case("streaming-llm, as served", "StreamingLLM", press, "streaming-llm", {}, WINDOW, True, served, SINKS),
+        Case("streaming-llm", press, "streaming-llm", {}, 0, same),
+        Case("streaming-llm, as served", press, "streaming-llm", {}, WINDOW, served, SINKS),
     ]
 
 
 def _snapkv(setting: Setting) -> list[Case]:
-    def case(name: str, press: Press, options: dict[str, Any], tail: int, coincides: bool, reason: str) -> Case:
-        return Case(name, "SnapKV", press, "snapkv", options, tail, coincides, reason)
+    def case(name: str, kernel: int, tail: int, reason: str, window: int = WINDOW) -> Case:
+        press = _snapkv_press(setting, window, kernel)
+        return Case(name, press, "snapkv", _window_options(window, kernel), tail, reason)
 
     cases = [
-        case("snapkv, no pool", _snapkv_press(setting, kernel=1), _window_options(kernel=1), WINDOW, True,
-             "mean attention of the window's queries, tail = window"),
-        case("snapkv, no pool, window in range", _snapkv_press(setting, kernel=1), _window_options(kernel=1), 0, True,
-             "the window lies in the range and is kept without competing"),
-        case("snapkv, avg 5", _snapkv_press(setting), _window_options(), WINDOW, True,
-             "average pool of 5 with zero padding, tail = window"),
-        case("snapkv, avg 5, window in range", _snapkv_press(setting), _window_options(), 0, False,
-             "ours pools across the start of the window; kvpress cuts the window off and pads with zeros"),
-        case("snapkv, defaults", _snapkv_press(setting), {}, WINDOW, False,
-             "our default is Ada-KV's max pool of 7; kvpress averages over 5"),
-    ]  # fmt: skip
+        case("snapkv, no pool", 1, WINDOW, "mean attention of the window's queries, tail = window"),
+        case("snapkv, no pool, window in range", 1, 0, "the window lies in the range and is kept without competing"),
+        case("snapkv, avg 5", 5, WINDOW, "average pool of 5 with zero padding, tail = window"),
+    ]
     if setting.num_kept > 64:
         reason = "kvpress' own defaults: window 64, average pool of 5, tail = window"
-        cases.insert(
-            3, case("snapkv, avg 5, window 64", _snapkv_press(setting, 64), _window_options(64), 64, True, reason)
-        )
+        cases.append(case("snapkv, avg 5, window 64", 5, 64, reason, 64))
     return cases
 
 
@@ -157,94 +145,53 @@ def _pyramidkv(setting: Setting) -> list[Case]:
             "beta": gross / (WINDOW + low),
         },
     )
-    plain = Press("PyramidKVPress", {**_snapkv_press(setting).options, "beta": 20})
-    options = _window_options()
-    return [
-        Case("pyramidkv, same line", "PyramidKV", matched, "pyramidkv", {**options, "pyramid_beta": 30}, WINDOW, True,
-             "ours lays the line over entries beside the window, kvpress over all entries: its beta is kept / (window "
-             "+ (kept - window) / 30) for our 30; the budget needs no rounding"),
-        Case("pyramidkv, beta 20", "PyramidKV", plain, "pyramidkv", options, WINDOW, False,
-             "beta = 20 is another line; kvpress rounds each layer alone, and uses equal layers if kept / beta is "
-             "below the window"),
-    ]  # fmt: skip
+    reason = (
+        "ours lays the line over entries beside the window, kvpress over all entries: its beta is kept / (window "
+        "+ (kept - window) / 30) for our 30; the budget needs no rounding"
+    )
+    options = {**_window_options(), "pyramid_beta": 30}
+    return [Case("pyramidkv, same line", matched, "pyramidkv", options, WINDOW, reason)]
 
 
 def _h2o(setting: Setting) -> list[Case]:
     press = Press("ObservedAttentionPress", {"compression_ratio": setting.ratio})
-
-    def case(name: str, options: dict[str, Any], coincides: bool, reason: str) -> Case:
-        return Case(name, "H2O", press, "h2o", options, 0, coincides, reason)
-
-    return [
-        case("h2o, as ObservedAttention", {"normalize": "queries", "recent_ratio": 0.0}, True,
-             "mean attention of the queries that saw the token, no recent share"),
-        case("h2o, no recent share", {"recent_ratio": 0.0}, False,
-             "H2O sums, ObservedAttention averages, which lifts late tokens"),
-        case("h2o, defaults", {}, False,
-             "as above; half of the budget is for recent tokens"),
-    ]  # fmt: skip
+    options = {"normalize": "queries", "recent_ratio": 0.0}
+    reason = "mean attention of the queries that saw the token, no recent share"
+    return [Case("h2o, as ObservedAttention", press, "h2o", options, 0, reason)]
 
 
 def _chunkkv(setting: Setting) -> list[Case]:
     window = 2 * CHUNK + setting.num_tokens % CHUNK
-
-    def press(window: int) -> Press:
-        inner = _snapkv_press(setting, window, kernel=1)
-        return Press("ChunkKVPress", {"chunk_length": CHUNK}, inner)
-
-    same = {"window_size": window, "chunk_length": CHUNK, "chunk_score": "mean", "share_heads": True}
-    own = {"window_size": window, "chunk_length": CHUNK}
-
-    def case(name: str, press: Press, options: dict[str, Any], tail: int, coincides: bool, reason: str) -> Case:
-        return Case(name, "ChunkKV", press, "chunkkv", options, tail, coincides, reason)
-
-    return [
-        case("chunkkv, as kvpress", press(window), same, window, True,
-             "mean score of a chunk, summed over heads; the window (20 to 29 tokens) begins at a chunk's start; the "
-             "budget is whole chunks"),
-        case("chunkkv, chunks per head", press(window), own, window, False,
-             "chunks per head, as in the paper; kvpress sums over heads"),
-        case("chunkkv, defaults", press(WINDOW), {}, WINDOW, False,
-             "as above; ours cuts the last chunk to the budget, kvpress keeps whole ones only"),
-    ]  # fmt: skip
+    press = Press("ChunkKVPress", {"chunk_length": CHUNK}, _snapkv_press(setting, window, kernel=1))
+    options = {"window_size": window, "chunk_length": CHUNK, "chunk_score": "mean", "share_heads": True}
+    reason = (
+        "mean score of a chunk, summed over heads; the window (20 to 29 tokens) begins at a chunk's start; the "
+        "budget is whole chunks"
+    )
+    return [Case("chunkkv, as kvpress", press, "chunkkv", options, window, reason)]
 
 
 def _ada_snapkv(setting: Setting) -> list[Case]:
-    def press(kernel: int) -> Press:
-        return Press("AdaKVPress", {"alpha_safeguard": 0.2}, _snapkv_press(setting, kernel=kernel))
-
-    def case(name: str, press: Press, options: dict[str, Any], tail: int, coincides: bool, reason: str) -> Case:
-        return Case(name, "AdaKV", press, "ada-snapkv", options, tail, coincides, reason)
+    def case(name: str, kernel: int, options: dict[str, Any], tail: int, reason: str) -> Case:
+        press = Press("AdaKVPress", {"alpha_safeguard": 0.2}, _snapkv_press(setting, kernel=kernel))
+        options = {**_window_options(kernel=kernel), "safeguard": "kvpress", **options}
+        return Case(name, press, "ada-snapkv", options, tail, reason)
 
     # kvpress' safeguard counts the window: of int(0.2 * kept) safe entries all but WINDOW are real candidates.
     safe = max(int(setting.num_kept * 0.2) - WINDOW, 0)
     alpha = round((safe + 0.5) / (setting.num_kept - WINDOW), 6) if safe else 0.0
-    guard = {"safeguard": "kvpress"}
+    whole = "each head's best int(0.2 * kept) entries, window included, then one competition"
+    behind = "the same, window behind the range; alpha such that as many entries are safe"
     return [
-        case("ada-snapkv, window in range", press(1), {**_window_options(kernel=1), **guard}, 0, True,
-             "each head's best int(0.2 * kept) entries, window included, then one competition"),
-        case("ada-snapkv, avg 5", press(5), {**_window_options(), **guard, "alpha": alpha}, WINDOW, True,
-             "the same, window behind the range; alpha such that as many entries are safe"),
-        case("ada-snapkv, alpha 0.2", press(5), {**_window_options(), **guard}, WINDOW, False,
-             "ours protects 20 % beside the window, kvpress 20 % of all, window first"),
-        case("ada-snapkv, authors' code", press(5), _window_options(), WINDOW, False,
-             "80 % adaptive share (Ada-KV's code) instead of a floor"),
-        case("ada-snapkv, paper", press(5), {**_window_options(), "safeguard": "paper"}, WINDOW, False,
-             "20 % adaptive share (Algorithm 2) instead of a floor"),
-        case("ada-snapkv, defaults", press(5), {}, WINDOW, False,
-             "authors' code, and max pool of 7"),
-    ]  # fmt: skip
+        case("ada-snapkv, window in range", 1, {}, 0, whole),
+        case("ada-snapkv, avg 5", 5, {"alpha": alpha}, WINDOW, behind),
+    ]
 
 
 def _agnostic(setting: Setting) -> list[Case]:
     ratio = {"compression_ratio": setting.ratio}
-    tail = f"the tail of {WINDOW} is kept within the budget; in kvpress it competes"
+    direction = "least cosine similarity to the mean key direction of the prompt"
     return [
-        Case("knorm", "Knorm", Press("KnormPress", ratio), "knorm", {}, 0, True, "smallest key norms"),
-        Case("knorm, as served", "Knorm", Press("KnormPress", ratio), "knorm", {}, WINDOW, False,
-             f"{tail}, as do {SINKS} sinks", SINKS),
-        Case("keydiff", "KeyDiff", Press("KeyDiffPress", ratio), "keydiff", {}, 0, True,
-             "least cosine similarity to the mean key direction of the prompt"),
-        Case("keydiff, as served", "KeyDiff", Press("KeyDiffPress", ratio), "keydiff", {}, WINDOW, False,
-             f"{tail}, as do {SINKS} sinks; our mean is over the range", SINKS),
-    ]  # fmt: skip
+        Case("knorm", Press("KnormPress", ratio), "knorm", {}, 0, "smallest key norms"),
+        Case("keydiff", Press("KeyDiffPress", ratio), "keydiff", {}, 0, direction),
+    ]

@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +26,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils import logging as transformers_logging
-
-NUM_FUTURE_POSITIONS = 512
-PACKAGES = ("kvpress", "transformers", "torch", "tokenizers")
 
 
 def main(model_folder: str) -> None:
@@ -55,19 +51,14 @@ def main(model_folder: str) -> None:
         tensors = record(models, token_ids)
         if prompt is PROMPTS[0]:
             check_as_users_apply(models, token_ids, tensors)
-        save(tensors, record_path(prompt.name), prompt, token_ids)
+        save(tensors, record_path(prompt.name))
         print(f"peers:   {time.monotonic() - started:.0f} s", flush=True)
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
     """Token ids [1, N]."""
-    if prompt.path is not None:
-        text = prompt.path.read_text()
-    else:
-        messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    if prompt.num_tokens is not None and ids.shape[1] < prompt.num_tokens:
+    ids: Tensor = tokenizer(prompt.path.read_text(), return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if ids.shape[1] < prompt.num_tokens:
         raise ValueError(f"prompt {prompt.name} has {ids.shape[1]} tokens, needs {prompt.num_tokens}")
     return ids[:, : prompt.num_tokens]
 
@@ -129,9 +120,7 @@ def observe(model: Any, token_ids: Tensor, presses: list[Press]) -> tuple[dict[s
     finally:
         for handle in handles:
             handle.remove()
-    tensors = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
-    tensors["cos_sin"] = rotary_table(model, token_ids.shape[1] + NUM_FUTURE_POSITIONS)
-    return tensors, outcomes
+    return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}, outcomes
 
 
 def record_scores(outcome: Outcome) -> None:
@@ -165,13 +154,6 @@ def reduce_layer(
     if weights is not None:
         layer["accumulated"] = weights[0].sum(1).view(keys.shape[0], group, num_tokens).mean(1)
     return layer
-
-
-def rotary_table(model: Any, num_positions: int) -> Tensor:
-    """Cosines and sines of the model's rotary embedding, [num_positions, head_dim]."""
-    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(num_positions)[None])
-    half = cos.shape[-1] // 2
-    return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
 
 
 def build_press(press: Press) -> Any:
@@ -243,13 +225,11 @@ def prefill(model: Any, token_ids: Tensor) -> Any:
     return cache
 
 
-def save(tensors: dict[str, Tensor], path: Path, prompt: Prompt, token_ids: Tensor) -> None:
+def save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write the file in one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {name: version(name) for name in PACKAGES}
-    metadata |= {"prompt": prompt.source, "num_tokens": str(token_ids.shape[1])}
     scratch = path.with_suffix(".part")
-    save_file(tensors, scratch, metadata)
+    save_file(tensors, scratch)
     scratch.rename(path)
 
 

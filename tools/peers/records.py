@@ -4,7 +4,6 @@ Layout (safetensors), L layers, H KV heads, Hq query heads, N tokens, D head siz
     queries [L, N, Hq, D], keys [L, N, H, D], values [L, N, H, D]   float32, after RoPE, of the SDPA run
     lse [L, N, Hq]                      float32, natural log-sum-exp of each query's scaled scores
     accumulated [L, H, N]               float32, attention of all queries summed, mean over a group, of the eager run
-    cos_sin [P, D]                      float32, the rotary table
     kept/<share>/<case> [L, H, N]       bool, what the press kept
     scores/<share>/<case> [L, H, N]     float32, the press's scores, to tell rounding from difference
 """

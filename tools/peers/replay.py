@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +20,11 @@ ROUNDING = 1e-5
 """Relative distance of a press's score from its threshold below which two float32 sums may swap tokens."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One case on one prompt at one budget.
-
-    Attributes:
-        case: what was compared.
-        prompt: its name.
-        num_tokens: of the prompt.
-        kept_share: budget.
-        num_entries: entries kept over all layers and heads, the same on both sides.
-        num_heads: layers times KV heads.
-        num_equal: heads whose kept sets are equal.
-        num_rounding: other heads that differ only in tokens whose scores are equal up to rounding.
-        overlap: share of the kept entries that both sides keep.
-        worst_overlap: smallest share of a head (of the larger of its two sets).
-    """
-
-    case: Case
-    prompt: str
-    num_tokens: int
-    kept_share: float
-    num_entries: int
-    num_heads: int
-    num_equal: int
-    num_rounding: int
-    overlap: float
-    worst_overlap: float
-
-
 class Recording:
     """One prompt's model run, shown to policies as a server would."""
 
     def __init__(self, prompt_name: str) -> None:
         self._file: Any = safe_open(record_path(prompt_name), framework="pt")
-        self.metadata: dict[str, str] = self._file.metadata()
         self.keys = self._file.get_tensor("keys")
         self.values = self._file.get_tensor("values")
         self.queries = self._file.get_tensor("queries")
@@ -113,29 +82,14 @@ class Recording:
         return torch.nn.functional.pad(order.keys >= 0, (0, case.tail), value=True)  # what is kept at the budget
 
 
-def compare(recording: Recording, prompt_name: str, kept_share: float, case: Case) -> Comparison:
-    """Run one case."""
+def differing_heads(recording: Recording, kept_share: float, case: Case) -> Tensor:
+    """Heads [L, H] whose sets differ in more than tokens with equal scores; both sides keep as many entries."""
     theirs = recording.kept(kept_share, case)
     num_entries = int(theirs.sum())
     ours = recording.keep(case, num_entries)
     if int(ours.sum()) != num_entries:
         raise ValueError(f"case {case.name}: {int(ours.sum())} entries instead of {num_entries}")
-    differs = (ours != theirs).any(-1)
-    rounding = differs & only_rounding(recording.scores(kept_share, case), ours, theirs)
-    common = (ours & theirs).sum(-1)
-    larger = torch.maximum(ours.sum(-1), theirs.sum(-1))
-    return Comparison(
-        case,
-        prompt_name,
-        recording.num_tokens,
-        kept_share,
-        num_entries,
-        num_heads=differs.numel(),
-        num_equal=int((~differs).sum()),
-        num_rounding=int(rounding.sum()),
-        overlap=int(common.sum()) / num_entries,
-        worst_overlap=float((common / larger).min()),
-    )
+    return (ours != theirs).any(-1) & ~only_rounding(recording.scores(kept_share, case), ours, theirs)
 
 
 def only_rounding(scores: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
