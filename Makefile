@@ -101,7 +101,7 @@ campaign: model ## random operations, input, requests, faults and a soak; many h
 bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, store, prefill, speculation, insertion, agents)
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
 
-bench-judges: model ## foreign programs against stock and ours: cache-pressure, SGLang's bench_serving, tau2's tools; writes docs/results/serving/judges.md
+bench-judges: model ## foreign programs against stock and ours: cache-pressure, SGLang's bench_serving; writes docs/results/serving/judges.md
 	@scripts/setup_cache_pressure.sh
 	@$(BIN)/python -W ignore benchmarks/serving/bench_judges.py $(ARGS)
 

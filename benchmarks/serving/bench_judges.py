@@ -1,13 +1,12 @@
 """What programs that know nothing of this package say of stock SGLang and of the default configuration.
 
 ``cache-pressure`` (PyPI) counts contexts that a server finds again; SGLang's ``bench_serving`` sends shared prefixes,
-and prompts that share nothing; a client of the OpenAI API serves customers by the policies and tools of tau2.
+and prompts that share nothing.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +15,8 @@ from serving_bench.fleet import Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import FIRST_TOKEN, HIT_RATE, REQUESTS, Page, Table
 from serving_bench.results import ROOT
-from serving_bench.tool_calls import ANSWER_TOKENS, TEMPLATE, Reply, ask, conversations
 
-from kvevict_tools.launcher import RunningServer, System
+from kvevict_tools.launcher import RunningServer
 from kvevict_tools.measure import alone, in_turn
 
 POOL_SLOTS = 8192
@@ -45,13 +43,11 @@ RANDOM = (
     *("--random-range-ratio", "1"),
     *("--random-input-len", "1024", "--random-output-len", "16"),
 )
-CONVERSATIONS = 4
 
 RETAINED = "cache-pressure"
 SHARED_POINT = "generated-shared-prefix, 4x the pool"
 RANDOM_POINT = "random, nothing shared"
-TAU2 = f"tau2, {CONVERSATIONS} customers"
-POINTS = (RETAINED, SHARED_POINT, RANDOM_POINT, TAU2)
+POINTS = (RETAINED, SHARED_POINT, RANDOM_POINT)
 
 PAGE = Page(
     name="judges",
@@ -66,19 +62,13 @@ PAGE = Page(
         f"on the seed alone. The run with N = {QUESTION_TOKENS} fills the cache and is not counted; each repetition "
         "has questions longer by a token, so that they are new.\n"
         f"* *{RANDOM_POINT}* is `{' '.join((*BENCH_SERVING, *RANDOM))} --seed N`, another seed in each repetition. "
-        "(The data set `random` itself would be downloaded.)\n"
-        f"* *{TAU2}*: policies, tools and tasks of its airline and its shop, read from PyPI's `inspect-evals` (MIT). "
-        "Each customer is a task of six calls or more; a request has the policy, all tools, and the calls made so far "
-        f'with their results. OpenAI\'s Python client, streaming, `tool_choice="required"`, {ANSWER_TOKENS} tokens, '
-        f"{CONCURRENCY} requests at a time. A repetition is each customer's next call; the first ones are not counted. "
-        "What the model calls is not part of the next prompt, which has the right call: prompts are the same for all."
+        "(The data set `random` itself would be downloaded.)"
     ),
     tables=(
         REQUESTS,
         FIRST_TOKEN,
         HIT_RATE,
         Table("retained", f"Contexts of {CONTEXTS} that cache-pressure finds again", has_ratio=False, digits=0),
-        Table("tool_calls_pct", "Answers that call one of the tools, %", has_ratio=False, digits=0),
     ),
 )
 
@@ -87,10 +77,7 @@ def main() -> None:
     """Run the judges."""
     options = parse_options(__doc__ or "")
     recorder = Recorder(PAGE, options, POINTS)
-    systems = [
-        System(each.name, (*each.flags, "--chat-template", str(TEMPLATE), "--tool-call-parser", "qwen25"), each.env)
-        for each in compared_systems(POOL_SLOTS, beside=options.beside)
-    ]
+    systems = compared_systems(POOL_SLOTS, beside=options.beside)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for point in options.chosen(POINTS):
             flush_all(fleet)
@@ -156,33 +143,7 @@ def nothing_shared(fleet: Fleet, recorder: Recorder) -> None:
     in_turn(fleet, recorder.options.repeats, one)
 
 
-def tau2(fleet: Fleet, recorder: Recorder) -> None:
-    """The customers' next calls."""
-    customers = conversations(CONVERSATIONS, recorder.options.repeats + 1)
-
-    def one(name: str, repetition: int) -> None:
-        asked = [customer[repetition] for customer in customers]
-        found = figures(*ask(fleet[name].url, asked, CONCURRENCY))
-        if repetition:
-            recorder.add(TAU2, name, repetition, found)
-
-    for name, server in fleet.items():
-        with alone(server, fleet.values()):
-            one(name, 0)
-    in_turn(fleet, recorder.options.repeats, one)
-
-
-def figures(replies: list[Reply], seconds: float) -> dict[str, float]:
-    """What a repetition showed."""
-    return {
-        "requests_per_s": len(replies) / seconds,
-        "ttft_ms": 1e3 * statistics.median(each.first_s for each in replies),
-        "hit_rate_pct": 100 * sum(each.cached_tokens for each in replies) / sum(each.prompt_tokens for each in replies),
-        "tool_calls_pct": 100 * sum(each.calls_a_tool for each in replies) / len(replies),
-    }
-
-
-MEASURES = dict(zip(POINTS, (cache_pressure, shared_prefixes, nothing_shared, tau2), strict=True))
+MEASURES = dict(zip(POINTS, (cache_pressure, shared_prefixes, nothing_shared), strict=True))
 
 if __name__ == "__main__":
     main()
