@@ -27,10 +27,10 @@ def numbers(count: int, seed: int) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
-def ask(server, document: list[int], extra_key: str | None = None) -> tuple[list[int], int]:
+def ask(server, document: list[int]) -> tuple[list[int], int]:
     """What is generated for a question, and how many tokens of the prompt were found."""
     sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    body = {"input_ids": document + numbers(16, 99), "sampling_params": sampling, "extra_key": extra_key}
+    body = {"input_ids": document + numbers(16, 99), "sampling_params": sampling}
     reply = json.loads(server.post("/generate", body))
     return reply["output_ids"], reply["meta_info"]["cached_tokens"]
 
@@ -66,14 +66,6 @@ def test_clients_are_told_that_it_came_from_the_hosts_memory(server):
     assert details["device"] + details["host"] == reply["cached_tokens"]
     again = json.loads(server.post("/generate", body))["meta_info"]
     assert again["cached_tokens_details"]["host"] == 0 and again["cached_tokens"] >= TOKENS
-
-
-def test_other_tenants_and_exact_requests_find_nothing(server):
-    document = numbers(TOKENS, 0)
-    assert ask(server, document, "tenant")[1] == 0
-    before = idle_state(server)["moved_in_segments"]
-    generate(server, [*document, 5, 6, 7], 4, custom_params={"kvevict": {"exact": True}})
-    assert idle_state(server)["moved_in_segments"] == before
 
 
 def hinted(server, seed: int, hint: dict | None = None, num_new: int = 2) -> dict[str, int]:
