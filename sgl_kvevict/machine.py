@@ -17,10 +17,10 @@ from typing import Literal
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.paths import expanded, write_error
 
-SUPPORTED_SGLANG = ("0.5.23",)
+SUPPORTED_SGLANG = ("0.5.22", "0.5.23")
 """Tested versions, the newest last. A newer one may start (``compat.py``)."""
 SGLANG_RANGE = " to ".join(dict.fromkeys((SUPPORTED_SGLANG[0], SUPPORTED_SGLANG[-1])))
-FLASHINFER = ("0.7.2",)
+FLASHINFER = ("0.7.1", "0.7.2")
 """The versions that these pin."""
 MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)

@@ -71,10 +71,10 @@ CEILINGS = {
     "sgl_kvevict/sglang_adapter": 5_096,
     "sgl_kvevict/store": 2_171,
     "kernels": 7_028,
-    "sgl_kvevict": 22_098,
-    "tests": 34_547,
-    "benchmarks": 10_850,
-    "tools": 7_297,
+    "sgl_kvevict": 22_097,
+    "tests": 34_537,
+    "benchmarks": 10_700,
+    "tools": 6_875,
 }
 """Lines of Python below a folder."""
 FILES = 210
