@@ -2,25 +2,34 @@
 
 Contexts with needles in prose, asked about in random order, each once before any comes again. Every system begins with
 an empty cache and is asked about each context; then stock and ours take turns round by round and are asked the same
-questions.
+questions. Last, a prefix is asked again after a burst of other documents, with ``retain`` and without.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serving_bench.fleet import Fleet, compared_systems, flush_all, running
+from serving_bench.fleet import COMMON_FLAGS, DEFAULT, Fleet, compared_systems, flush_all, running
 from serving_bench.needles import Answered, Context, Needles, figures, rounds
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import HIT_RATE, REQUESTS, Page, Table
+from serving_bench.texts import document
 
-from kvevict_tools.measure import alone, in_turn
+from kvevict_tools.launcher import kvevict_system
+from kvevict_tools.measure import alone, flush, in_turn
 
 POOL_SLOTS = 16_384
 CONTEXT_TOKENS = 1024
 CONCURRENCY = 2
 LONGEST_ROUND = 32
+PREFIX_TOKENS = 200
+BURST = "a prefix, after a burst of 4x the pool"
+BURST_POOL, BURST_TOKENS, BURST_SHARE = 2048, 512, 0.5
+NUM_OTHERS = int(4 * BURST_POOL / BURST_SHARE) // BURST_TOKENS
+"""Documents that take four times the pool, compressed to the share at which nothing shrinks further."""
+RETAIN_S = 600
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,10 @@ PAGE = Page(
         f"{POOL_SLOTS:,} token slots; a round asks about {LONGEST_ROUND} contexts, each once before any comes again. "
         "`cold start` is one question about each context, into an empty cache, `all rounds` is everything from then "
         "on. The needle score is the share of the values asked for that the answers contain; stock's is the full "
-        "cache's."
+        f"cache's. The burst: {NUM_OTHERS} documents of {BURST_TOKENS} tokens, a pool of {BURST_POOL:,}, `budget` and "
+        f"`min_budget` {BURST_SHARE}, so that they take four times the pool, and no memory of the host; then a prefix "
+        f"of {PREFIX_TOKENS} tokens is asked again, which was asked once before, without options and with `retain` of "
+        f"{RETAIN_S} seconds."
     ),
     tables=(
         REQUESTS,
@@ -75,17 +87,53 @@ def main() -> None:
     """Run the benchmark; ``--repeats`` is the number of rounds after the cold start."""
     options = parse_options(__doc__ or "")
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
-    recorder = Recorder(PAGE, options, [name for point in points.values() for name in names_of(point)])
+    recorder = Recorder(PAGE, options, [*(name for point in points.values() for name in names_of(point)), BURST])
+    chosen = options.chosen([*points, BURST])
+    if BURST in chosen:
+        measure_burst(recorder)
+    if chosen != [BURST]:
+        measure_points([point for name, point in points.items() if name in chosen], recorder)
+    recorder.close()
+
+
+def measure_burst(recorder: Recorder) -> None:
+    """How much of a prefix is found after other documents; each repetition has a prefix and documents of its own."""
+    model, flags = recorder.options.model, ("--max-total-tokens", str(BURST_POOL), *COMMON_FLAGS)
+    config = {"host_bytes": 0, "budget": BURST_SHARE, "min_budget": BURST_SHARE}
+    systems = [kvevict_system(DEFAULT, config, flags)]
+    with running(systems, model, LOGS / PAGE.name / "burst", recorder.progress) as fleet:
+        server = fleet[DEFAULT]
+
+        def ask(tokens: list[int], **options: float) -> int:
+            sampling = {"temperature": 0, "max_new_tokens": 1, "custom_params": {"kvevict": options}}
+            answer = json.loads(server.post("/generate", {"input_ids": tokens, "sampling_params": sampling}))
+            return int(answer["meta_info"]["cached_tokens"])
+
+        for repetition in range(1, recorder.options.repeats + 1):
+            prefix, *others = (
+                document(model, repetition * 100 + number, BURST_TOKENS if number else PREFIX_TOKENS)
+                for number in range(NUM_OTHERS + 1)
+            )
+            for name, options in {DEFAULT: {}, "retain": {"retain": RETAIN_S}}.items():
+                flush(server)
+                ask(prefix, **options)
+                for other in others:
+                    ask(other)
+                found = ask([*prefix, *others[0][:1]])
+                recorder.add(BURST, name, repetition, {"hit_rate_pct": 100 * found / (len(prefix) + 1)})
+
+
+def measure_points(chosen: Sequence[Point], recorder: Recorder) -> None:
+    """Working sets on all servers."""
+    options, first = recorder.options, 0
     needles = Needles(options.model, CONTEXT_TOKENS)
     systems = compared_systems(POOL_SLOTS, beside=options.beside)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-        first = 0
-        for name in points:
-            contexts = needles.contexts(points[name].num_contexts, first)
+        for point in POINTS:
+            contexts = needles.contexts(point.num_contexts, first)
             first += len(contexts)
-            if name in options.chosen(list(points)):
-                measure(fleet, points[name], contexts, needles, recorder)
-    recorder.close()
+            if point in chosen:
+                measure(fleet, point, contexts, needles, recorder)
 
 
 def measure(fleet: Fleet, point: Point, contexts: Sequence[Context], needles: Needles, recorder: Recorder) -> None:
