@@ -43,8 +43,8 @@ LEAST_SHARE_OF_16_BITS = 0.1
 """Default of ``min_budget`` where rows have 16 bits."""
 Bits = Literal["auto", 16, 8, 4]
 """Of a number in a row: 16 as the pool stores it; auto: :func:`sgl_kvevict.widths.rows_that_fit`."""
-_as_written = lru_cache(256)(lambda share: Fraction(repr(share)))
-"""Exact value of a share's decimal notation; clients choose shares, too."""
+_as_written = lru_cache(256)(lambda share: Fraction(repr(share)).as_integer_ratio())
+"""Numerator and denominator of a share's decimal notation; clients choose shares, too."""
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _Endpoint = Annotated[
@@ -238,8 +238,8 @@ class KVEvictConfig(BaseModel):
         for name, value in (("num_tokens", num_tokens), ("start", start)):
             if value < 0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
-        exact = _as_written(self.budget if share is None else share)
-        slots = -(-exact.numerator * num_tokens // exact.denominator)
+        numerator, denominator = _as_written(self.budget if share is None else share)
+        slots = -(-numerator * num_tokens // denominator)
         num_sinks = max(self.sink_tokens - start, 0)
         return min(max(slots, num_sinks, 1), num_tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class KVGeometry:
         """Bytes of a token slot: keys and values of all layers and heads."""
         return self.num_runs * self.entry_dim * self.itemsize
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """Whether some layer has a sliding window."""
         return any(self.windows)
@@ -135,7 +136,7 @@ class KVGeometry:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
-    @property
+    @cached_property
     def num_runs(self) -> int:
         """Runs of a span, one per (layer, KV head): as many as head slots of one token slot."""
         return self.num_layers * self.num_kv_heads

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 from contextlib import ContextDecorator
-from enum import Enum
+from enum import StrEnum
 from types import TracebackType
 
 from sgl_kvevict.errors import InvariantError, cut
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_TRACE_CHARS = 8000
 
 
-class Place(Enum):
+class Place(StrEnum):
     """Where an error is held; each member says what is done there, and what follows from an error."""
 
     OPTIONS = "options"

@@ -28,7 +28,7 @@ def check_tensor(
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
         raise ValueError(f"{name}: expected a tensor {_show_shape(shape)}, got {got}")
-    fits = x.dim() == len(shape)
+    fits = x.ndim == len(shape)
     for wanted_size, size in zip(shape, x.shape, strict=False):
         fits = fits and wanted_size in (None, size)
     if not fits:

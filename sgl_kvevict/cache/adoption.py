@@ -14,7 +14,7 @@ from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.segments import CopiedEntries, Segment
 from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
-from sgl_kvevict.store.host import Piece
+from sgl_kvevict.store.host import EvictedPart
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Adoption:
         self._tree, self._spans, self._readers = core.tree, core.table.spans, core.readers
         self._packer, self._complements, self._resizer = core.compressor.packer, core.complements, resizer
 
-    def place(self, record: SegmentRecord, prompt: Prompt, pieces: Sequence[Piece] = ()) -> int:
+    def place(self, record: SegmentRecord, prompt: Prompt, evicted: Sequence[EvictedPart] = ()) -> int:
         """Put a segment that a prompt continues with into the tree; return as :meth:`adopt`."""
-        return self.adopt(record, prompt.namespace, prompt.tokens[record.end :], pieces)
+        return self.adopt(record, prompt.namespace, prompt.tokens[record.end :], evicted)
 
     def lookup(self, prompt: Prompt, identity: StoreIdentity) -> Lookup:
         """What the tree has of a prompt, and lacks; a node is cut where the prompt leaves the tree."""
@@ -48,7 +48,7 @@ class Adoption:
         record: SegmentRecord,
         namespace: NamespaceKey,
         rest: Sequence[int] = (),
-        pieces: Sequence[Piece] = (),
+        evicted: Sequence[EvictedPart] = (),
     ) -> int:
         """Put a segment into token slots and the tree.
 
@@ -56,7 +56,7 @@ class Adoption:
             record: a segment that was stored by a server of the same identity.
             namespace: where it was found.
             rest: tokens that follow it in the prompt that looked for it.
-            pieces: what had been evicted from it.
+            evicted: what had been evicted from it.
 
         Returns:
             How many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing was
@@ -77,7 +77,7 @@ class Adoption:
             slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
-        segment = self._install(record, tokens, slots, namespace, pieces)
+        segment = self._install(record, tokens, slots, namespace, evicted)
         if segment is None:
             self._tree.free(slots)
             return 0
@@ -92,7 +92,7 @@ class Adoption:
         tokens: Sequence[int],
         slots: Tensor,
         namespace: NamespaceKey,
-        pieces: Sequence[Piece],
+        evicted: Sequence[EvictedPart],
     ) -> Segment | None:
         """Write a segment into ``slots``; None: the tree has no place for it any more, and nothing was written."""
         there = self._tree.find(tokens, namespace)
@@ -111,7 +111,7 @@ class Adoption:
         nodes = self._spans.uncompressed(path_to(last))
         segment = self._segment(record, slots)
         self._resizer.exchange(nodes, segment, readers)
-        self._complements.attach(segment, pieces)
+        self._complements.attach(segment, evicted)
         self._tree.free(freed)
         return segment
 

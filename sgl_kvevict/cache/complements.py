@@ -11,7 +11,7 @@ from torch import Tensor
 from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.segments import Compressor, CopiedEntries, Segment, Sources, View
-from sgl_kvevict.store.host import HostSegments, Piece
+from sgl_kvevict.store.host import EvictedPart, HostSegments
 
 ORDER = "order"
 
@@ -21,19 +21,19 @@ class Complement:
     """What was evicted from a segment.
 
     Attributes:
-        pieces: in the order of their evictions, so the first one is worth least; lost ones are among them.
+        parts: in the order of their evictions, so the first one is worth least; lost ones are among them.
         num_returned: parts that it has taken back since its rows were written.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    parts: list[EvictedPart] = field(default_factory=list)
     num_returned: int = 0
 
 
 class Complements:
     """Keeps the entries that resizes evict, and hands them back when their segment grows.
 
-    A segment has each entry once: in the pool, in one of its pieces, or nowhere, once it is lost. A resize adds one
-    piece, of rows with the fewest bits that the configuration allows; growth takes back whole pieces, the last one
+    A segment has each entry once: in the pool, in one of its parts, or nowhere, once it is lost. A resize adds one
+    part, of rows with the fewest bits that the configuration allows; growth takes back whole parts, the last one
     first. Nothing is kept without memory of the host, or where prefixes do not shrink when slots are short.
     """
 
@@ -49,11 +49,11 @@ class Complements:
         """The complement of a segment, maybe an empty one."""
         return self._of.get(segment) or Complement()
 
-    def there(self, segment: Segment) -> list[Piece]:
-        """Pieces that are not lost, as they were evicted: what can come back when a segment grows."""
-        return [piece for piece in self[segment].pieces if not piece.is_lost]
+    def there(self, segment: Segment) -> list[EvictedPart]:
+        """Parts that are not lost, as they were evicted: what can come back when a segment grows."""
+        return [part for part in self[segment].parts if not part.is_lost]
 
-    def last(self, segment: Segment) -> Piece | None:
+    def last(self, segment: Segment) -> EvictedPart | None:
         """What comes back first; None: nothing can."""
         return next(reversed(self.there(segment)), None)
 
@@ -62,7 +62,7 @@ class Complements:
     def evicted(self, sources: Sources) -> CopiedEntries | None:
         """Copy what a resize is about to evict, on the pool's device; None: nothing is kept."""
         # After a repack ranks hold different numbers of entries in equally many slots, so maybe one evicts none. It
-        # makes a piece all the same: ranks have pieces of the same tokens.
+        # makes a part all the same: ranks have parts of the same tokens.
         if not self._is_on or not self._host.largest(int(sources.num_entries < sum(sources.counts))):
             return None
         copied: CopiedEntries | None = None
@@ -70,15 +70,15 @@ class Complements:
             copied = self._packer.copy(sources.evicted(self._bits))
         return copied
 
-    def put(self, copied: CopiedEntries | None, start: int, end: int) -> list[Piece]:
-        """Move copied entries of the tokens ``[start, end)`` to the host's memory; the caller holds the piece.
+    def put(self, copied: CopiedEntries | None, start: int, end: int) -> list[EvictedPart]:
+        """Move copied entries of the tokens ``[start, end)`` to the host's memory; the caller holds the part.
 
-        Returns the piece; [] if there is no room, or an error was held. Entries from a file are on the CPU. They, too,
+        Returns the part; [] if there is no room, or an error was held. Entries from a file are on the CPU. They, too,
         go by way of the pool's device, whose stream lets them wait for copies under way that still read the blocks.
         """
         if copied is None:
             return []
-        pieces: list[Piece] = []
+        parts: list[EvictedPart] = []
         with self._guard.at(Place.HOST):
             (rows,) = copied.parts
             assert copied.order is not None  # by which they were evicted
@@ -87,64 +87,64 @@ class Complements:
                 for name, part in (vars(rows) | {ORDER: copied.order}).items()
                 if isinstance(part, Tensor)
             }
-            piece = self._host.put_evicted(tensors, (start, end))
-            if piece is not None:
-                pieces.append(piece)
-        return pieces
+            part = self._host.put_evicted(tensors, (start, end))
+            if part is not None:
+                parts.append(part)
+        return parts
 
-    def shrunk(self, segment: Segment, pieces: Sequence[Piece]) -> None:
-        """A segment is written anew; ``pieces`` are what it has lost by that, already held."""
+    def shrunk(self, segment: Segment, parts: Sequence[EvictedPart]) -> None:
+        """A segment is written anew; ``parts`` are what it has lost by that, already held."""
         complement = self._of.setdefault(segment, Complement())
-        complement.pieces += pieces
+        complement.parts += parts
         complement.num_returned = 0
-        if not complement.pieces:
+        if not complement.parts:
             del self._of[segment]
 
-    def of(self, views: Sequence[View]) -> list[Piece]:
-        """Pieces of what was evicted from views of segments, lost or not; not held for the caller."""
-        return [piece.within(view.start, view.end) for view in views for piece in self[view.segment].pieces]
+    def of(self, views: Sequence[View]) -> list[EvictedPart]:
+        """Parts of what was evicted from views of segments, lost or not; not held for the caller."""
+        return [part.within(view.start, view.end) for view in views for part in self[view.segment].parts]
 
     def num_bytes(self, segment: Segment) -> int:
-        """Bytes of the host's memory that the pieces of a segment take."""
-        return sum(len(piece.copy.blocks) for piece in self[segment].pieces) * self._host.block_bytes
+        """Bytes of the host's memory that the parts of a segment take."""
+        return sum(len(part.copy.blocks) for part in self[segment].parts) * self._host.block_bytes
 
     # ---- in ---------------------------------------------------------------------------------------------------
 
     def copied(self, views: Sequence[View]) -> CopiedEntries | None:
-        """Copy what was evicted from views of segments, as one piece, to the pool's device; None: all of it is lost."""
-        return self.joined([piece for piece in self.of(views) if not piece.is_lost])
+        """Copy what was evicted from views of segments, as one part, to the pool's device; None: all of it is lost."""
+        return self.joined([part for part in self.of(views) if not part.is_lost])
 
-    def joined(self, pieces: Sequence[Piece]) -> CopiedEntries | None:
-        """Copy pieces that are not lost, as one piece, to the pool's device; None: there are none."""
-        there = [self.get(piece) for piece in pieces]
+    def joined(self, parts: Sequence[EvictedPart]) -> CopiedEntries | None:
+        """Copy parts that are not lost, as one part, to the pool's device; None: there are none."""
+        there = [self.get(part) for part in parts]
         if len(there) < 2:
             return there[0] if there else None
         rows, numbers = CopiedRows.joined([each.parts[0] for each in there])
         order = torch.cat([each.order for each in there if each.order is not None])
         return CopiedEntries((rows,), order[numbers])
 
-    def get(self, piece: Piece) -> CopiedEntries:
-        """Copy a piece to the pool's device. One of which tokens were cut off needs a host sync."""
-        tensors = self._host.get_evicted(piece)
+    def get(self, part: EvictedPart) -> CopiedEntries:
+        """Copy a part to the pool's device. One of which tokens were cut off needs a host sync."""
+        tensors = self._host.get_evicted(part)
         order = tensors.pop(ORDER)
         rows = CopiedRows(self._bits, **tensors)
-        if not piece.is_whole:
-            rows, kept = rows.within(piece.start, piece.end)
+        if not part.is_whole:
+            rows, kept = rows.within(part.start, part.end)
             order = order[kept]
         return CopiedEntries((rows,), order)
 
-    def take(self, segment: Segment, pieces: Sequence[Piece]) -> None:
-        """Forget pieces that are in the pool again, as one part, or that cannot be read."""
+    def take(self, segment: Segment, parts: Sequence[EvictedPart]) -> None:
+        """Forget parts that are in the pool again, or that cannot be read."""
         complement = self[segment]
-        complement.pieces = [piece for piece in complement.pieces if piece not in pieces]
+        complement.parts = [part for part in complement.parts if part not in parts]
         complement.num_returned += 1
-        self._host.release(pieces)
-        if not complement.pieces:
+        self._host.release(parts)
+        if not complement.parts:
             self.forget(segment)
 
-    def attach(self, segment: Segment, pieces: Sequence[Piece]) -> None:
-        """A segment came back from the host's memory; ``pieces`` are what had been evicted before."""
-        held = self._host.hold([piece.within(segment.start, segment.end) for piece in pieces])
+    def attach(self, segment: Segment, parts: Sequence[EvictedPart]) -> None:
+        """A segment came back from the host's memory; ``parts`` are what had been evicted before."""
+        held = self._host.hold([part.within(segment.start, segment.end) for part in parts])
         if held:
             self._of[segment] = Complement(held)
 
@@ -154,9 +154,9 @@ class Complements:
         ``order``: their keys, [num_entries], int16. Only a forged file has rows of other bits than this server's.
         """
         if self._is_on and rows.bits == self._bits:
-            pieces = self.put(CopiedEntries((rows,), order), segment.start, segment.end)
-            if pieces:
-                self._of[segment] = Complement(pieces)
+            parts = self.put(CopiedEntries((rows,), order), segment.start, segment.end)
+            if parts:
+                self._of[segment] = Complement(parts)
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
@@ -165,15 +165,15 @@ class Complements:
         if segment not in self._of:
             return
         complement = self._of[segment]
-        kept = self._host.hold([piece.within(segment.start, end) for piece in complement.pieces])
-        self._host.release(complement.pieces)
-        complement.pieces = kept
+        kept = self._host.hold([part.within(segment.start, end) for part in complement.parts])
+        self._host.release(complement.parts)
+        complement.parts = kept
         if not kept:
             self.forget(segment)
 
     def forget(self, segment: Segment) -> None:
         """A segment has left the pool."""
-        self._host.release(self[segment].pieces)
+        self._host.release(self[segment].parts)
         self._of.pop(segment, None)
 
     def clear(self) -> None:

@@ -12,17 +12,17 @@ from sgl_kvevict.segments import CopiedEntries, Segment
 
 MAX_RETURNED = 6
 """Parts that a segment takes back at most before it shrinks, which writes its rows anew: attention reads each part as a
-span of its own. A part is one piece; the last part has all pieces that are left."""
+span of its own. The last one has all that are left."""
 
 
 class Growth:
     """Decides when segments grow, and by how much.
 
-    A segment grows when a request asks, piece by piece: by what one resize has evicted, the last one first, so that it
-    goes through the sizes that it had. A piece that cannot be read is forgotten; one for which there are no slots stays
+    A segment grows when a request asks, part by part: by what one resize has evicted, the last one first, so that it
+    goes through the sizes that it had. A part that cannot be read is forgotten; one for which there are no slots stays
     in the host's memory.
 
-    Tensor-parallel ranks decide alike, from numbers that are equal on all of them; how many slots a piece takes is the
+    Tensor-parallel ranks decide alike, from numbers that are equal on all of them; how many slots a part takes is the
     largest number of all ranks.
     """
 
@@ -56,36 +56,35 @@ class Growth:
     def grow(self, segment: Segment) -> bool:
         """Give a segment back what was evicted from it last; if it cannot grow, nothing happens.
 
-        Other prefixes may shrink or be dropped for it. The last of :data:`MAX_RETURNED` parts has all pieces that are
-        left.
+        Other prefixes may shrink or be dropped for it. The last of :data:`MAX_RETURNED` parts has all that are left.
 
         Returns:
-            Whether it came back, or was of tokens that had been cut off: then the piece before it is next.
+            Whether it came back, or was of tokens that had been cut off: then the part before it is next.
         """
         if not self._can_grow(segment):
             return False
-        pieces = self._complements.there(segment)
+        parts = self._complements.there(segment)
         if self._complements[segment].num_returned < MAX_RETURNED - 1:
-            pieces = pieces[-1:]
+            parts = parts[-1:]
         entries: CopiedEntries | None = None
         with self._guard.at(Place.HOST):
-            entries = self._complements.joined(pieces)
+            entries = self._complements.joined(parts)
         if entries is None:
-            self._complements.take(segment, pieces)
+            self._complements.take(segment, parts)
             return False
         geometry = segment.geometry
         num_slots = geometry.slots_for(geometry.head_slots_for(entries.sizes))
         num_slots = self._tree.largest(num_slots, segment.start, segment.num_slots)
         if not num_slots:  # all its entries were of tokens that were cut off
-            self._complements.take(segment, pieces)
+            self._complements.take(segment, parts)
             return True
         slots = self._tree.alloc(num_slots)
         if slots is None:
             return False
-        is_same = self._complements.there(segment)[-len(pieces) :] == pieces
+        is_same = self._complements.there(segment)[-len(parts) :] == parts
         if not (is_same and self._can_grow(segment)):  # it shrank for the slots
             self._tree.free(slots)
             return False
         self._resizer.grow(segment, entries, slots)
-        self._complements.take(segment, pieces)
+        self._complements.take(segment, parts)
         return True

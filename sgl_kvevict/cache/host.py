@@ -12,7 +12,7 @@ from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_
 from sgl_kvevict.guard import Place
 from sgl_kvevict.segments import CacheObservation, CopiedEntries, Segment, Sources, Span, TokenRange
 from sgl_kvevict.store import IndexEntry, SegmentRecord
-from sgl_kvevict.store.host import HostSegments, Piece
+from sgl_kvevict.store.host import EvictedPart, HostSegments
 
 MIN_TOKENS = 64
 """Fewer tokens are computed again: looking them up would take as long."""
@@ -68,9 +68,9 @@ class HostMemory:
             span = self._spans.at(node)
             namespace = self.segments.identity.namespace(*namespace_of(node))
             views = [] if span is None else views_of(path, self._spans)
-            pieces = self._complements.of(views)
+            parts = self._complements.of(views)
             there = self.segments.covering(tokens_of(path), bounds[0], namespace)
-            if there is not None and self._is_as_good(there, span, pieces):
+            if there is not None and self._is_as_good(there, span, parts):
                 self.segments.use(there.key)
                 return
             evicted = None
@@ -79,22 +79,22 @@ class HostMemory:
             else:
                 record, evicted = self._best_of(path, *bounds)
             num_evicted = self.segments.num_evicted
-            num_bytes = self.segments.put(record, namespace, pieces)
+            num_bytes = self.segments.put(record, namespace, parts)
             if num_bytes:
-                self.segments.pieces_of(record.key).extend(self._complements.put(evicted, *bounds))
+                self.segments.evicted_from(record.key).extend(self._complements.put(evicted, *bounds))
                 totals = self._table.totals
                 totals.moved_out_segments += 1
                 totals.moved_out_bytes += num_bytes
                 totals.pushed_out_segments += self.segments.num_evicted - num_evicted
 
-    def _is_as_good(self, there: IndexEntry, span: Span | None, pieces: Sequence[Piece]) -> bool:
-        """Whether a copy that is here is as good as ``span``, which is about to be dropped, and its ``pieces``.
+    def _is_as_good(self, there: IndexEntry, span: Span | None, parts: Sequence[EvictedPart]) -> bool:
+        """Whether a copy that is here is as good as ``span``, which is about to be dropped, and its ``parts``.
 
-        It is not if more pieces of the copy are lost. ``span`` None: the tokens are uncompressed, and any copy of them
+        It is not if more parts of the copy are lost. ``span`` None: the tokens are uncompressed, and any copy of them
         is as good as a new one.
         """
         lost, lost_here = (
-            sum(piece.is_lost for piece in some) for some in (pieces, self.segments.pieces_of(there.key))
+            sum(part.is_lost for part in some) for some in (parts, self.segments.evicted_from(there.key))
         )
         return span is None or lost_here <= lost
 
@@ -142,7 +142,7 @@ class HostMemory:
             if not found:
                 return
             for record in self.segments.continuing(self._adoption.lookup(prompt, identity), found):
-                num_tokens = self._adoption.place(record, prompt, self.segments.pieces_of(record.key))
+                num_tokens = self._adoption.place(record, prompt, self.segments.evicted_from(record.key))
                 if not num_tokens:
                     return
                 self.segments.use(record.key, in_pool=True)

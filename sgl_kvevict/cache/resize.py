@@ -264,7 +264,8 @@ class Resizer:
         if not self.is_long_enough(end - start):
             self._table.close(last)
             return 0
-        if self._readers.movable(nodes[0]) is None:
+        readers = self._readers.movable(nodes[0])
+        if readers is None:
             return None
         is_short = occasion is Occasion.SHORT
         locked = set(self._readers.movable_nodes()) if is_short else set()
@@ -279,7 +280,7 @@ class Resizer:
             return 0
         if self._is_early(opened) and not is_short:
             return 0
-        return self._pack(last, opened, groups, start)
+        return self._pack(last, opened, groups, start, readers)
 
     def _is_early_at(self, first: Node) -> bool:
         """Whether a ranking was launched recently of a range that begins with a node."""
@@ -305,20 +306,21 @@ class Resizer:
 
     # ---- segments ---------------------------------------------------------------------------------------------
 
-    def _pack(self, last: Node, opened: OpenRange, groups: Sequence[Sequence[Node]], start: int) -> int:
-        """Make segments of groups of consecutive uncompressed nodes; return the token slots released.
+    def _pack(
+        self, last: Node, opened: OpenRange, groups: Sequence[Sequence[Node]], start: int, readers: Sequence[Reader]
+    ) -> int:
+        """Make segments of groups of consecutive uncompressed nodes, which have the readers of the first one at most.
 
-        After an error of the policy the range is closed, and what is left of it stays uncompressed.
+        Returns the token slots released. After an error of the policy the range is closed, and its rest stays as it is.
         """
         num_released = 0
         for group in groups:
-            num_tokens = length_of(group)
-            num_slots, order = self._config.num_slots(num_tokens, start, opened.share), opened.order
+            num_tokens, order = length_of(group), opened.order
             if len(groups) > 1 and self._can_rank(opened):
                 order = self._rank(group, start, opened.prompt)
             elif order is not None:
                 order = order.within(start, start + num_tokens)
-            num_freed = self._make(group, start, num_slots, order, opened.prompt)
+            num_freed = self._make(group, start, order, opened, readers)
             if num_freed is None:
                 break
             num_released += num_freed
@@ -327,17 +329,15 @@ class Resizer:
         return num_released
 
     def _make(
-        self, nodes: Sequence[Node], start: int, num_slots: int, order: Order | None, prompt: Observation | None
+        self, nodes: Sequence[Node], start: int, order: Order | None, opened: OpenRange, readers: Sequence[Reader]
     ) -> int | None:
         """Make a segment of consecutive uncompressed nodes in their first slots; return the token slots released.
 
         None: the policy failed, and nothing was changed.
         """
-        begin, readers = time.perf_counter(), self._readers.movable(nodes[0])
-        if readers is None:
-            return None
-        slots = self._tree.token_slots(nodes)
-        written = self._write(lambda: TokenRange(slots, start, order.keys if order else None), num_slots, prompt)
+        begin, slots = time.perf_counter(), self._tree.token_slots(nodes)
+        num_slots = self._config.num_slots(slots.numel(), start, opened.share)
+        written = self._write(lambda: TokenRange(slots, start, order.keys if order else None), num_slots, opened.prompt)
         if written is None:
             return None
         rewritten, geometry = written.rewritten, self._packer.geometry
@@ -385,8 +385,8 @@ class Resizer:
             return 0
         self.exchange(nodes, segment, readers, written.rewritten, written.end)
         num_freed, totals = self._released(segment, written), self._table.totals
-        totals.squeezes += 1
-        totals.squeezed_slots += num_freed
+        totals.resizes += 1
+        totals.resized_slots += num_freed
         totals.evicted_entries += num_live - segment.num_entries
         self._report_size(segment, nodes[-1], num_slots)
         return num_freed
@@ -415,10 +415,9 @@ class Resizer:
 
     def _merge(self, source: TokenRange | View, sources: Sources, prompt: Observation | None) -> MergePlan | None:
         """What is merged into the kept entries of a new segment."""
-        if isinstance(source, View) or sources.selection is None:
+        if isinstance(source, View) or self._compressor.policy.merger is None or (chosen := sources.selection) is None:
             return None
-        observation = prompt or CacheObservation()
-        return self._compressor.merge(source.token_slots, source.start, observation, sources.selection)
+        return self._compressor.merge(source.token_slots, source.start, prompt or CacheObservation(), chosen)
 
     def _released(self, segment: Segment, written: _Written) -> int:
         """Release the slots that a segment has lost, and keep what was evicted; return how many slots."""

@@ -34,8 +34,8 @@ class Totals(msgspec.Struct):
     prefilled_compressed: Annotated[int, Meta(description="Prompts compressed while they were prefilled.")] = 0
     splits: Annotated[int, Meta(description="Spans cut in two.")] = 0
     repacks: Annotated[int, Meta(description="Segments shrunk after a part was dropped.")] = 0
-    squeezes: Annotated[int, Meta(description="Segments that shrank further because token slots were short.")] = 0
-    squeezed_slots: Annotated[int, Meta(description="Token slots that they gave back.")] = 0
+    resizes: Annotated[int, Meta(description="Segments that shrank further because token slots were short.")] = 0
+    resized_slots: Annotated[int, Meta(description="Token slots that they gave back.")] = 0
     growths: Annotated[int, Meta(description="Times that a segment got evicted entries back.")] = 0
     grown_slots: Annotated[int, Meta(description="Token slots that these took.")] = 0
     returned_entries: Annotated[int, Meta(description="Evicted entries that came back.")] = 0

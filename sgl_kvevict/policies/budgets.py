@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -76,7 +77,7 @@ class UniformLayers(LayerRule):
     def totals(self, scores: RangeScores, total: int) -> LayerTotals:
         """Entries per layer; see :class:`LayerRule`."""
         num_layers = scores.values.shape[0]
-        return tuple(round_shares([Fraction(total, num_layers)] * num_layers, total))
+        return tuple(total // num_layers + (layer < total % num_layers) for layer in range(num_layers))
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,7 @@ class AdaptiveHeads(HeadRule):
 
     def split(self, scores: RangeScores, totals: LayerTotals) -> Tensor:
         """Entries per head; see :class:`HeadRule`."""
-        common = common_total(totals)
-        tensor = totals_tensor(totals, scores.values.device)
-        keys = scores.keys
+        common, tensor, keys = common_total(totals), totals_tensor(totals, scores.values.device), scores.keys
         if self.safeguard == "kvpress":
             floors = self._own_floor(tensor, keys.shape[1], scores.num_pinned)
             keys = keys.masked_fill(top_mask(keys, floors), key_max(keys))
@@ -272,6 +271,7 @@ def common_total(totals: LayerTotals) -> int | None:
     return totals[0] if isinstance(totals, tuple) and len(set(totals)) == 1 else None
 
 
+@lru_cache(256)
 def exact_fraction(value: float) -> Fraction:
     """The decimal that a user typed: 0.2 is 1/5, not the nearest double."""
     return Fraction(str(value)).limit_denominator(1_000_000)

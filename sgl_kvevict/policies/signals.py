@@ -6,12 +6,12 @@ Signals of a prefill are collected in ``sgl_kvevict/segments/collectors.py``, on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from torch import Tensor
 
 
-class Signal(Enum):
+class Signal(StrEnum):
     """Data that a policy reads; a server that cannot provide a needed signal refuses to start."""
 
     WINDOW_QUERIES = "window_queries"

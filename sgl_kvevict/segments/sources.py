@@ -83,7 +83,7 @@ class KeptRows:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class _Rows:
     """The entries of one range that have rows of one width.
 
     Attributes:
@@ -119,7 +119,7 @@ class Sources:
         """The kept entries by the width of their new rows, widest first."""
         if self._given is not None:
             return self._given
-        widths = dict.fromkeys(piece.bits for piece in self._pieces)
+        widths = dict.fromkeys(part.bits for part in self._parts)
         return tuple(self._all_of(bits) for bits in sorted(widths, reverse=True))
 
     @property
@@ -139,7 +139,7 @@ class Sources:
     @property
     def counts(self) -> tuple[int, ...]:
         """Entries of all parts of all ranges, kept or not."""
-        return tuple(piece.count for piece in self._pieces)
+        return tuple(part.count for part in self._parts)
 
     @property
     def start(self) -> int:
@@ -227,7 +227,7 @@ class Sources:
     def _with(self, kept: tuple[KeptRows, ...]) -> Sources:
         """The same ranges, of which other entries are kept."""
         others = Sources(self.geometry, self.ranges, kept)
-        others._pieces = self._pieces
+        others._parts = self._parts
         return others
 
     def _chosen(self, plan: tuple[Part, ...], keys: Tensor | None, num_sink_tokens: int) -> tuple[KeptRows, ...]:
@@ -261,7 +261,7 @@ class Sources:
         if bits == 16 and self.start < num_sink_tokens:
             positions = self._look_up(numbers, _runs_of(lens, places.numel())).positions
             keys = keys.int() + (positions < num_sink_tokens).int() * _SINK
-        if any(piece.bits < bits for piece in self._pieces):
+        if any(part.bits < bits for part in self._parts):
             widths = self._table.bits
             assert widths is not None
             keys = keys.int() + (widths[numbers] >= bits).int() * _WIDE
@@ -269,7 +269,7 @@ class Sources:
 
     def _plan(self, num_slots: int, num_entries: int, bits: Bits, num_sink_tokens: int) -> tuple[Part, ...]:
         """See :func:`rows_that_fit`."""
-        whole, wide = (sum(piece.count for piece in self._pieces if piece.bits >= least) for least in (16, 8))
+        whole, wide = (sum(part.count for part in self._parts if part.bits >= least) for least in (16, 8))
         sinks = max(min(num_sink_tokens, self.end) - self.start, 0) * self.geometry.num_runs
         of_entries = {"num_sinks": sinks, "num_whole": whole, "num_wide": wide}
         return rows_that_fit(self.geometry, num_slots, num_entries, bits, **of_entries)
@@ -308,7 +308,7 @@ class Sources:
     # ---- all entries ------------------------------------------------------------------------------------------
 
     @cached_property
-    def _pieces(self) -> list[_Piece]:
+    def _parts(self) -> list[_Rows]:
         """The entries of each range, by the width of their rows; range after range."""
         runs = torch.arange(self.geometry.num_runs, dtype=torch.int32, device=self.token_slots.device)
         found: list[tuple[int, Tensor, Tensor, int | None]] = []
@@ -325,41 +325,41 @@ class Sources:
         if None in known:
             known = torch.stack([lens.sum() for _, _, lens, _ in found]).tolist()
         return [
-            _Piece(bits, starts, lens, count or 0) for (bits, starts, lens, _), count in zip(found, known, strict=True)
+            _Rows(bits, starts, lens, count or 0) for (bits, starts, lens, _), count in zip(found, known, strict=True)
         ]
 
-    @property
+    @cached_property
     def _count(self) -> int:
         """All entries."""
-        return sum(piece.count for piece in self._pieces)
+        return sum(part.count for part in self._parts)
 
     @cached_property
     def _lens(self) -> Tensor:
-        """[num_pieces, num_runs], int: entries of each run."""
-        return torch.stack([piece.lens for piece in self._pieces])
+        """[num_parts, num_runs], int: entries of each run."""
+        return torch.stack([part.lens for part in self._parts])
 
     @cached_property
     def _firsts(self) -> Tensor:
-        """[num_pieces, num_runs], int64: number of the first entry of each run."""
+        """[num_parts, num_runs], int64: number of the first entry of each run."""
         lens = self._lens.flatten()
         return (lens.cumsum(0) - lens).view(self._lens.shape)
 
     @cached_property
     def _by_run(self) -> Tensor | None:
-        """[num_entries], int64: numbers of all entries by run, in a run piece after piece; None: they ascend."""
-        if len(self._pieces) == 1:
+        """[num_entries], int64: numbers of all entries by run, in a run part after part; None: they ascend."""
+        if len(self._parts) == 1:
             return None
         return run_entries(self._firsts.T, self._lens.T, self._count)
 
     @property
     def _interleaves(self) -> bool:
         """Whether positions need not ascend within a run, because a range has its entries in several parts."""
-        return len(self._pieces) > len(self.ranges)
+        return len(self._parts) > len(self.ranges)
 
     def _all_of(self, bits: int) -> KeptRows:
         """Every entry with rows of one width."""
-        places = [i for i, piece in enumerate(self._pieces) if piece.bits == bits]
-        count, lens = sum(self._pieces[i].count for i in places), self._lens[places]
+        places = [i for i, part in enumerate(self._parts) if part.bits == bits]
+        count, lens = sum(self._parts[i].count for i in places), self._lens[places]
         numbers = run_entries(self._firsts[places].T, lens.T, count)
         if len(places) > 1 and self._interleaves:  # maybe one range has several of them, and another has none
             numbers = self._by_position(numbers, lens.sum(0))
@@ -380,13 +380,13 @@ class Sources:
     @cached_property
     def _table(self) -> Entries:
         """All entries of packed ranges."""
-        tables, pieces = [], iter(self._pieces)
+        tables, own_parts = [], iter(self._parts)
         for each in self.ranges:
             assert isinstance(each, View)
             parts, base, numbers_of = each.segment.packed.parts, 0, []
             for part in parts:
-                piece = next(pieces)
-                numbers_of.append(run_entries(piece.starts, piece.lens, piece.count) + base)
+                own = next(own_parts)
+                numbers_of.append(run_entries(own.starts, own.lens, own.count) + base)
                 base += part.num_entries
             entries = each.segment.entries
             is_all = sum(numbers.numel() for numbers in numbers_of) == base

@@ -53,7 +53,7 @@ class EvictedCopy(Copy):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class EvictedPart:
     """What a segment has of an :class:`EvictedCopy`: the entries of the tokens ``[start, end)``, logical positions."""
 
     copy: EvictedCopy
@@ -70,9 +70,9 @@ class Piece:
         """Whether the copy is gone: its entries have to be computed again."""
         return not self.copy.blocks
 
-    def within(self, start: int, end: int) -> Piece:
-        """The piece of the tokens of both, which may be none."""
-        return Piece(self.copy, max(start, self.start), min(end, self.end))
+    def within(self, start: int, end: int) -> EvictedPart:
+        """The part of the tokens of both, which may be none."""
+        return EvictedPart(self.copy, max(start, self.start), min(end, self.end))
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class HostSegment:
         record: its tensors have no contents, but shapes and dtypes, except ``tokens``, which are compared.
         names: prefixes of its path under which it is listed.
         copy: what the pool had of it.
-        pieces: what had been evicted from it before; first what was evicted first.
+        evicted: what had been evicted from it before; first what was evicted first.
         credit: tokens that it saves per block, above the level at its last use; the smallest goes first.
         in_pool: it was loaded, and the pool did not drop it since.
     """
@@ -91,7 +91,7 @@ class HostSegment:
     record: SegmentRecord
     names: list[str]
     copy: Copy
-    pieces: list[Piece]
+    evicted: list[EvictedPart]
     credit: float = 0.0
     in_pool: bool = False
 
@@ -164,15 +164,15 @@ class HostSegments(Tier):
 
     # ---- as a tier --------------------------------------------------------------------------------------------
 
-    def put(self, record: SegmentRecord, namespace: Namespace, pieces: Sequence[Piece] = ()) -> int:
+    def put(self, record: SegmentRecord, namespace: Namespace, evicted: Sequence[EvictedPart] = ()) -> int:
         """Copy a segment, whose tensors but ``tokens`` lie on the pool's device; return the bytes of its blocks.
 
-        0: it does not fit. A segment of the same key is replaced. ``pieces``: what had been evicted from it.
+        0: it does not fit. A segment of the same key is replaced. ``evicted``: what had been evicted from it.
         """
         parts, path_bytes = _parts(record), record.tokens.nbytes
         num_blocks = self.largest(self._blocks_for(parts))
         data = self._gathered(parts)
-        held = self.hold(pieces)
+        held = self.hold(evicted)
         self.delete(record.key)
         if num_blocks > self.num_blocks or path_bytes > self._arena.nbytes:
             self.release(held)
@@ -212,7 +212,7 @@ class HostSegments(Tier):
         self._free += segment.copy.blocks
         self._path_bytes -= segment.record.tokens.nbytes
         self._num_spare -= len(segment.copy.blocks) * segment.in_pool
-        self.release(segment.pieces)
+        self.release(segment.evicted)
         return True
 
     def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
@@ -226,12 +226,12 @@ class HostSegments(Tier):
 
     # ---- what was evicted from segments -----------------------------------------------------------------------
 
-    def pieces_of(self, key: str) -> list[Piece]:
+    def evicted_from(self, key: str) -> list[EvictedPart]:
         """What had been evicted from a segment that is here, lost or not."""
         segment = self._segments.get(key)
-        return [] if segment is None else segment.pieces
+        return [] if segment is None else segment.evicted
 
-    def put_evicted(self, tensors: Mapping[str, Tensor], bounds: tuple[int, int]) -> Piece | None:
+    def put_evicted(self, tensors: Mapping[str, Tensor], bounds: tuple[int, int]) -> EvictedPart | None:
         """Copy evicted entries, which lie on the pool's device, and of which the caller becomes the first holder.
 
         None: there is no room beside segments that the pool does not have. ``tensors``: ``positions`` is one of them.
@@ -246,25 +246,25 @@ class HostSegments(Tier):
         copy = EvictedCopy(_shapes(tensors), self._write(data, num_blocks), *bounds, tensors["positions"].numel())
         self.evicted[copy] = None
         self._num_spare += num_blocks
-        return Piece(copy, *bounds)
+        return EvictedPart(copy, *bounds)
 
-    def get_evicted(self, piece: Piece) -> dict[str, Tensor]:
-        """Copy the whole copy of a piece that is not lost to the pool's device."""
-        return self._read(piece.copy)
+    def get_evicted(self, part: EvictedPart) -> dict[str, Tensor]:
+        """Copy the whole copy of a part that is not lost to the pool's device."""
+        return self._read(part.copy)
 
-    def hold(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Hold pieces, each until :meth:`release`; return those that have tokens."""
-        held = [piece for piece in pieces if piece.start < piece.end]
-        for piece in held:
-            piece.copy.num_holders += 1
+    def hold(self, parts: Sequence[EvictedPart]) -> list[EvictedPart]:
+        """Hold parts, each until :meth:`release`; return those that have tokens."""
+        held = [part for part in parts if part.start < part.end]
+        for part in held:
+            part.copy.num_holders += 1
         return held
 
-    def release(self, pieces: Sequence[Piece]) -> None:
-        """Hold pieces no more."""
-        for piece in pieces:
-            piece.copy.num_holders -= 1
-            if not piece.copy.num_holders:
-                self._lose(piece.copy)
+    def release(self, parts: Sequence[EvictedPart]) -> None:
+        """Hold parts no more."""
+        for part in parts:
+            part.copy.num_holders -= 1
+            if not part.copy.num_holders:
+                self._lose(part.copy)
 
     def _lose(self, copy: EvictedCopy) -> None:
         if copy.blocks:
@@ -326,11 +326,11 @@ class HostSegments(Tier):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            pieces: list[Tensor] = []
+            padded: list[Tensor] = []
             for part in parts.values():
                 own = part.contiguous().flatten().view(torch.uint8)
-                pieces += [own, own.new_empty(_padded(own.numel()) - own.numel())]
-            data = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+                padded += [own, own.new_empty(_padded(own.numel()) - own.numel())]
+            data = torch.cat(padded) if padded else torch.empty(0, dtype=torch.uint8)
         if self._stream is not None:
             for part in parts.values():
                 part.record_stream(self._stream)

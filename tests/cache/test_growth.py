@@ -59,8 +59,8 @@ def num_entries(segment) -> int:
 
 
 def kept_entries(harness: Harness, segment) -> int:
-    pieces = harness.tree.prefixes.complements[segment].pieces
-    return sum(piece.copy.num_entries for piece in pieces if not piece.is_lost)
+    parts = harness.tree.prefixes.complements[segment].parts
+    return sum(part.copy.num_entries for part in parts if not part.is_lost)
 
 
 def totals(harness: Harness):
@@ -171,8 +171,8 @@ def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
     while harness.evict(1):
         pass
     copies = {tuple(copy.record.tokens.tolist()): copy for copy in harness.host._segments.values()}
-    pieces = copies[tuple(branch[:60])].pieces
-    assert [(piece.start, piece.end) for piece in pieces] == [(0, 40), (40, 60)]
+    parts = copies[tuple(branch[:60])].evicted
+    assert [(part.start, part.end) for part in parts] == [(0, 40), (40, 60)]
     for text in (branch, TEXT):
         assert serve(harness, [*text[:60], 5, 5], complete=True) == 60
         assert prefixes.spans.compressed_read(prefixes._tree.find(text[:60], (None, None)), 60).share == 1.0
@@ -202,8 +202,8 @@ def test_what_was_cut_off_does_not_come_back():
     prefixes = harness.tree.prefixes
     while segment.end == 60:
         assert harness.evict(1)
-    (piece,) = prefixes.complements[segment].pieces
-    assert (piece.start, piece.end) == (0, 30) and segment in prefixes.table.packed
+    (part,) = prefixes.complements[segment].parts
+    assert (part.start, part.end) == (0, 30) and segment in prefixes.table.packed
     assert prefixes.growth.grow(segment)
     assert segment.num_live_entries == num_entries(segment) == 30 * harness.geometry.num_runs
     harness.check()
@@ -214,12 +214,12 @@ def test_what_was_cut_off_does_not_come_back():
 def test_a_full_host_loses_what_was_evicted_first():
     """What was written longest ago goes first; it never pushes out a segment that the pool does not have."""
     harness = harness_of()
-    whole = harness.tree.prefixes.complements[shrunk(harness, 0.3, 0.2, 0.1)].pieces
-    harness = harness_of(host_blocks=sum(len(piece.copy.blocks) for piece in whole) - 1)
+    whole = harness.tree.prefixes.complements[shrunk(harness, 0.3, 0.2, 0.1)].parts
+    harness = harness_of(host_blocks=sum(len(part.copy.blocks) for part in whole) - 1)
     segment = shrunk(harness, 0.3, 0.2, 0.1)
-    pieces = harness.tree.prefixes.complements[segment].pieces
-    assert [piece.is_lost for piece in pieces] == [True, False, False]
-    size = segment.num_entries + sum(piece.copy.num_entries for piece in pieces[1:])
+    parts = harness.tree.prefixes.complements[segment].parts
+    assert [part.is_lost for part in parts] == [True, False, False]
+    size = segment.num_entries + sum(part.copy.num_entries for part in parts[1:])
     while harness.tree.prefixes.complements.last(segment) is not None:
         assert harness.tree.prefixes.growth.grow(segment)
         harness.check()
@@ -234,8 +234,8 @@ def test_a_full_host_loses_what_was_evicted_first():
     assert len(harness.host) == 1
 
 
-def test_a_request_that_asks_gets_every_piece_however_many_there_are():
-    """Prompts that shrink while they are prefilled have a piece for each of their chunks."""
+def test_a_request_that_asks_gets_every_part_however_many_there_are():
+    """Prompts that shrink while they are prefilled have a part for each of their chunks."""
     harness = harness_of(bits="auto")
     segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
     assert len(harness.tree.prefixes.complements.there(segment)) > MAX_RETURNED
@@ -279,8 +279,8 @@ def test_a_flush_or_new_weights_forget_what_was_evicted(empty):
     assert harness.host.used_bytes == 0
 
 
-def test_reports_count_the_entries_of_every_piece_that_came_back() -> None:
-    """Pieces have rows of one width, each in a part of its own; both halves of a segment that is split later."""
+def test_reports_count_the_entries_of_every_part_that_came_back() -> None:
+    """Parts have rows of one width, each in a part of its own; both halves of a segment that is split later."""
     harness = harness_of()
     segment = shrunk(harness, 0.5, 0.3, 0.1)
     serve(harness, [*TEXT, 5, 5], complete=True)

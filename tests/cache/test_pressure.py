@@ -114,7 +114,7 @@ def test_an_old_span_gives_up_nothing_more_while_a_new_prefix_is_uncompressed():
     assert slots(harness) == {1: 5, 2: 5}
 
 
-def test_a_squeeze_keeps_the_first_in_order():
+def test_a_resize_keeps_the_first_in_order():
     harness = cache()
     node = cached(harness)
     reclaim(harness)
@@ -156,7 +156,7 @@ def test_a_chunk_of_a_prompt_that_goes_on_has_no_tail(goes_on):
     assert harness.tree.compressor.rank(slots, 0, CacheObservation(), 0).keys[..., -2:].gt(LARGEST).all()
 
 
-def test_views_of_a_segment_are_squeezed_together():
+def test_views_of_a_segment_are_shrunk_together():
     harness = cache()
     cached(harness)
     reclaim(harness)
@@ -174,8 +174,8 @@ def test_a_leaf_that_costs_less_is_dropped_instead():
     compressing = WITH_16_BITS.packing
     assert reclaim(harness, ((compressing / 2, 0.0), leaf)) == 0
     assert reclaim(harness, ((compressing, float("inf")), leaf)) == 10
-    squeezing = 2 * WITH_16_BITS.least  # two tokens a slot
-    assert reclaim(harness, ((squeezing, -1.0), leaf)) == 0 and reclaim(harness, ((squeezing + 1, -1.0), leaf)) == 5
+    shrinking = 2 * WITH_16_BITS.least  # two tokens a slot
+    assert reclaim(harness, ((shrinking, -1.0), leaf)) == 0 and reclaim(harness, ((shrinking + 1, -1.0), leaf)) == 5
 
 
 def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():

@@ -64,7 +64,7 @@ def test_plain_recency_would_drop_a_prefix_first(harness, monkeypatch):
     for number in (0, 1, 2):
         ask(harness, number, 6, 7, 8, 9)
     fifo = Harness(num_slots=400, eviction_policy="fifo")
-    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaim", lambda *_: 0)  # else prefixes would be squeezed first
+    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaim", lambda *_: 0)  # else prefixes would be shrunk first
     monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaimable", lambda: 0)
     for number in range(3):
         ask(fifo, number)

@@ -108,7 +108,7 @@ def test_requests_of_which_nothing_is_cached_are_served_and_harm_nobody(server):
     before = idle_state(server)
     assert ask(server, prompt(int(1.5 * POOL), seed=72), bootstrap_host="2.2.2.2")[0] == 400
     after = idle_state(server)
-    names = ("compressions", "squeezes", "dropped_spans", "free_slots")
+    names = ("compressions", "resizes", "dropped_spans", "free_slots")
     assert [after[name] for name in names] == [before[name] for name in names]
     assert ask(server, cached, num_new=0, bootstrap_host="2.2.2.2")[0] == 200
     assert_nothing_leaked(server)

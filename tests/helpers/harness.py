@@ -507,7 +507,7 @@ class Harness:
         assert counted == (sizes[True] - reclaimable, sizes[False] + reclaimable)
         assert cache_state(self.tree)["leaked_slots"] == 0
         complements = self.tree.prefixes.complements
-        check_host(self.host, [piece for each in complements._of.values() for piece in each.pieces])
+        check_host(self.host, [part for each in complements._of.values() for part in each.parts])
         check_complements(complements, self.tree.prefixes.table)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers
 

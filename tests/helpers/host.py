@@ -10,15 +10,15 @@ import torch
 from helpers.decisions import run_of_entries
 from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.store.host import ALIGNMENT, HostSegments, Piece
+from sgl_kvevict.store.host import ALIGNMENT, EvictedPart, HostSegments
 
 
-def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
+def check_host(host: HostSegments, holders: Iterable[EvictedPart] = ()) -> None:
     """Every block has exactly one owner, there are no others, what lies in them fits, and what is found is there.
 
     So all copies together never take more bytes than the memory has.
 
-    ``holders``: pieces that segments in the pool hold.
+    ``holders``: evicted parts that segments in the pool hold.
     """
     segments = host._segments
     assert host._arena.shape == (host.num_blocks, host.block_bytes)
@@ -26,9 +26,9 @@ def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
     for key, segment in segments.items():
         assert segment.record.key == key and segment.copy.blocks
         held.update(segment.copy.blocks)
-    pieces = Counter(piece.copy for piece in [*holders, *(each for one in segments.values() for each in one.pieces)])
-    assert all(copy.num_holders == count for copy, count in pieces.items())
-    assert {copy for copy in pieces if copy.blocks} == host.evicted.keys()
+    evicted = Counter(part.copy for part in [*holders, *(each for one in segments.values() for each in one.evicted)])
+    assert all(copy.num_holders == count for copy, count in evicted.items())
+    assert {copy for copy in evicted if copy.blocks} == host.evicted.keys()
     for copy in host.evicted:
         held.update(copy.blocks)
     assert held == Counter(range(host.num_blocks))
@@ -46,19 +46,19 @@ def check_host(host: HostSegments, holders: Iterable[Piece] = ()) -> None:
 
 
 def check_complements(complements: Complements, table: PrefixTable) -> None:
-    """No entry of a segment is in the pool and in a piece, or in two pieces, and pieces have its tokens only."""
+    """No entry of a segment is in the pool and evicted, or evicted twice, and evicted ones are of its tokens."""
     assert complements._of.keys() <= table.packed.keys()
     for segment, complement in complements._of.items():
-        assert complement.pieces
+        assert complement.parts
         parts = [
             torch.cat([run_of_entries(part.indptr) for part in segment.packed.parts]) << 32 | segment.packed.positions
         ]
-        for piece in complement.pieces:
-            assert segment.start <= piece.start < piece.end <= segment.end
-            if not piece.is_lost:
-                (rows,) = Complements.get(complements, piece).parts  # not what a test has put in its place
+        for evicted in complement.parts:
+            assert segment.start <= evicted.start < evicted.end <= segment.end
+            if not evicted.is_lost:
+                (rows,) = Complements.get(complements, evicted).parts  # not what a test has put in its place
                 runs = torch.repeat_interleave(rows.keep_lens.flatten().long())
-                assert rows.positions.ge(piece.start).all() and rows.positions.lt(piece.end).all()
+                assert rows.positions.ge(evicted.start).all() and rows.positions.lt(evicted.end).all()
                 by_run = torch.split(rows.positions, rows.keep_lens.flatten().tolist())
                 assert all(own.diff().gt(0).all() for own in by_run)
                 parts.append(runs << 32 | rows.positions)

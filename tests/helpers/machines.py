@@ -168,7 +168,7 @@ class PressureMachine(CacheMachine):
 class MergingMachine(PressureMachine):
     """Entries are merged into others when a range is compressed."""
 
-    policy = PseudoRandomPolicy(merges=True)
+    policy = PseudoRandomPolicy(merger=True)
 
 
 class WindowsMachine(CacheMachine):
@@ -178,7 +178,7 @@ class WindowsMachine(CacheMachine):
 
 
 class WindowsUnderPressureMachine(PressureMachine):
-    """They are squeezed, too."""
+    """They are shrunk, too."""
 
     options: ClassVar[dict[str, Any]] = PressureMachine.options | {"windows": (0, 9)}
 

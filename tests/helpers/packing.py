@@ -68,7 +68,7 @@ def compress(
     return segment, written.freed
 
 
-def squeeze(packer: SegmentPacker, segment: Segment, num_slots: int) -> Tensor:
+def resize(packer: SegmentPacker, segment: Segment, num_slots: int) -> Tensor:
     """Keep the best live entries of a segment in so many slots; return the others."""
     return _rewrite(packer, segment, Sources(packer.geometry, [segment.live_view]).best(num_slots), num_slots)
 

@@ -19,7 +19,7 @@ class PseudoRandomPolicy:
     name: str = "pseudo-random"
     window_size: int = 0
     needs: frozenset[Signal] = frozenset()
-    merges: bool = False
+    merger: bool | None = None
     compresses: bool = True
     reuse_layers: int = 1
     rank: int = 0
@@ -37,8 +37,6 @@ class PseudoRandomPolicy:
         return RangeOrder(self.name, order_of(scores, kept, comparable=True), total, facts_of(scores, kept))
 
     def merge(self, show, geometry, selection):
-        if not self.merges:
-            return None
         runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
         layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
         indptr = torch.arange(selection.num_entries + 1, dtype=torch.int32)

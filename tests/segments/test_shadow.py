@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.packing import kept_rows, pack, repack, squeeze
+from helpers.packing import kept_rows, pack, repack, resize
 from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -96,9 +96,9 @@ def test_both_halves_of_a_split_read_their_own_tokens(world, cut):
     assert world.read(lower) == [[token for token in run if token >= cut] for run in READ]
 
 
-def test_a_squeeze_keeps_what_was_paid_most(world):
+def test_a_resize_keeps_what_was_paid_most(world):
     span = world.pack(KEPT, order=range(10))
-    assert squeeze(world.packer, world.segment, 1).numel() == 2
+    assert resize(world.packer, world.segment, 1).numel() == 2
     assert world.read(span) == [[0, 1], [4], [], [8]]
 
 
@@ -127,7 +127,7 @@ def test_segments_from_elsewhere_have_no_rows(world):
     segment = world.packer.new_segment(torch.tensor([5, 9]), copied, START, START + TOKENS)
     span = Span(segment, START, START + TOKENS, is_owner=True)
     assert world.read(span) == [[]] * 4
-    squeeze(world.packer, segment, 1)
+    resize(world.packer, segment, 1)
     assert world.read(span) == [[]] * 4
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from helpers.own_policies import OWN_POLICIES
-from helpers.packing import compress, squeeze
+from helpers.packing import compress, resize
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
@@ -133,12 +133,12 @@ def test_full_layers_keep_no_more_than_there_is() -> None:
     assert segment.num_slots == -(-(NUM_TOKENS + 3) // 4)
 
 
-def test_a_squeeze_shortens_windows_from_their_beginning() -> None:
+def test_a_resize_shortens_windows_from_their_beginning() -> None:
     """Each to its share; the others give up what comes last in order, and nobody gives up more."""
     compressor = make(0.3, min_budget=0.1)
     segment, _ = compressed(compressor)
     before, held = {layer: positions(segment, layer) for layer in (0, 3)}, segment.num_slots
-    freed = squeeze(compressor.packer, segment, 15)
+    freed = resize(compressor.packer, segment, 15)
     assert segment.num_slots == 15 and freed.numel() == held - 15
     for layer, window in enumerate(WINDOWS):
         if window:

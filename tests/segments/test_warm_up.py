@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.packing import compress, repack, squeeze
+from helpers.packing import compress, repack, resize
 from helpers.specialisations import recorded
 from helpers.statistics import random_statistics
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
@@ -98,7 +98,7 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
             end = num_tokens // 3
             segment.runs_of(0, end)
             repack(compressor.packer, segment, end)
-            squeeze(compressor.packer, segment, segment.num_slots // 2)
+            resize(compressor.packer, segment, segment.num_slots // 2)
     assert_nothing_new(warm, served)
 
 

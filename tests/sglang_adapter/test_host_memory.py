@@ -211,7 +211,7 @@ def test_uncompressed_tokens_are_compressed_on_their_way():
     assert span.segment.num_slots == 18  # 30 % of 60
 
 
-def test_nothing_is_squeezed_below_the_budget_while_the_host_has_room():
+def test_nothing_is_shrunk_below_the_budget_while_the_host_has_room():
     config = KVEvictConfig(budget=0.2, min_budget=0.05, tail_tokens=4, min_prefix_tokens=6)
     documents = [[(i * step + step) % 11 for i in range(60)] for step in range(2, 10)]
 

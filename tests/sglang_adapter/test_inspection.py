@@ -65,15 +65,15 @@ def test_a_compression_is_counted_with_its_sizes(watched):
     assert totals(watched, "compression_seconds") > (0,)
 
 
-def test_split_squeeze_drop_repack_and_flush_are_counted(watched):
+def test_split_resize_drop_repack_and_flush_are_counted(watched):
     harness = watched.harness
     harness.finish(harness.run(DOCUMENT))
     (node,) = harness.tree.spans
     harness.finish(harness.run(DOCUMENT[:10] + [9] * 3))
-    assert totals(watched, "splits", "squeezes", "repacks", *DROPPED) == (1, 0, 0, 0, 0, 0)
+    assert totals(watched, "splits", "resizes", "repacks", *DROPPED) == (1, 0, 0, 0, 0, 0)
     while node in harness.tree.spans:
         harness.evict(1)
-    assert totals(watched, "squeezes", "squeezed_slots", "repacks", "dropped_spans") == (1, 12, 1, 1)
+    assert totals(watched, "resizes", "resized_slots", "repacks", "dropped_spans") == (1, 12, 1, 1)
     assert totals(watched, "evicted_entries") == (60 * 4 - 18 * 4 + 48,)
     assert totals(watched, *DROPPED) == (2, 1, 3)  # a question, and a span: its slots are its segment's
     harness.flush()
@@ -121,12 +121,12 @@ def test_totals_of_traffic_add_up(watched):
     watched.one_request(rng)
     report = ask(watched, Status(), StatusReport)
     counted, gauges = report.totals, report.gauges
-    assert counted.compressions > 10 and counted.splits > 0 and counted.squeezes > 0 and counted.dropped_spans > 0
+    assert counted.compressions > 10 and counted.splits > 0 and counted.resizes > 0 and counted.dropped_spans > 0
     assert counted.dropped_spans < counted.dropped_nodes
     live = gauges.entries_16 + gauges.entries_8 + gauges.entries_4
     assert gauges.spans > 0 and 0 < live <= counted.kept_entries + counted.returned_entries
     evicted_at_once = counted.compressed_tokens * 4 - counted.kept_entries
-    assert counted.evicted_entries > evicted_at_once > 0  # the others went in squeezes
+    assert counted.evicted_entries > evicted_at_once > 0  # the others went in resizes
 
 
 def test_status_adds_up_and_sorts(watched):

@@ -103,7 +103,7 @@ def test_chunks_are_compressed_to_what_the_prompt_can_afford_and_at_most_to_the_
         sizes = [CONFIG.num_slots(CHUNK, number * CHUNK, share) for number in range(done)]
         assert [segment.num_slots for segment in segments] == sizes
     prefill(scheduler, req)
-    assert scheduler.tree_cache.prefixes.totals.squeezes == 0
+    assert scheduler.tree_cache.prefixes.totals.resizes == 0
     scheduler.harness.finish(req)
 
 

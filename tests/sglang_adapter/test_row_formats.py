@@ -68,7 +68,7 @@ def test_a_prefix_is_split_and_shrinks_while_it_is_read(bits):
         assert harness.decode(reader)
     assert sum(segment.num_slots for segment in segments(harness)) < sum(before)
     totals = harness.tree.prefixes.totals
-    assert totals.splits and totals.squeezes
+    assert totals.splits and totals.resizes
     harness.finish(reader)
 
 

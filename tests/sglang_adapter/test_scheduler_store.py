@@ -402,7 +402,7 @@ def test_a_working_set_of_many_times_the_pool_comes_back_from_the_store(tmp_path
     documents = [[*DOCUMENT[:5], *((i * i * step + step) % 11 for i in range(55))] for step in range(1, 11)]
     for document in documents:
         Server(tmp_path, num_slots=200).serve(document)
-    server = Server(tmp_path, num_slots=60)  # of 600 tokens; 75 hold them all, squeezed
+    server = Server(tmp_path, num_slots=60)  # of 600 tokens; 75 hold them all, shrunk
     for turn in range(4):
         for number, document in enumerate(documents):
             assert server.serve([*document[:56], turn, number % 11, 9]) >= 55, (turn, number)

@@ -176,7 +176,7 @@ def test_a_segment_finds_its_place_among_keys_of_pairs():
     assert_found(plain, [*DOCUMENT[:59], 10], 59)
 
 
-def test_an_adopted_segment_is_squeezed_and_dropped_like_any_other():
+def test_an_adopted_segment_is_shrunk_and_dropped_like_any_other():
     (record,) = stored([DOCUMENT])
     harness = Harness()
     adoption(harness).adopt(record, (None, None))

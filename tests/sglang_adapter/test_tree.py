@@ -23,7 +23,7 @@ def test_prompt_is_compressed_and_takes_exactly_its_budget():
     req = harness.run(DOCUMENT)
     assert spans(harness) == [(0, 60)]
     assert cache_state(harness.tree)["span_slots"] == 18  # 0.3 * 60
-    assert harness.tree.protected_size() == 6  # what it can be squeezed into
+    assert harness.tree.protected_size() == 6  # what it can be shrunk into
     harness.decode(req)
     harness.finish(req)
     assert harness.tree.evictable_size() == harness.num_slots - harness.allocator.available_size()

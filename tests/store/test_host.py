@@ -164,9 +164,9 @@ def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
     """A copy is gathered on the pool's device, which may be full, too; every block still has an owner afterwards."""
     segments, ours = host(), record(OURS, NAMES, tokens(40))
     entries = {"positions": torch.arange(3, dtype=torch.int32)}
-    piece = segments.put_evicted(entries, (0, 40))
-    segments.put(ours, NAMES, [piece])
-    segments.release([piece])
+    part = segments.put_evicted(entries, (0, 40))
+    segments.put(ours, NAMES, [part])
+    segments.release([part])
 
     def fail(*args):
         raise MemoryError
@@ -174,12 +174,12 @@ def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "cat", fail)
         with pytest.raises(MemoryError):
-            segments.put(ours, NAMES, segments.pieces_of(ours.key))
+            segments.put(ours, NAMES, segments.evicted_from(ours.key))
         with pytest.raises(MemoryError):
             segments.put_evicted(entries, (0, 40))
     check_host(segments)
     assert_same(segments.get(ours.key), ours)
-    assert segments.get_evicted(piece)["positions"].tolist() == [0, 1, 2]
+    assert segments.get_evicted(part)["positions"].tolist() == [0, 1, 2]
 
 
 def test_ranks_take_equally_many_blocks():
