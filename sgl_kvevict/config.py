@@ -33,12 +33,6 @@ from sgl_kvevict.paths import expanded
 ENV_VAR = "KVEVICT_CONFIG"
 HOST_PER_POOL = 2
 """Bytes of ``host_bytes`` per byte of the pool by default: the default of SGLang's ``--hicache-ratio``."""
-LIGHT_SHARE = 0.5
-"""Share of its bytes to which an uncompressed prefix shrinks first when slots are short; not below ``budget``. Every
-entry is kept in rows of 8 bits, or half of the entries where rows have 16."""
-WHOLE_SHARES = {"auto": (LIGHT_SHARE, 0.375), 16: (LIGHT_SHARE,), 8: (LIGHT_SHARE,), 4: (1 / 3,)}
-"""By ``bits``: shares above the budget. The last one is the smallest that keeps every entry: one of 5 with 8 bits, the
-others with 4; all with 8; all with 4."""
 LEAST_SHARE_OF_16_BITS = 0.1
 """Default of ``min_budget`` where rows have 16 bits."""
 Bits = Literal["auto", 16, 8, 4]
@@ -98,10 +92,16 @@ class KVEvictConfig(BaseModel):
         description="part of its uncompressed bytes that a compressed prefix keeps "
         "(docs/configuration.md#how-much-of-a-prefix-is-kept). 1.0 keeps all",
     )
+    compress: Literal["at once", "when short"] = Field(
+        default="at once",
+        description="when a complete prompt shrinks to `budget`. when short: once token slots are short; until then "
+        "answers are those of the uncompressed cache (docs/operations.md#exact-while-there-is-room). Not with "
+        "`prefill_budget`",
+    )
     bits: Bits = Field(
         default="auto",
-        description="bits of a number in compressed prefixes. auto: before an entry is evicted, all get 8, then most "
-        "get 4; where 8 and 4 cannot be read all keep 16 (the log at start says why). 16, 8 or 4: all have that "
+        description="bits of a number in compressed prefixes. auto: the best fifth of the entries have 8, the rest 4; "
+        "where 8 and 4 cannot be read all have 16 (the log at start says why). 16, 8 or 4: all have that "
         "many, but the first tokens (`sink_tokens`) always 16 (docs/design/prefix.md#packing)",
         json_schema_extra={"allowed": "'auto', 16, 8 or 4"},
     )
@@ -211,16 +211,20 @@ class KVEvictConfig(BaseModel):
                 f"prefill_budget: got {self.prefill_budget}, budget is {self.budget}; allowed: a float in [budget, 1), "
                 "or null"
             )
+        if self.prefill_budget is not None and self.compress == "when short":
+            problems.append(
+                f"compress: got {self.compress!r}, prefill_budget is {self.prefill_budget}, with which prompts shrink "
+                "while they are prefilled; allowed: 'at once', or prefill_budget null"
+            )
         least = self.min_budget if "min_budget" in self.model_fields_set else None
         if least is not None and least > self.budget:
             problems.append(
                 f"min_budget: got {least}, budget is {self.budget}; allowed: a float in (0, budget], or null"
             )
-        if self.store_complete and (self.store is None or self.host_bytes == 0 or len(self.shares) < 2):
+        if self.store_complete and (self.store is None or self.host_bytes == 0 or self.budget == 1):
             problems.append(
                 f"store_complete: got true, store is {self.store!r}, host_bytes is {self.host_bytes}, "
-                f"shares of prefixes are {self.shares}; allowed: false, or true with a store, host memory and at least "
-                "two shares"
+                f"budget is {self.budget}; allowed: false, or true with a store, host memory and a budget below 1"
             )
         if problems:
             raise ConfigError("\n".join(problems))
@@ -245,22 +249,20 @@ class KVEvictConfig(BaseModel):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Descending shares of their bytes to which prefixes shrink in turn when token slots are short.
+        """Descending shares of their bytes that compressed prefixes have in turn, the budget first.
 
-        With rows of fewer bits than 16 there is a step between ``budget`` and a much smaller ``min_budget``. One share
-        if they do not shrink further; 1.0 if they do not shrink at all.
+        With rows of fewer bits than 16 there is a step between ``budget`` and a much smaller ``min_budget``.
         """
         budget, least = self.budget, self.min_budget
         if budget == 1:
             return (1.0,)
         if self.bits == 16 and "min_budget" not in self.model_fields_set:
             least = LEAST_SHARE_OF_16_BITS
-        whole = tuple(share for share in WHOLE_SHARES[self.bits] if share > budget)
         if least is None or least >= budget:
-            return (*whole, budget)
+            return (budget,)
         is_far = self.bits != 16 and budget > 2 * least
         between = (round((budget + least) / 2, 6),) if is_far else ()
-        return (*whole, budget, *between, least)
+        return (budget, *between, least)
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:

@@ -11,7 +11,7 @@ import pytest
 
 from sgl_kvevict import widths
 from sgl_kvevict.cache import pressure, recency
-from sgl_kvevict.config import LIGHT_SHARE, KVEvictConfig
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import learner, row_sums, texts
 from sgl_kvevict.policies.budgets import AllLayersBudget
 
@@ -149,7 +149,6 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
         "NUM_TEXTS": texts.NUM_TEXTS,
         "ANSWERS": pressure.ANSWERS,
         "LOSS_OF_LOADING": recency.LOSS_OF_LOADING,
-        "LIGHT_SHARE": LIGHT_SHARE,
         "POWER": row_sums.POWER,
         "SPREAD_POSITIONS": row_sums.SPREAD_POSITIONS,
         "WIDE_SHARE": float(widths.WIDE_SHARE),

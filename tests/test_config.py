@@ -73,6 +73,7 @@ def test_a_budget_is_a_share(text: str) -> None:
         ("sink_tokens", -1, "an integer >= 0"),
         ("sink_tokens", False, "an integer >= 0"),
         ("min_prefix_tokens", 0, "an integer >= 1"),
+        ("compress", "later", "'at once' or 'when short'"),
         ("policy", "", "the name of a policy"),
         ("policy", 3, "the name of a policy"),
         ("policy_options", [1], "an object of options"),
@@ -92,6 +93,7 @@ def test_an_error_names_field_value_and_what_is_allowed(field: str, value: Any, 
     [
         ({"budget": 0.2, "min_budget": 0.3}, "min_budget: got 0.3, budget is 0.2; allowed: a float in (0, budget]"),
         ({"prefill_budget": 0.1}, "prefill_budget: got 0.1, budget is 0.2; allowed: a float in [budget, 1)"),
+        ({"compress": "when short", "prefill_budget": 0.5}, "compress: got 'when short', prefill_budget is 0.5"),
         ({"prefill_budget": 0.5, "budget": 1.0}, "prefill_budget: got 0.5, budget is 1.0; allowed: a float in"),
     ],
 )
@@ -114,8 +116,7 @@ def test_all_contradictions_are_listed_at_once() -> None:
     [
         ({"store": None}, "store is None"),
         ({"host_bytes": 0}, "host_bytes is 0"),
-        ({"budget": 1.0}, "shares of prefixes are (1.0,)"),
-        ({"budget": 0.6, "min_budget": None}, "shares of prefixes are (0.6,)"),
+        ({"budget": 1.0}, "budget is 1.0"),
     ],
 )
 def test_complete_files_need_what_keeps_evicted_entries(values: dict[str, object], message: str) -> None:
@@ -139,25 +140,19 @@ def test_every_field_of_bytes_takes_what_people_write() -> None:
 @pytest.mark.parametrize("budget", [0.05, 0.6, 1.0])
 def test_default_shares_that_do_not_fit_the_budget_have_no_effect(budget: float) -> None:
     config = load(json.dumps({"budget": budget}))
-    assert config.shares == {0.05: (0.5, 0.375, 0.05), 0.6: (0.6, 0.325, 0.05)}.get(budget, (1.0,))
-    assert config.model_copy(update={"bits": 16}).shares == {0.05: (0.5, 0.05), 0.6: (0.6, 0.1)}.get(budget, (1.0,))
+    assert config.shares == {0.05: (0.05,), 0.6: (0.6, 0.325, 0.05)}.get(budget, (1.0,))
+    assert config.model_copy(update={"bits": 16}).shares == {0.05: (0.05,), 0.6: (0.6, 0.1)}.get(budget, (1.0,))
     assert load(config.model_dump_json(exclude_unset=True)) == config
 
 
 @pytest.mark.parametrize(
     ("bits", "shares"),
-    [
-        ("auto", (0.5, 0.375, 0.2, 0.125, 0.05)),
-        (16, (0.5, 0.2, 0.1)),
-        (8, (0.5, 0.2, 0.125, 0.05)),
-        (4, (1 / 3, 0.2, 0.125, 0.05)),
-    ],
+    [("auto", (0.2, 0.125, 0.05)), (16, (0.2, 0.1)), (8, (0.2, 0.125, 0.05)), (4, (0.2, 0.125, 0.05))],
 )
-def test_bits_go_before_entries_do(bits: Bits, shares: tuple[float, ...]) -> None:
-    config = KVEvictConfig(bits=bits)
-    assert config.shares == shares
-    assert KVEvictConfig(bits=bits, min_budget=0.1).shares == (*shares[: shares.index(0.2) + 1], 0.1)
-    assert KVEvictConfig(bits=bits, min_budget=None).shares == shares[: shares.index(0.2) + 1]
+def test_prefixes_shrink_from_the_budget_to_the_least(bits: Bits, shares: tuple[float, ...]) -> None:
+    assert KVEvictConfig(bits=bits).shares == shares
+    assert KVEvictConfig(bits=bits, min_budget=0.1).shares == (0.2, 0.1)
+    assert KVEvictConfig(bits=bits, min_budget=None).shares == (0.2,)
 
 
 @pytest.mark.parametrize("bits", [2, 32, "8", 16.5, True, None])

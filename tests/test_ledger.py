@@ -26,6 +26,7 @@ EXTREMES = "required by measurements: the control that every policy is compared 
 FIELDS = {
     "policy": PAPERS,
     "budget": "quality/dial.csv: 0.1",
+    "compress": "required by clients whose answers are to be exact while there is room (tests/e2e/test_distilled.py)",
     "bits": "quality/bits.md: auto",
     "min_budget": "serving/pressure.md: 16x the pool",
     "prefill_budget": "serving/prefill.md: prefill_budget 0.5",
@@ -62,7 +63,7 @@ POLICIES = {
 }
 CEILINGS = {
     "sgl_kvevict/attention": 1_774,
-    "sgl_kvevict/cache": 2_912,
+    "sgl_kvevict/cache": 2_908,
     "sgl_kvevict/cli": 1_801,
     "sgl_kvevict/distill": 1_142,
     "sgl_kvevict/events": 562,
@@ -71,7 +72,7 @@ CEILINGS = {
     "sgl_kvevict/sglang_adapter": 5_096,
     "sgl_kvevict/store": 2_171,
     "kernels": 7_028,
-    "sgl_kvevict": 22_097,
+    "sgl_kvevict": 22_094,
     "tests": 34_535,
     "benchmarks": 10_700,
     "tools": 6_875,
@@ -80,7 +81,7 @@ CEILINGS = {
 FILES = 210
 """Files of the product."""
 HOOKS = 20
-FIELDS_AND_OPTIONS = 25
+FIELDS_AND_OPTIONS = 26
 
 
 def names(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -62,7 +62,7 @@ class PrefixCache:
         state_slots: Callable[[Node], float | None] | None = None,
     ) -> None:
         self._tree, self._guard, self.compressor, self.access = tree, guard, compressor, access
-        table = self.table = PrefixTable(shrinks=len(compressor.config.shares) > 1)
+        table = self.table = PrefixTable(shrinks=compressor.config.budget < 1)
         self.spans = table.spans
         self.readers = ReaderTable(tree, compressor.config.prefill_budget)
         self.complements = Complements(compressor, guard, host)

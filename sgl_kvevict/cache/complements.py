@@ -34,11 +34,11 @@ class Complements:
 
     A segment has each entry once: in the pool, in one of its parts, or nowhere, once it is lost. A resize adds one
     part, of rows with the fewest bits that the configuration allows; growth takes back whole parts, the last one
-    first. Nothing is kept without memory of the host, or where prefixes do not shrink when slots are short.
+    first. Nothing is kept without memory of the host, or with a budget of 1.0.
     """
 
     def __init__(self, compressor: Compressor, guard: Guard, host: HostSegments) -> None:
-        self._is_on = host.num_blocks > 0 and len(compressor.config.shares) > 1
+        self._is_on = host.num_blocks > 0 and compressor.config.budget < 1
         self._packer = compressor.packer
         self._guard = guard
         self._host = host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node
@@ -36,9 +37,9 @@ class Growth:
         Other prefixes shrink or are dropped for it, as for a prompt that is computed. No node of the path itself is
         dropped: the request would have to compute its tokens, in more slots than they had.
         """
-        spans = (self._table.spans.at(node) for node in path)
+        spans = (self._table.spans.at(node) for node in path)  # a range may become one while those before it grow
         with self._tree.holding(path):
-            for segment in dict.fromkeys(span.segment for span in spans if span is not None):
+            for segment, _ in groupby(span.segment for span in spans if span is not None):
                 while self._can_grow(segment) and self._lacks(segment, share):
                     if not self.grow(segment):
                         break

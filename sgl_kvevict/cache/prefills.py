@@ -85,18 +85,20 @@ class Prefills:
         self._resizer.compress(path, length_of(path), share=share)
 
     def complete(self, reader: Reader, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
-        """Compress a prompt; one of which its client wants to read a share waits until slots are short."""
+        """Compress a prompt.
+
+        It waits until slots are short if it is configured so (``compress``), or its client wants to read a share.
+        """
         record = self._readers[reader]
         observation, record.observation = record.observation, None
         if observation is None:
             return
         path = path_to(node)
-        end, waits = self._compressor.end_of(min(observation.end, length_of(path))), False
-        if options.least_share and self._compressor.scores_any_range:
-            waits = True
-        elif num_samples and self._table.await_samples(node, num_samples):
+        end = self._compressor.end_of(min(observation.end, length_of(path)))
+        waits = self._compressor.config.compress == "when short"
+        waits |= bool(options.least_share and self._compressor.scores_any_range)
+        if not waits and num_samples and self._table.await_samples(node, num_samples):
             if num_samples < 0:  # the first of these samples has opened the range
                 return
             waits = True
-        share = self._compressor.config.shares[0] if waits else None  # the first step loses least
-        self._resizer.compress(path, end, observation, share=share, waits=waits)
+        self._resizer.compress(path, end, observation, waits=waits)

@@ -21,9 +21,8 @@ MS = 1000
 LOSS_OF_LOADING = 0.03
 """Loss of dropping a prefix that comes back from the host's memory, relative to computing it again."""
 
-Priority = tuple[float, ...]
-"""(credit, number of the last access), preceded by a flag in :class:`Pressure`'s heap; the smallest goes first. Of a
-retained prefix the number is infinity."""
+Priority = tuple[float, float]
+"""(credit, number of the last access); the smallest goes first. Of a retained prefix the number is infinity."""
 
 
 class CostAwareRecency:

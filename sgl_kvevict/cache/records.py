@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -70,6 +70,12 @@ class Spans(Mapping[Node, Span]):
     def uncompressed(self, path: Sequence[Node]) -> list[Node]:
         """Nodes of a path that hold no span."""
         return [node for node in path if node not in self]
+
+    def first_uncompressed(self, last: Node, beside: Collection[Node] = ()) -> Node:
+        """The first node without a span, and not ``beside``, on the path to such a node."""
+        while (above := last.parent) and above.parent and above not in beside and self.at(above) is None:
+            last = above
+        return last
 
     def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
         """The spans that a request which locks a path reads, root side first."""

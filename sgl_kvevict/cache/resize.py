@@ -133,7 +133,10 @@ class Resizer:
         raise InvariantError(f"the path has {position} tokens, expected at least {end}")
 
     def _trim(self) -> None:
-        """Give up the oldest prompts beyond ``observation_bytes``, and the open ranges that need them."""
+        """Give up the oldest prompts beyond ``observation_bytes``, and the open ranges that need them.
+
+        A range that waits and could not be ranked any more is compressed before, if nothing holds it.
+        """
         num_bytes = self._table.observation_bytes
         for last, opened in list(self._table.open.items()):
             if num_bytes <= self._config.observation_bytes:
@@ -141,8 +144,10 @@ class Resizer:
             if not opened.num_bytes:
                 continue
             num_bytes -= opened.num_bytes
+            if opened.waits and not self._compressor.scores_any_range:
+                self._try(last, Occasion.SHORT)
             opened.prompt, opened.num_bytes = None, 0
-            if opened.order is None and not self._can_rank(opened):
+            if last in self._table.open and opened.order is None and not self._can_rank(opened):
                 self._table.close(last)
                 self._table.totals.refused_no_memory += 1
 
@@ -166,34 +171,48 @@ class Resizer:
         return num_released
 
     def try_waiting(self, last: Node) -> int:
-        """Slots are short: compress an open range that waited for that, or an older one that begins with the same node.
+        """Slots are short: compress an open range that waited for that, or another one that begins with the same node.
 
-        In this order :meth:`reclaimable` has counted them: what the older one takes is not the younger one's.
+        If this node has readers, the ranges that begin with it are tried in the order in which :meth:`reclaimable` has
+        counted them: what the one takes is not the other's.
 
         Returns:
             Token slots released. 0: none can be compressed now; if the range is closed, it never can.
         """
-        first = self._spans.uncompressed(path_to(last))[:1]
-        for each, opened in list(self._table.open.items()):
-            if opened.waits and first == self._spans.uncompressed(path_to(each))[:1]:
-                num_released = self._try(each, Occasion.SHORT)
-                if num_released or each is last:
-                    return num_released or 0
+        first_of, locked, alike = self._spans.first_uncompressed, set(self._readers.movable_nodes()), [last]
+        if (first := first_of(last)) in locked:
+            alike = [each for each, opened in self._table.open.items() if opened.waits and first_of(each) is first]
+        for each in sorted(alike, key=lambda each: each not in locked):
+            num_released = self._try(each, Occasion.SHORT)
+            if num_released or each is last:
+                return num_released or 0
         return 0
 
     def reclaimable(self, movable: Sequence[Node]) -> int:
         """Token slots of locked nodes that open ranges would release when slots are short.
 
-        ``movable``: :meth:`ReaderTable.movable_nodes`. Nodes without readers do not count: they can be dropped.
+        ``movable``: :meth:`ReaderTable.movable_nodes`. Nodes without readers do not count: they can be dropped. Ranges
+        are counted in the order in which they are tried: those that need not wait, those that end with a locked node,
+        as a running request's prompt does, and if enough of what is locked is left for them, the others. SGLang asks
+        several times for each request that it admits, so thousands of ranges that nobody reads must take no time.
         """
-        locked, taken, num_reclaimable = set(movable), set[Node](), 0
-        for last, opened in sorted(self._table.open.items(), key=lambda item: item[1].waits):  # as they are tried
-            path = path_to(last)
-            nodes = [node for node in self._spans.uncompressed(path) if node not in taken]
-            gain = self._gain(opened, nodes, length_of(path) - length_of(nodes), locked)
-            if gain is not None:
-                taken.update(nodes)
-                num_reclaimable += gain
+        ranges, locked, taken, num_reclaimable = self._table.open, set(movable), set[Node](), 0
+        ends = [last for last, opened in ranges.items() if not opened.waits or last in locked]
+        rest = self._spans.uncompressed(movable)
+        for lasts in (sorted(ends, key=lambda last: ranges[last].waits), ranges):
+            for last in lasts:
+                if self._spans.first_uncompressed(last, taken) not in locked:
+                    continue
+                path = path_to(last)
+                nodes = [node for node in self._spans.uncompressed(path) if node not in taken]
+                gain = self._gain(ranges[last], nodes, length_of(path) - length_of(nodes), locked)
+                if gain is not None:
+                    taken.update(nodes)
+                    num_reclaimable += gain
+            rest = [node for node in rest if node not in taken]
+            is_shared = any(not locked.issuperset(node.children.values()) for node in rest)
+            if not (is_shared and self.is_long_enough(length_of(rest))):
+                break
         return num_reclaimable
 
     def _gain(self, opened: OpenRange, nodes: Sequence[Node], start: int, locked: set[Node]) -> int | None:
@@ -285,7 +304,7 @@ class Resizer:
     def _is_early_at(self, first: Node) -> bool:
         """Whether a ranking was launched recently of a range that begins with a node."""
         return any(
-            self._is_early(opened) and self._spans.uncompressed(path_to(last))[:1] == [first]
+            self._is_early(opened) and self._spans.first_uncompressed(last) is first
             for last, opened in self._table.open.items()
         )
 

@@ -159,6 +159,6 @@ class Compressor:
         return self.policy.order(show, geometry, total, num_first, num_last)
 
     def state(self) -> dict[str, Any]:
-        """Policy, budget, bits, and learned scores, as plain values."""
-        state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget, "bits": self.config.bits}
+        """Policy, budget, bits, when prompts are compressed, and learned scores, as plain values."""
+        state = {"policy": self.policy.name} | self.config.model_dump(include={"budget", "bits", "compress"})
         return state if self.learned is None else state | {"learned_scores": self.learned.state()}

@@ -98,7 +98,7 @@ class SpanComponent(FullComponent):
         if tracker[FULL] >= self._wanted:
             return None
         top = None if self._heap is None else self._heap.top()
-        num_released = self._prefixes.pressure.reclaim(top)
+        num_released = self._prefixes.pressure.reclaim(None if top is None else top[0])
         if num_released:
             tracker[FULL] += num_released
             return None

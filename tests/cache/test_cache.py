@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from helpers.documents import document, make_harness, ranges
 from helpers.harness import Harness
-from sgl_kvevict.cache.nodes import length_of, path_to
-from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.events.totals import Totals
-from sgl_kvevict.segments import CacheObservation
 
 DOCUMENT = document(0, 18)
-
-
-class LargePrompt(CacheObservation):
-    """Takes more memory than there is."""
-
-    num_bytes, first_query = 1, 0
 
 
 def cache(**fields) -> tuple[Harness, Totals]:
@@ -38,21 +29,6 @@ def test_what_cannot_be_split_becomes_one_segment_between_branches():
     harness.finish(harness.run(document(0, 20)))  # its last two tokens stay as they are
     assert ranges(harness) == [(0, 11), (11, 18)] and (totals.compressions, totals.compressed_tokens) == (2, 18)
     assert len({span.segment for span in harness.tree.spans.values()}) == 2
-
-
-def test_a_range_given_up_for_want_of_memory_is_counted(monkeypatch):
-    harness, totals = cache(observation_bytes=0)
-    harness.finish(harness.run(DOCUMENT))
-    req = harness.request([*DOCUMENT, *document(1, 10)])
-    assert harness.admit(req) and harness.prefill(req, 23)
-    lock = harness.tree.lock(req.last_node)  # somebody whom nobody knows
-    assert harness.prefill(req)
-    monkeypatch.setattr(Resizer, "_can_rank", lambda _, opened: opened.prompt is not None)
-    path = path_to(harness.tree.tree_core.node_by_id(req.last_node))
-    harness.tree.prefixes.resizer.compress(path, length_of(path), LargePrompt())
-    assert (totals.refused_in_use, totals.refused_no_memory) == (2, 1)  # once for the prompt, once here
-    assert len(harness.tree.prefixes.table.open) == 0
-    harness.tree.unlock(lock)
 
 
 def test_a_lock_that_no_reader_explains_is_waited_for():

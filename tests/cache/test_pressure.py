@@ -13,7 +13,7 @@ from sgl_kvevict.policies.order import LARGEST
 from sgl_kvevict.segments import CacheObservation
 
 BELOW = {"budget": 0.25, "min_budget": 0.1}
-"""Shares 0.5, 0.25 and 0.1 in rows of 16 bits."""
+"""Shares 0.25 and 0.1 in rows of 16 bits."""
 
 
 def cache(num_slots: int = 320, *, bits: int | str = 16, **fields) -> Harness:
@@ -47,11 +47,28 @@ def test_nothing_is_compressed_while_there_is_room():
     assert slots(harness) == {} and len(harness.tree.prefixes.table.shrinking) == 1
 
 
+@pytest.mark.parametrize("scores_any_range", [False, True])
+def test_when_short_every_prompt_waits_and_goes_to_the_budget(scores_any_range):
+    harness = make_harness(compress="when short", options={"scores_any_range": scores_any_range})
+    reader = harness.run(document(0))
+    assert harness.decode(reader) and slots(harness) == {}
+    assert [each.waits for each in harness.tree.prefixes.table.open.values()] == [True]
+    assert reclaim(harness) == 10 and slots(harness) == {0: 10} and not harness.tree.prefixes.table.open
+    assert harness.decode(reader)
+
+
+def test_what_is_read_of_the_beginning_of_a_range_counts():
+    harness = cache()
+    cached(harness)
+    admitted(harness, [*document(0)[:12], 7])
+    assert harness.tree.prefixes.pressure.reclaimable() == 12 - 5 and reclaim(harness) == 10  # 5 of 20 slots stay
+
+
 @pytest.mark.parametrize(
     ("num_slots", "fields", "released"),
     [
         (320, {}, [10, 5, 0]),
-        (64, BELOW, [10, 5, 3, 0]),  # the first step is a light one
+        (64, BELOW, [15, 3, 0]),
         (320, {"min_budget": None}, [10, 0]),
         (320, {"min_budget": 0.5}, [10, 0]),
     ],
@@ -70,12 +87,12 @@ def test_it_shrinks_in_steps_under_its_readers_which_admission_counts_on(num_slo
 @pytest.mark.parametrize(
     ("num_sinks", "rows"),
     [
-        (0, [{8: 20}, {8: 8, 4: 12}, {8: 4, 4: 9}, {8: 4, 4: 6}, {8: 2, 4: 3}]),
-        (2, [{16: 2, 8: 12, 4: 6}, {16: 2, 8: 4, 4: 12}, {16: 2, 8: 2, 4: 6}, {16: 2, 8: 2, 4: 3}, {16: 2}]),
+        (0, [{8: 4, 4: 9}, {8: 4, 4: 6}, {8: 2, 4: 3}]),
+        (2, [{16: 2, 8: 2, 4: 6}, {16: 2, 8: 2, 4: 3}, {16: 2}]),
     ],
 )
-def test_entries_lose_bits_before_any_is_evicted_and_sinks_keep_theirs(num_sinks, rows):
-    """Of 20 tokens: 0.5, 0.375, 0.25, 0.175 and 0.1 of their slots."""
+def test_entries_lose_bits_and_sinks_keep_theirs(num_sinks, rows):
+    """Of 20 tokens: 0.25, 0.175 and 0.1 of their slots."""
     harness = cache(64, bits="auto", sink_tokens=num_sinks, **BELOW)
     cached(harness)
     admitted(harness, [*document(0), 7])
@@ -88,8 +105,8 @@ def test_entries_lose_bits_before_any_is_evicted_and_sinks_keep_theirs(num_sinks
 
 def test_answers_are_dearest_last():
     """Each step of a prefix costs more per slot than the one before, with 8 and 4 bits as with 16."""
-    for losses, saved in ((WITH_FEW_BITS, (2, 2.5, 5, 8)), (WITH_16_BITS, (2, 2, 5, 5))):
-        absolute = [losses.packing, *(loss * at for loss, at in zip(losses[1:], saved, strict=True))]
+    for losses, saved in ((WITH_FEW_BITS, (1, 5, 8)), (WITH_16_BITS, (1, 5, 5))):
+        absolute = [loss * at for loss, at in zip(losses, saved, strict=True)]
         assert absolute == sorted(absolute)
 
 
@@ -98,20 +115,20 @@ def test_what_was_used_last_shrinks_last_and_all_are_at_the_budget_before_one_is
     cached(harness, 1, at=1.0)
     cached(harness, 2, at=2.0)
     found = []
-    for _ in range(6):
+    for _ in range(4):
         reclaim(harness)
         found.append(slots(harness))
-    assert found == [{1: 10}, {1: 10, 2: 10}, {1: 5, 2: 10}, {1: 5, 2: 5}, {1: 2, 2: 5}, {1: 2, 2: 2}]
+    assert found == [{1: 5}, {1: 5, 2: 5}, {1: 2, 2: 5}, {1: 2, 2: 2}]
 
 
-def test_an_old_span_gives_up_nothing_more_while_a_new_prefix_is_uncompressed():
+def test_an_old_span_gives_up_more_before_a_prefix_in_use_is_compressed():
     harness = cache(64, **BELOW)
-    old = cached(harness, 1, at=1.0)
-    assert [reclaim(harness) for _ in range(2)] == [10, 5]
+    cached(harness, 1, at=1.0)
+    assert reclaim(harness) == 15
     harness.tree.prefixes.recency.raise_level((20.0, 0.0))  # the level of what is used from now on
     cached(harness, 2)
-    assert [reclaim(harness, ((0.0, 0.0), old)) for _ in range(3)] == [10, 5, 0]
-    assert slots(harness) == {1: 5, 2: 5}
+    assert [reclaim(harness, (20.0, 0.0)) for _ in range(2)] == [3, 0] and slots(harness) == {1: 2}
+    assert reclaim(harness) == 15 and slots(harness) == {1: 2, 2: 5}
 
 
 def test_a_resize_keeps_the_first_in_order():
@@ -141,7 +158,7 @@ def test_protected_tokens_stay_in_every_head_at_every_size(tail_tokens, sink_tok
         runs = segment.packed.positions.split(segment.packed.parts[0].indptr.diff().tolist())
         assert all(set(kept) <= set(run.tolist()) for run in runs)
         sizes.append(segment.num_slots)
-    assert sizes == [10, 5, 2]
+    assert sizes == [5, 2]
     assert harness.tree.compressor.protected(20, 0) == (sink_tokens, len(kept) - sink_tokens)
 
 
@@ -170,21 +187,11 @@ def test_views_of_a_segment_are_shrunk_together():
 def test_a_leaf_that_costs_less_is_dropped_instead():
     harness = cache()
     cached(harness)
-    leaf = cached(harness, 1, document(1, 3))
-    compressing = WITH_16_BITS.packing
-    assert reclaim(harness, ((compressing / 2, 0.0), leaf)) == 0
-    assert reclaim(harness, ((compressing, float("inf")), leaf)) == 10
+    compressing = WITH_16_BITS.budget
+    assert reclaim(harness, (compressing / 2, 0.0)) == 0
+    assert reclaim(harness, (compressing, float("inf"))) == 10
     shrinking = 2 * WITH_16_BITS.least  # two tokens a slot
-    assert reclaim(harness, ((shrinking, -1.0), leaf)) == 0 and reclaim(harness, ((shrinking + 1, -1.0), leaf)) == 5
-
-
-def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
-    harness = cache(64, **BELOW)
-    old, _ = cached(harness, 1, at=1.0), cached(harness, 2, at=2.0)
-    assert [reclaim(harness) for _ in range(2)] == [10, 10]
-    leaf = cached(harness, 3, document(3, 3))
-    assert reclaim(harness, ((-1.0, 0.0), leaf)) == 0
-    assert [reclaim(harness, ((-1.0, 0.0), old)) for _ in range(3)] == [5, 5, 0] and slots(harness) == {1: 5, 2: 5}
+    assert reclaim(harness, (shrinking, -1.0)) == 0 and reclaim(harness, (shrinking + 1, -1.0)) == 5
 
 
 def test_nothing_shrinks_below_the_budget_just_before_it_would_be_dropped_to_the_host():
@@ -196,9 +203,9 @@ def test_nothing_shrinks_below_the_budget_just_before_it_would_be_dropped_to_the
         assert reclaim(harness)
     node, question = nodes_of(harness, 0)
     recency = harness.tree.prefixes.recency
-    leaf = recency.get_priority(question), question
+    leaf = recency.get_priority(question)
     recency.has_host_room = lambda segment: True
-    assert reclaim(harness, leaf) == 0 and recency.get_priority(node) < leaf[0]
+    assert reclaim(harness, leaf) == 0 and recency.get_priority(node) < leaf
     recency.has_host_room = lambda segment: False
     assert reclaim(harness, leaf) == 1 and slots(harness) == {0: 4}
 

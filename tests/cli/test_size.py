@@ -45,7 +45,7 @@ def test_slots_of_a_prefix_are_its_share():
 
 def test_the_last_prefix_is_prefilled_in_full():
     rows = {row.share: row for row in fits(KVEvictConfig(bits=16), LLAMA_8B, 2032, 10_000, 1_000, 10**9)}
-    assert list(rows) == [1.0, 0.5, 0.2, 0.1]
+    assert list(rows) == [1.0, 0.2, 0.1]
     for row in rows.values():
         in_use = (row.prefixes - 1) * row.prefix_slots
         assert in_use + 2032 <= 9_000 < in_use + row.prefix_slots + 2032
@@ -95,18 +95,16 @@ def test_every_share_of_the_default_keeps_the_entries_that_its_bits_leave_room_f
     rows = fits(KVEvictConfig(), LLAMA_8B, 2032, 10_000, 0, 10**9)
     assert [(row.share, row.name) for row in rows] == [
         (1.0, "uncompressed"),
-        (0.5, ""),
-        (0.375, ""),
         (0.2, "budget"),
         (0.125, ""),
         (0.05, "min_budget"),
     ]
-    assert [row.kept for row in rows[:3]] == [1, 1, 1] and rows[3].kept == pytest.approx(0.54, abs=0.01)
+    assert rows[0].kept == 1 and rows[1].kept == pytest.approx(0.54, abs=0.01)
     for row in rows[1:]:
         slots = row.prefix_slots
         assert sum(-(-count // {16: 1, 8: 2, 4: 3}[bits]) for bits, count in row.entries.items()) <= slots * 256
         assert row.entries[16] == 4 * 256 and row.load_bytes == slots * 131072 + 6 * sum(row.entries.values())
-    assert rows[3].entries[4] == pytest.approx(4 * rows[3].entries[8], rel=0.01)
+    assert rows[1].entries[4] == pytest.approx(4 * rows[1].entries[8], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +187,8 @@ def test_command(capsys, model):
     arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "0.125")
     figures = json.loads(run(capsys, *arguments, "--bits", "16", "--json")[1])
     assert figures["model"]["slot_bytes"] == 131072 and figures["pool_slots"] == 131072
-    assert figures["bits"] == 16 and [row["share"] for row in figures["shares"]] == [1.0, 0.5, 0.125, 0.1]
-    assert figures["shares"][2] == {
+    assert figures["bits"] == 16 and [row["share"] for row in figures["shares"]] == [1.0, 0.125, 0.1]
+    assert figures["shares"][1] == {
         "share": 0.125,
         "name": "budget",
         "kept": 0.125,

@@ -34,20 +34,22 @@ def document_of(part: str) -> str:
 
 
 def test_a_prefix_shrinks_when_slots_are_short_and_answers(start, demo_model):
-    """The own prompt of a request that asks for a share stays uncompressed until then."""
+    """With ``compress: when short`` answers are those of the uncompressed cache until then."""
     text = HANDBOOK.read_text()
     document = document_of(text[:4000])
-    with start(demo_model, "--max-total-tokens", "1800", config={}) as server:
+    with start(demo_model, "--max-total-tokens", "1800", config={"policy": "none"}) as server:
+        full = [ask(server, prompt, 16)["output_ids"] for prompt in (document, document + QUESTION)]
+    with start(demo_model, "--max-total-tokens", "1800", config={"compress": "when short"}) as server:
         assert "kvevict: learned scores of" in server.log()
-        ask(server, document, share=0.01)
+        assert [ask(server, prompt, 16)["output_ids"] for prompt in (document, document + QUESTION)] == full
         state = plugin_state(server)
         assert state["policy"] == "distilled" and state["learned_scores"]["texts"] == 16
-        assert state["span_tokens"] == 0
-        ask(server, "<|im_start|>user\n" + text[4000:8000], share=0.01)
+        assert state["compress"] == "when short" and state["span_tokens"] == 0
+        ask(server, "<|im_start|>user\n" + text[4000:8000])
         state = plugin_state(server)
         assert state["span_tokens"] > 800
-        # The light share, behind the three tokens that the running request has in common with it.
-        assert state["span_slots"] == 3 + -(-(state["span_tokens"] - 3) // 2)
+        # The budget, behind the three tokens that the running request has in common with it.
+        assert state["span_slots"] == 3 + -(-(state["span_tokens"] - 3) // 5)
         answer = ask(server, document + QUESTION)
         assert answer["meta_info"]["cached_tokens"] > 800 and "marigold" in answer["text"]
         assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []

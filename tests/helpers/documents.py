@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import WINDOWS, Harness
+from sgl_kvevict.cache.recency import Priority
 from sgl_kvevict.config import KVEvictConfig
 
 CONFIG = KVEvictConfig(budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4)
@@ -52,7 +53,7 @@ def ranges(harness: Harness) -> list[tuple[int, int]]:
     return sorted((span.start, span.end) for span in harness.tree.spans.values())
 
 
-def reclaim(harness: Harness, leaf: Any = None) -> int:
+def reclaim(harness: Harness, leaf: Priority | None = None) -> int:
     """One round of shrinking; the slots that it says came back did."""
     before = harness.allocator.available_size()
     released = harness.tree.prefixes.pressure.reclaim(leaf)

@@ -20,8 +20,10 @@ from helpers.harness_store import adoption, exported
 from helpers.late_stream import TwiceStream
 from helpers.own_policies import OWN_POLICIES
 from sgl_kvevict.cache.nodes import length_of, path_to
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies import Policy, build_policy
+from sgl_kvevict.policies.signals import Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -163,6 +165,14 @@ class PressureMachine(CacheMachine):
     @rule()
     def turn(self):
         self.harness.turn()
+
+
+class WhenShortMachine(PressureMachine):
+    """All of them do; a few can be ranked by what their prompts have left, and what is more is compressed before."""
+
+    policy = PseudoRandomPolicy(needs=frozenset({Signal.WINDOW_QUERIES}), window_size=4)
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, compress="when short")
+    options: ClassVar[dict[str, Any]] = {"config": config.model_copy(update={"observation_bytes": 2_000})}
 
 
 class MergingMachine(PressureMachine):
@@ -465,6 +475,7 @@ SETTINGS = settings(
 MACHINES = (
     CacheMachine,
     PressureMachine,
+    WhenShortMachine,
     HostMachine,
     GrowthMachine,
     HostExactMachine,

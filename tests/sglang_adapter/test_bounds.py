@@ -13,6 +13,7 @@ from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 VALUES = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6}
+SIZE = 2 * 4 * 4 * (4 * 2 + 4)  # of a prompt's last queries: layers, queries, heads; their floats and log-sum-exp
 
 
 def lost(harness) -> int:
@@ -21,20 +22,30 @@ def lost(harness) -> int:
 
 def test_ranges_that_wait_for_readers_have_a_limit():
     policy = PseudoRandomPolicy(needs=frozenset({Signal.WINDOW_QUERIES}), window_size=4)
-    size = 2 * 4 * 4 * (4 * 2 + 4)  # layers, queries, query heads; their floats and their log-sum-exp
-    config = KVEvictConfig(**VALUES, observation_bytes=2 * size)
+    config = KVEvictConfig(**VALUES, observation_bytes=2 * SIZE)
     harness = Harness(num_slots=900, num_rows=8, policy=policy, config=config)
     readers = []
-    for i in range(4):
+    for i in range(4):  # each in use, and two given up
         half_way = harness.request([i, *DOCUMENT, 1])
         assert harness.admit(half_way) and harness.prefill(half_way, 30)
         harness.tree.prefixes.readers[half_way].is_exact = True
         readers += [half_way, harness.run([i, *DOCUMENT, 2])]
-        assert read_gauges(harness.tree).observation_bytes == size * min(i + 1, 2)
-    assert lost(harness) == 2
+        assert read_gauges(harness.tree).observation_bytes == SIZE * min(i + 1, 2)
+    assert lost(harness) == len(harness.tree.prefixes.table.open) == 2
     for req in readers:
         harness.finish(req)
     assert read_gauges(harness.tree).observation_bytes == 0
+
+
+def test_what_waits_until_slots_are_short_is_compressed_before_its_observation_goes():
+    policy = PseudoRandomPolicy(needs=frozenset({Signal.WINDOW_QUERIES}), window_size=4)
+    config = KVEvictConfig(**VALUES, compress="when short", observation_bytes=2 * SIZE)
+    harness = Harness(num_slots=900, policy=policy, config=config)
+    for i in range(4):
+        harness.finish(harness.run([i, *DOCUMENT]))
+        assert read_gauges(harness.tree).observation_bytes == SIZE * min(i + 1, 2)
+        assert len(harness.tree.prefixes.table.packed) == max(i - 1, 0)
+    assert lost(harness) == 0
 
 
 def week_of_traffic(harness: Harness, rng: random.Random, num_requests: int) -> None:
