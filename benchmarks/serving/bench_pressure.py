@@ -24,9 +24,8 @@ POOL_SLOTS = 16_384
 CONTEXT_TOKENS = 1024
 CONCURRENCY = 2
 LONGEST_ROUND = 32
-PREFIX_TOKENS = 200
 BURST = "a prefix, after a burst of 4x the pool"
-BURST_POOL, BURST_TOKENS, BURST_SHARE = 2048, 512, 0.5
+BURST_POOL, BURST_TOKENS, BURST_SHARE = 512, 200, 0.5
 NUM_OTHERS = int(4 * BURST_POOL / BURST_SHARE) // BURST_TOKENS
 """Documents that take four times the pool, compressed to the share at which nothing shrinks further."""
 RETAIN_S = 600
@@ -66,7 +65,7 @@ PAGE = Page(
         "on. The needle score is the share of the values asked for that the answers contain; stock's is the full "
         f"cache's. The burst: {NUM_OTHERS} documents of {BURST_TOKENS} tokens, a pool of {BURST_POOL:,}, `budget` and "
         f"`min_budget` {BURST_SHARE}, so that they take four times the pool, and no memory of the host; then a prefix "
-        f"of {PREFIX_TOKENS} tokens is asked again, which was asked once before, without options and with `retain` of "
+        f"of as many tokens is asked again, which was asked once before, without options and with `retain` of "
         f"{RETAIN_S} seconds."
     ),
     tables=(
@@ -111,8 +110,7 @@ def measure_burst(recorder: Recorder) -> None:
 
         for repetition in range(1, recorder.options.repeats + 1):
             prefix, *others = (
-                document(model, repetition * 100 + number, BURST_TOKENS if number else PREFIX_TOKENS)
-                for number in range(NUM_OTHERS + 1)
+                document(model, repetition * 100 + number, BURST_TOKENS) for number in range(NUM_OTHERS + 1)
             )
             for name, options in {DEFAULT: {}, "retain": {"retain": RETAIN_S}}.items():
                 flush(server)
