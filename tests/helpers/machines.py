@@ -365,12 +365,6 @@ class TailMachine(CacheMachine):
     }
 
 
-class FrequencyMachine(CacheMachine):
-    """So does an order that needs no bookkeeping of its own."""
-
-    options: ClassVar[dict[str, Any]] = {"eviction_policy": "lfu"}
-
-
 class SessionMachine(CacheMachine):
     """Requests belong to sessions, whose prefixes go last (`--enable-session-radix-cache`)."""
 
@@ -490,7 +484,6 @@ MACHINES = (
     FrequencyPressureMachine,
     CoarseMachine,
     TailMachine,
-    FrequencyMachine,
     SessionMachine,
     BesideMachine,
     BesideWindowsMachine,

@@ -14,7 +14,7 @@ import sys
 from array import array
 from importlib.metadata import version
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 
 import pytest
 from sglang.srt.arg_groups import resolution_hooks
@@ -53,7 +53,7 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
 from sgl_kvevict.machine import SGLANG_RANGE, SUPPORTED_SGLANG
-from sgl_kvevict.sglang_adapter import compat
+from sgl_kvevict.sglang_adapter import compat, tree_shims
 from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.hooks import FEATURES
@@ -404,6 +404,24 @@ def test_the_signatures_on_file_are_those_of_the_installed_version():
     assert {name: text for name, text in known.items() if not text.startswith(compat.MISSING)} == {
         name: text for name, text in compat.signatures().items() if not text.startswith(compat.MISSING)
     }
+
+
+@pytest.mark.parametrize("name", ["reclaimable_tokens", "reclaimable_value_len"])
+def test_a_component_has_the_name_that_each_version_calls(name):
+    """Of SGLang 0.5.22, and of 0.5.23."""
+    stock = type("Stock", (), {name: lambda self: 1})
+    ours, neither = ({"reclaimable_value_len": lambda self: 2}, {})
+    assert getattr(tree_shims.newest_names(type("Ours", (stock,), ours))(), name)() == 2
+    assert tree_shims.newest_names(type("Ours", (stock,), neither))().reclaimable_value_len() == 1
+
+
+def test_actions_come_after_an_eviction_or_where_nobody_collects_them_at_once():
+    now, later = [], []
+    component = SimpleNamespace(apply_component_action=now.append)
+    tree_shims.apply_later(component, "later", {"cache_actions": later})
+    tree_shims.apply_later(component, "now", {})
+    assert (now, later) == (["now"], ["later"])
+    assert tree_shims.actions_of(SimpleNamespace(cache_actions=later)) is later and not tree_shims.actions_of(None)
 
 
 @pytest.mark.usefixtures("newer_sglang")
