@@ -51,7 +51,7 @@ REQUEST_OPTIONS = {
     "exact": "quality/complete.md: exact",
     "complete": "quality/complete.md: complete",
     "share": "quality/complete.md: share",
-    "retain": "required by clients who will ask again and know when (tests/sglang_adapter/test_retain.py)",
+    "retain": "serving/pressure.md: a prefix, after a burst of 4x the pool",
 }
 POLICIES = {
     "distilled": "quality/results.csv: distilled",
