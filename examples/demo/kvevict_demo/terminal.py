@@ -26,6 +26,7 @@ _CELL_W, _CELL_H, _MARGIN = 8.4, 18, 14
 _SPACE = "\N{NO-BREAK SPACE}"
 """Viewers of pictures join several ordinary spaces."""
 _CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\r|\n|\x1b.?")
+_UNFINISHED = re.compile(r"\x1b(\[[?\d;]*)?\Z")
 _GREEN = (2, "#3fb950")
 """The only colour that the demo prints: its number in the terminal, and in the picture."""
 
@@ -116,7 +117,7 @@ def film(command: Sequence[str]) -> tuple[Film, str]:
 
 
 def _chunks(terminal: int) -> Iterator[str]:
-    """Whole characters as they come, until the program has closed its side."""
+    """Whole characters and control sequences as they come, until the program has closed its side."""
     rest = b""
     while True:
         try:
@@ -127,6 +128,8 @@ def _chunks(terminal: int) -> Iterator[str]:
         try:
             text = rest.decode()
         except UnicodeDecodeError:  # the last character is not complete
+            continue
+        if _UNFINISHED.search(text):
             continue
         rest = b""
         yield text.replace("\r\n", "\n")
