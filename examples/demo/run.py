@@ -46,8 +46,8 @@ from sgl_kvevict.errors import KVEvictError
 
 POOL_SLOTS = 3300
 """The least: the uncompressed document with eight questions and answers. The model's context sets the most."""
-OTHER_SLOTS = 20 + HELD_TOKENS // 2
-"""Token slots beside the document and the log: a short question, and what was generated, which is a little or all."""
+OTHER_SLOTS = 16 + HELD_TOKENS
+"""Token slots beside the document and the log: a short question, and about half of what both may generate."""
 POLL_S = 0.1
 COMPRESSED_WITHIN_S = 60.0
 ANSWER_COLUMNS = 16
