@@ -34,12 +34,12 @@ def kvevict_is_selected() -> bool:
 
 def create_arena_buffers(pool: MHATokenToKVPool) -> None:
     """Create ``k_buffer`` and ``v_buffer`` as views of one NHD arena, in the memory regions that SGLang uses for KV."""
-    shape = (pool.layer_num, pool.size + pool.page_size, pool.head_num)
+    k_shape, v_shape = pool._kv_buffer_shapes()
     mem_pool = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.enable_custom_mem_pool else nullcontext()
     with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), mem_pool:
         k, v = (
-            torch.zeros((*shape, head_dim), dtype=pool.store_dtype, device=pool.device)
-            for head_dim in (pool.head_dim, pool.v_head_dim)
+            torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
+            for shape in (k_shape, v_shape)
         )
     pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype))
     pool.k_buffer = list(k.unbind(0))

@@ -220,7 +220,7 @@ class TextReader:
         req.skip_radix_cache_insert = not is_cached
         req.finished_output = True
         scheduler.init_req_max_new_tokens(req)
-        req.priority = 0  # where requests are ordered by priority, all have a number
+        scheduler._set_or_validate_priority(req)
         req.arrival_processed_tokens = scheduler.processed_tokens_counter
         req.time_stats.set_wait_queue_entry_time()
         scheduler.waiting_queue.append(req)

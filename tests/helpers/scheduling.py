@@ -39,6 +39,10 @@ class MiniScheduler:
         self.last_batch: Any = None
         self.chunked_req: Req | None = None
 
+    def _set_or_validate_priority(self, req: Req) -> bool:
+        assert req.priority is None
+        return True
+
     def init_req_max_new_tokens(self, req: Req) -> None:
         assert req.sampling_params.max_new_tokens == 0
 

@@ -6,7 +6,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.components import FullComponent, TreeComponent
@@ -29,9 +29,11 @@ SIGNATURES = {
     Req.set_finish_with_abort: "self error_msg status_code err_type",
     Scheduler.abort_request: "self recv_req",
     Scheduler.flush_cache: "self empty_cache",
+    Scheduler._set_or_validate_priority: "self req",
     Scheduler.process_batch_result: "self batch result",
     Scheduler.init_req_max_new_tokens: "self req",
     ReqToTokenPool.write: "self indices values",
+    MHATokenToKVPool._kv_buffer_shapes: "self",
     AttentionBackend.init_forward_metadata: "self forward_batch",
     AttentionBackend.forward_decode: "self q k v layer forward_batch save_kv_cache kwargs",
     AttentionBackend.forward_extend: "self q k v layer forward_batch save_kv_cache kwargs",

@@ -131,7 +131,6 @@ ASSIGNED = {
         "enable_overlap",
         "tp_worker",
     ),
-    MHATokenToKVPool: ("layer_num", "size", "page_size", "head_num", "head_dim", "v_head_dim", "store_dtype"),
     TpModelWorker: ("model_runner",),
     ModelRunner: ("lora_manager",),
     LoRAManager: ("lora_refs",),
@@ -221,6 +220,8 @@ OVERRIDES = {
 """Methods of SGLang that we override: all of them public but one."""
 PRIVATE = {
     "TreeComponent.is_evict_device_ongoing",
+    "Scheduler._set_or_validate_priority",
+    "MHATokenToKVPool._kv_buffer_shapes",
     "ServerArgs._cuda_graph_config_locked",
 }
 """Private names that we use."""
@@ -245,7 +246,6 @@ WRITTEN = {
         "discard_output_reason",
         "finished_output",
         "logprob_start_len",
-        "priority",
         "sampling_params",
         "skip_radix_cache_insert",
         "tokenizer",

@@ -169,7 +169,7 @@ def _entries(spans: list[Span]) -> list[dict[int, int]]:
             found.append(span.segment.entries_by_bits)
             continue
         stored = Counter[int]()
-        for runs in span.runs():  # several of one width: a part for each one that came back
+        for runs in span.runs():  # one part for each width, and for each that came back
             stored[runs.bits] += next(counts)
         found.append({bits: count for bits, count in stored.items() if count})
     return found
