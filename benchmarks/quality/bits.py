@@ -238,8 +238,8 @@ MIXES = (
 def read_back(entries: EntryFormat, k: Tensor, v: Tensor, statistics: RowStatistics) -> tuple[Tensor, Tensor]:
     """Keys and values of all layers after they were stored in a format."""
     s = statistics
-    keys = [entries.k.read_back(*layer) for layer in zip(k, s.k_mean, s.k_deviation, strict=True)]
-    values = [entries.v.read_back(*layer) for layer in zip(v, s.v_mean, s.v_deviation, strict=True)]
+    keys = [entries.k.read_back(*layer) for layer in zip(k, s.k_mean, s.k_scale, strict=True)]
+    values = [entries.v.read_back(*layer) for layer in zip(v, s.v_mean, s.v_scale, strict=True)]
     stored = torch.stack(keys), torch.stack(values)
     if not entries.has_sinks:
         for whole, rows in zip((k, v), stored, strict=True):

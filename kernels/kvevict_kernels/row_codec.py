@@ -1,27 +1,31 @@
-"""Rows of 8 and 4 bits, two and three of them in the place of one row of 16 bits: the definition, in torch.
+"""Rows of 4 bits, four of them in the place of one row of 16 bits: the definition, in torch.
 
-Numbers are first normalised by statistics of the model, ``(x - mean) / deviation``, per layer, KV head and channel, so
-that rows are independent of each other, and everything of a row is inside its head slot:
+A row of ``head_dim`` numbers is written in three steps:
 
-=====  ==========================================================================================================
-bits   a row of ``head_dim`` numbers
-=====  ==========================================================================================================
-16     as the pool stores them (32 where it stores float32)
-8      one byte a number: float8 e4m3fn
-4      per ``GROUP`` channels a scale and a minimum, both float16, and ``code = (number - minimum) / scale``, rounded
-       half up, in 0 .. 15; byte ``j`` of a group holds number ``j`` in its low and ``j + GROUP / 2`` in its high half
-=====  ==========================================================================================================
+1. Its numbers are normalised by statistics of the model, ``(x - mean) / scale``, per layer, KV head and channel, so
+   that rows are independent of each other, and have a mean square of about 1.
+2. They are turned by :func:`rotation`, which spreads a number that stands out over all channels.
+3. They are divided by the row's own step, one of ``STEPS``, and ``code = number / step + 7.5``, rounded half up, in
+   0 .. 15. The number of the step is in the lowest bits of the first ``LEVEL_BITS`` codes, which are rounded to a code
+   with that bit.
 
-A *block* is the place of ``head_dim`` numbers of 16 bits, ``2 * head_dim`` bytes: a head slot of a 16-bit pool, half of
-one where the pool holds float32. Blocks of an arena are numbered through; a block holds two rows of 8 bits, one after
-the other, or the codes of three rows of 4 bits and then, from byte ``3 * head_dim / 2`` on, their scales and minima,
-row after row, group after group. Row ``r`` is part ``r % n`` of block ``r // n``, where ``n`` rows are in a block.
+What is read is ``(code - 7.5) * step`` of all codes alike; the rotation is its own inverse. Everything of a row is
+inside its place: code ``i`` is the ``i``-th group of four bits, the lower half of a byte first. Row ``r`` of an arena
+begins at byte ``r * head_dim / 2``.
+
+Queries are turned once instead of all keys, and sums of values once instead of all values:
+
+* score: ``step * (turned . code - 7.5 * sum(turned)) + q . mean`` with ``turned = rotation(q * scale)``;
+* output: ``rotation(sum of weight * step * (code - 7.5)) * scale + mean * sum of weights``.
+
+Source: rotation before rounding as QuaRot (arXiv 2404.00456) and TurboQuant (arXiv 2504.19874) have it; keys' scale, by
+    which what queries see of the noise is least: this project.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -29,70 +33,78 @@ from torch import Tensor
 from kvevict_kernels.checks import KV_DTYPES, check_tensor
 
 GROUP = 32
-"""Channels with one scale and one minimum; head_dim is a multiple of it where rows have fewer than 16 bits."""
-WIDTHS = (16, 8, 4)
+"""head_dim is a multiple of it where rows have 4 bits: kernels read so many codes at once."""
+WIDTHS = (16, 4)
 """Bits of a number in a row."""
-PARTS = {8: 2, 4: 3}
-"""Rows in a block, by bits."""
+ROWS_IN_PLACE = 4
+"""Rows of 4 bits in the place of one of 16."""
 MAX_CODE = 15
-MAX_8 = 448.0
-"""Largest number of float8 e4m3fn; larger ones saturate."""
-MAX_4 = 65504.0
-"""Largest number of float16, of which scales and minima are; larger ones saturate."""
+MIDDLE = 7.5
+"""Code of the number 0."""
+LEVEL_BITS = 3
+"""Bits of the number of a row's step."""
+STEPS = tuple(0.3352 * 2 ** ((level - 3) / 2) for level in range(1 << LEVEL_BITS))
+"""Steps of a row; 0.3352 is the best for normal numbers of scale 1."""
+LEAST_SQUARES = tuple(2 ** (level - 3.5) for level in range(1, 1 << LEVEL_BITS))
+"""Least mean square of the rows with each step but the first: half way to the step before, on a logarithmic scale."""
+MAX_NUMBER = 65504.0
+"""Largest normalised number before it is turned; larger ones saturate."""
 
 
-MeanAndDeviation = tuple[Tensor, Tensor]
+MeanAndScale = tuple[Tensor, Tensor]
 """Statistics of some rows, float32; both broadcast to [n, head_dim]."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    """Means and deviations by which a model's keys (as stored, after RoPE) and values are normalised.
+    """Means and scales by which a model's keys (as stored, after RoPE) and values are normalised.
 
     All are [num_layers, num_kv_heads, head_dim], float32, contiguous, on the pool's device.
 
     Raises:
-        ValueError: another shape, dtype or device; on the CPU also a mean that is not finite, or a deviation that is
+        ValueError: another shape, dtype or device; on the CPU also a mean that is not finite, or a scale that is
             not finite and > 0.
     """
 
     k_mean: Tensor
-    k_deviation: Tensor
+    k_scale: Tensor
     v_mean: Tensor
-    v_deviation: Tensor
+    v_scale: Tensor
 
-    def of_run(self, layer: int, head: int) -> tuple[MeanAndDeviation, MeanAndDeviation]:
+    def of_run(self, layer: int, head: int) -> tuple[MeanAndScale, MeanAndScale]:
         """Those of keys and of values of a layer and KV head, [head_dim] each."""
         return (
-            (self.k_mean[layer, head], self.k_deviation[layer, head]),
-            (self.v_mean[layer, head], self.v_deviation[layer, head]),
+            (self.k_mean[layer, head], self.k_scale[layer, head]),
+            (self.v_mean[layer, head], self.v_scale[layer, head]),
         )
 
-    def of_runs(self, runs: Tensor) -> tuple[MeanAndDeviation, MeanAndDeviation]:
+    def of_runs(self, runs: Tensor) -> tuple[MeanAndScale, MeanAndScale]:
         """The same of runs ``layer * num_kv_heads + head`` ([n], int): [n, head_dim] each."""
-        k_mean, k_deviation, v_mean, v_deviation = (
+        k_mean, k_scale, v_mean, v_scale = (
             found.flatten(0, 1).index_select(0, runs)
-            for found in (self.k_mean, self.k_deviation, self.v_mean, self.v_deviation)
+            for found in (self.k_mean, self.k_scale, self.v_mean, self.v_scale)
         )
-        return (k_mean, k_deviation), (v_mean, v_deviation)
+        return (k_mean, k_scale), (v_mean, v_scale)
 
     @cached_property
+    def _table(self) -> Tensor:
+        return torch.cat([rotation(self.k_mean.shape[-1], self.k_mean.device), self._by_run()])
+
     def _by_run(self) -> Tensor:
-        return torch.stack([self.k_mean, self.k_deviation, self.v_mean, self.v_deviation], dim=2)
+        return torch.stack([self.k_mean, self.k_scale, self.v_mean, self.v_scale], dim=2).flatten(0, 2)
 
-    def by_run(self) -> Tensor:
-        """[num_layers, num_kv_heads, 4, head_dim]: means and deviations of keys, then of values, for kernels.
+    def table(self) -> Tensor:
+        """[head_dim + 4 * num_runs, head_dim], for kernels: the rotation, then four rows of each run.
 
-        The same tensor each time.
+        These are mean and scale of keys, then of values. The same tensor each time.
         """
-        return self._by_run
+        return self._table
 
     def assign(self, other: RowStatistics) -> None:
         """Take over other numbers of the same shape, in place: who reads these reads those from now on."""
         for field in fields(self):
             getattr(self, field.name).copy_(getattr(other, field.name))
-        parts = (self.k_mean, self.k_deviation, self.v_mean, self.v_deviation)
-        self._by_run.copy_(torch.stack(parts, dim=2))
+        self._table[self.k_mean.shape[-1] :].copy_(self._by_run())
 
     def __post_init__(self) -> None:
         shape, device = tuple(self.k_mean.shape), self.k_mean.device
@@ -104,63 +116,76 @@ class RowStatistics:
                 continue
             if not bool(found.isfinite().all()):
                 raise ValueError(f"{field.name}: expected finite numbers")
-            if field.name.endswith("deviation") and float(found.min()) <= 0:
+            if field.name.endswith("scale") and float(found.min()) <= 0:
                 raise ValueError(f"{field.name}: expected numbers > 0, got {float(found.min())}")
+
+
+@cache
+def rotation(head_dim: int, device: torch.device) -> Tensor:
+    """[head_dim, head_dim], float32: an orthonormal matrix that is its own inverse, and its own transpose.
+
+    That of Hadamard where head_dim is a power of two, else that of Hartley's transform. The same tensor each time.
+    """
+    if head_dim & (head_dim - 1) == 0:
+        matrix = torch.ones(1, 1)
+        while matrix.shape[0] < head_dim:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    else:
+        numbers = torch.arange(head_dim, dtype=torch.float64)
+        angles = 2 * torch.pi / head_dim * (numbers[:, None] * numbers % head_dim)
+        matrix = angles.cos() + angles.sin()
+    return (matrix.double() / head_dim**0.5).float().to(device)
 
 
 def rows_per_slot(bits: int, itemsize: int) -> int:
     """Rows of a head slot; ``itemsize`` is of the pool's dtype, in bytes."""
-    return 1 if bits == WIDTHS[0] else PARTS[bits] * itemsize // 2
+    return 1 if bits == WIDTHS[0] else ROWS_IN_PLACE * itemsize // 2
 
 
 def row_bytes(bits: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of an encoded row, codes and then scales and minima."""
-    return {16: head_dim * itemsize, 8: head_dim, 4: head_dim // 2 + 4 * head_dim // GROUP}[bits]
+    """Bytes of a row."""
+    return head_dim * itemsize if bits == WIDTHS[0] else head_dim // 2
 
 
-def normalised(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Numbers as they are encoded, float32; ``mean`` and ``deviation`` broadcast to ``x`` [n, head_dim]."""
-    return (x.float() - mean) / deviation
+def normalised(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Numbers as they are encoded, turned, float32; ``mean`` and ``scale`` broadcast to ``x`` [n, head_dim].
 
-
-def encode_rows(x: Tensor, mean: Tensor, deviation: Tensor, bits: int) -> Tensor:
-    """Encode rows ``x`` ([n, head_dim], any floating dtype) in 8 or 4 bits: [n, :func:`row_bytes`], uint8.
-
-    Finite numbers give finite ones back; those that are too large for the format saturate.
+    Those that are too large saturate, and NaN is read as the mean.
     """
-    return encode_normalised(normalised(x, mean, deviation), bits)
+    numbers = ((x.float() - mean) / scale).nan_to_num(0.0).clamp(-MAX_NUMBER, MAX_NUMBER)
+    return numbers @ rotation(x.shape[-1], x.device)
 
 
-def decode_rows(encoded: Tensor, mean: Tensor, deviation: Tensor, bits: int) -> Tensor:
+def encode_rows(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Encode rows ``x`` ([n, head_dim], any floating dtype) in 4 bits: [n, head_dim / 2], uint8.
+
+    Whatever the numbers, what is read is finite.
+    """
+    turned = normalised(x, mean, scale)
+    least = torch.tensor(LEAST_SQUARES, device=x.device)
+    level = (turned.square().mean(1, keepdim=True) >= least).sum(1, keepdim=True)
+    steps = turned / torch.tensor(STEPS, device=x.device)[level] + MIDDLE
+    codes = (steps + 0.5).floor().clamp(0, MAX_CODE)
+    # A code with the lowest bit b is 2 * c + b, for the c that is nearest.
+    bit = level >> torch.arange(LEVEL_BITS, device=x.device) & 1
+    codes[:, :LEVEL_BITS] = 2 * ((steps[:, :LEVEL_BITS] - bit) / 2 + 0.5).floor().clamp(0, MAX_CODE // 2) + bit
+    low, high = codes.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    return low | high << 4
+
+
+def decode_rows(encoded: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Numbers of encoded rows, [n, head_dim], float32."""
-    return mean + deviation * decode_normalised(encoded, bits)
+    codes, steps = codes_and_steps(encoded)
+    turned = (codes - MIDDLE) * steps[:, None]
+    return mean + scale * (turned @ rotation(turned.shape[1], encoded.device))
 
 
-def encode_normalised(x: Tensor, bits: int) -> Tensor:
-    """:func:`encode_rows` for numbers [n, head_dim], float32, that are normalised already."""
-    if bits == 8:
-        return x.clamp(-MAX_8, MAX_8).to(torch.float8_e4m3fn).view(torch.uint8)
-    groups = x.clamp(-MAX_4, MAX_4).view(x.shape[0], x.shape[1] // GROUP, GROUP)
-    low, high = groups.aminmax(dim=2)
-    header = torch.stack([(high - low) / MAX_CODE, low], dim=2).half()  # [n, groups, 2]
-    scale, minimum = header.float().unbind(2)
-    steps = (groups - minimum[..., None]) / torch.where(scale > 0, scale, torch.inf)[..., None]
-    codes = (steps + 0.5).floor().clamp(0, MAX_CODE).to(torch.uint8)
-    halves = codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4
-    return torch.cat([halves.flatten(1), header.flatten(1).view(torch.uint8)], dim=1)
-
-
-def decode_normalised(encoded: Tensor, bits: int) -> Tensor:
-    """Normalised numbers of encoded rows, [n, head_dim], float32."""
-    if bits == 8:
-        return encoded.view(torch.float8_e4m3fn).float()
-    num_bytes = encoded.shape[1] * 4 // 5  # of codes: a group has 16, and 4 of scale and minimum
-    num_groups = num_bytes * 2 // GROUP
-    halves = encoded[:, :num_bytes].reshape(encoded.shape[0], num_groups, GROUP // 2)
-    header = encoded[:, num_bytes:].contiguous().view(torch.float16).view(encoded.shape[0], num_groups, 2)
-    scale, minimum = header.float().unbind(2)
-    codes = torch.cat([halves & MAX_CODE, halves >> 4], dim=2)
-    return (codes * scale[..., None] + minimum[..., None]).flatten(1)
+def codes_and_steps(encoded: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of encoded rows, [n, head_dim], float32, and the step of each row, [n], float32."""
+    codes = torch.stack([encoded & MAX_CODE, encoded >> 4], dim=2).flatten(1)
+    powers = 1 << torch.arange(LEVEL_BITS, device=encoded.device)
+    level = ((codes[:, :LEVEL_BITS] & 1) * powers).sum(1)
+    return codes.float(), torch.tensor(STEPS, device=encoded.device)[level]
 
 
 def read_rows(arena: Tensor, rows: Tensor, bits: int) -> Tensor:
@@ -169,49 +194,30 @@ def read_rows(arena: Tensor, rows: Tensor, bits: int) -> Tensor:
     Args:
         arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, of 2 or 4 bytes a number.
         rows: [n], int, row numbers of this width.
-        bits: 16, 8 or 4.
+        bits: 16 or 4.
     """
-    rows = rows.long()
-    if bits == WIDTHS[0]:
-        return _bytes(arena, arena.shape[-1] * arena.element_size()).index_select(0, rows)
-    blocks = _bytes(arena, 2 * arena.shape[-1])
-    return blocks[(rows // PARTS[bits])[:, None], _columns(rows, arena.shape[-1], bits)]
+    return _by_row(arena, bits).index_select(0, rows.long())
 
 
 def write_rows(arena: Tensor, rows: Tensor, bits: int, encoded: Tensor) -> None:
     """Write bytes of rows, all different; arguments as for :func:`read_rows`."""
-    rows = rows.long()
-    if bits == WIDTHS[0]:
-        _bytes(arena, arena.shape[-1] * arena.element_size()).index_copy_(0, rows, encoded)
-        return
-    blocks = _bytes(arena, 2 * arena.shape[-1])
-    blocks[(rows // PARTS[bits])[:, None], _columns(rows, arena.shape[-1], bits)] = encoded
+    _by_row(arena, bits).index_copy_(0, rows.long(), encoded)
 
 
 def load_rows(
-    arena: Tensor, rows: Tensor, bits: int, statistics: MeanAndDeviation | None, dtype: torch.dtype = torch.float32
+    arena: Tensor, rows: Tensor, bits: int, statistics: MeanAndScale | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Numbers of rows, [n, head_dim], in ``dtype``; mean and deviation (not read with 16 bits) broadcast to it."""
+    """Numbers of rows, [n, head_dim], in ``dtype``; mean and scale (not read with 16 bits) broadcast to it."""
     if bits == WIDTHS[0]:
         return arena.view(-1, arena.shape[-1]).index_select(0, rows).to(dtype)
     if statistics is None:
         raise ValueError(f"statistics: rows of {bits} bits need some, got None")
-    return decode_rows(read_rows(arena, rows, bits), *statistics, bits).to(dtype)
+    return decode_rows(read_rows(arena, rows, bits), *statistics).to(dtype)
 
 
-def _bytes(arena: Tensor, width: int) -> Tensor:
-    return arena.view(-1).view(torch.uint8).view(-1, width)
-
-
-def _columns(rows: Tensor, head_dim: int, bits: int) -> Tensor:
-    """[n, :func:`row_bytes`], int64: place in its block of every byte of a row."""
-    part = (rows % PARTS[bits])[:, None]
-    if bits == 8:
-        return part * head_dim + torch.arange(head_dim, device=rows.device)
-    codes = part * (head_dim // 2) + torch.arange(head_dim // 2, device=rows.device)
-    header_bytes = 4 * head_dim // GROUP
-    header = part * header_bytes + torch.arange(header_bytes, device=rows.device)
-    return torch.cat([codes, 3 * head_dim // 2 + header], dim=1)
+def _by_row(arena: Tensor, bits: int) -> Tensor:
+    """The arena as bytes of one row after the other."""
+    return arena.view(-1).view(torch.uint8).view(-1, row_bytes(bits, arena.shape[-1], arena.element_size()))
 
 
 def check_statistics(arena: Tensor, statistics: RowStatistics | None) -> None:
@@ -225,7 +231,7 @@ def check_statistics(arena: Tensor, statistics: RowStatistics | None) -> None:
     num_layers, _, num_kv_heads, head_dim = arena.shape
     if arena.dtype not in KV_DTYPES or head_dim % GROUP:
         raise ValueError(
-            f"statistics: rows of 8 and 4 bits need a pool of 16 or 32 bits and a head_dim that is a multiple of "
+            f"statistics: rows of 4 bits need a pool of 16 or 32 bits and a head_dim that is a multiple of "
             f"{GROUP}, got {str(arena.dtype).removeprefix('torch.')} and {head_dim}"
         )
     check_tensor("statistics", statistics.k_mean, (num_layers, num_kv_heads, head_dim), torch.float32, arena.device)

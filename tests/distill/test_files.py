@@ -52,7 +52,7 @@ def test_what_was_written_is_read(tmp_path: Path, learned: Learned) -> None:
         assert (read.scores.num_prefixes, read.scores.recall) == (7, 0.875)
     if read.statistics is not None:
         assert torch.equal(read.statistics.k_mean, STATISTICS.k_mean)
-        assert torch.equal(read.statistics.v_deviation, STATISTICS.v_deviation)
+        assert torch.equal(read.statistics.v_scale, STATISTICS.v_scale)
     assert [entry.name for entry in path.parent.iterdir()] == ["weights.safetensors"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()  # others who share the folder read it
 
@@ -138,8 +138,8 @@ def test_statistics_that_no_row_can_be_written_with_are_refused(tmp_path: Path) 
     written = LEARNED.tensors() | {"rotary": MODEL.first_rotation}
     metadata = {"format": files.FORMAT, "fingerprint": MODEL.fingerprint, "is_neox": "True"}
     changes: list[tuple[dict[str, Tensor], str]] = [
-        ({"v_deviation": torch.full((3, 2, 8), torch.nan)}, "v_deviation has values that are not finite"),
-        ({"v_deviation": torch.zeros(3, 2, 8)}, "v_deviation has values that are not positive"),
+        ({"v_scale": torch.full((3, 2, 8), torch.nan)}, "v_scale has values that are not finite"),
+        ({"v_scale": torch.zeros(3, 2, 8)}, "v_scale has values that are not positive"),
         ({"k_mean": torch.zeros(3, 2, 16)}, r"k_mean is \(3, 2, 16\) torch.float32 instead of \(3, 2, 8\)"),
     ]
     for change, reason in changes:

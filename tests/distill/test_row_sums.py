@@ -40,8 +40,8 @@ def test_they_are_those_of_all_tokens_of_all_texts() -> None:
     found = sums.solve()
     slots = torch.tensor([3, 1, 4, 15, 9, 2, 6, 5])
     for rows, mean, deviation in (
-        (arena(0), found.k_mean, found.k_deviation),
-        (arena(1), found.v_mean, found.v_deviation),
+        (arena(0), found.k_mean, found.k_scale),
+        (arena(1), found.v_mean, found.v_scale),
     ):
         torch.testing.assert_close(mean, rows[:, slots].mean(1))
         plain = rows[:, slots].std(1, correction=0)
@@ -67,9 +67,9 @@ def test_keys_count_at_positions_that_texts_do_not_reach() -> None:
     found, last = sums.solve(), DIM // 2 - 1
     assert SPREAD_POSITIONS < 40_000
     far = rotary.apply(unturned[0, :1], torch.tensor([30_000]))[0]
-    numbers = (far - found.k_mean[0]) / found.k_deviation[0]
+    numbers = (far - found.k_mean[0]) / found.k_scale[0]
     assert numbers.abs().max() < 2.5
-    assert found.k_deviation[0, :, last].min() > 3  # the slowest pair has turned, which no text shows
+    assert found.k_scale[0, :, last].min() > 3  # the slowest pair has turned, which no text shows
     assert keys[:, :, last].std(0).max() < 0.5
 
 
@@ -81,8 +81,8 @@ def test_a_channel_that_never_varied_gets_a_deviation() -> None:
     sums.add(text)
     found = sums.solve()
     others = text.k_arena[0, :20, 1].std(0, correction=0).mean()
-    assert found.k_deviation[0, 1, 2] == pytest.approx(float(MIN_DEVIATION**POWER * others), rel=1e-3)
-    assert found.k_mean[0, 1, 2] == 7.0 and (found.k_deviation > 0).all()
+    assert found.k_scale[0, 1, 2] == pytest.approx(float(MIN_DEVIATION**POWER * others), rel=1e-3)
+    assert found.k_mean[0, 1, 2] == 7.0 and (found.k_scale > 0).all()
 
 
 def test_rows_of_a_float8_pool_count_with_their_scale() -> None:

@@ -149,6 +149,6 @@ def test_another_policy_learns_statistics_alone_and_once(start, tmp_path):
         assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
     with safe_open(path, framework="pt") as file:
         assert "recall" not in file.metadata()
-        assert {*file.keys()} == {"rotary", "k_mean", "k_deviation", "v_mean", "v_deviation"}
+        assert {*file.keys()} == {"rotary", "k_mean", "k_scale", "v_mean", "v_scale"}
     with start(model, *TINY, config=config) as server:
         assert "statistics of keys and values from" in server.log() and "learning" not in server.log()

@@ -42,8 +42,8 @@ class Store:
         """Both arenas with mean and deviation by run."""
         s = self.statistics
         return [
-            (self.k, (s.k_mean.flatten(0, 1), s.k_deviation.flatten(0, 1))),
-            (self.v, (s.v_mean.flatten(0, 1), s.v_deviation.flatten(0, 1))),
+            (self.k, (s.k_mean.flatten(0, 1), s.k_scale.flatten(0, 1))),
+            (self.v, (s.v_mean.flatten(0, 1), s.v_scale.flatten(0, 1))),
         ]
 
     def places(self, count: int, bits: int) -> Tensor:

@@ -177,9 +177,9 @@ ONES = torch.ones(2, 3, 32)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((ONES, ONES, ONES, ONES.double()), "v_deviation: expected dtype float32, got float64"),
-        ((ONES, ONES[:1], ONES, ONES), r"k_deviation: expected shape \[2, 3, 32\], got \[1, 3, 32\]"),
-        ((ONES, ONES, ONES, 0 * ONES), "v_deviation: expected numbers > 0, got 0.0"),
+        ((ONES, ONES, ONES, ONES.double()), "v_scale: expected dtype float32, got float64"),
+        ((ONES, ONES[:1], ONES, ONES), r"k_scale: expected shape \[2, 3, 32\], got \[1, 3, 32\]"),
+        ((ONES, ONES, ONES, 0 * ONES), "v_scale: expected numbers > 0, got 0.0"),
         ((ONES, ONES, ONES / 0, ONES), "v_mean: expected finite numbers"),
     ],
 )

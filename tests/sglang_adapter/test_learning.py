@@ -216,8 +216,8 @@ def test_statistics_are_written_into_the_tensors_that_are_read():
     assert made.lacks_statistics and not made.lacks_scores and made.digest == ""
     made._use(Learned(None, found))
     assert not made.lacks_statistics and not made.learned.is_known and len(made.digest) == 64
-    assert torch.equal(read.k_mean, found.k_mean) and torch.equal(read.v_deviation, found.v_deviation)
-    assert torch.equal(read.by_run()[:, :, 1], found.k_deviation)  # what kernels read
+    assert torch.equal(read.k_mean, found.k_mean) and torch.equal(read.v_scale, found.v_scale)
+    assert torch.equal(read.by_run()[:, :, 1], found.k_scale)  # what kernels read
 
 
 def test_statistics_are_learned_where_scores_cannot_be():

@@ -161,12 +161,12 @@ def test_statistics_are_kept_of_all_heads_and_each_rank_reads_its_own():
         distilling.finish(None, sums, lambda: None)
         saved.append(distilling._known.statistics)
         mine = sums.solve()
-        return mine.k_mean, read.k_mean, mine.v_deviation, read.v_deviation, distilling.digest
+        return mine.k_mean, read.k_mean, mine.v_scale, read.v_scale, distilling.digest
 
     results = on_two_ranks(run)
-    for k_mean, read_mean, v_deviation, read_deviation, _ in results:
+    for k_mean, read_mean, v_scale, read_deviation, _ in results:
         torch.testing.assert_close(read_mean, k_mean)
-        torch.testing.assert_close(read_deviation, v_deviation)
+        torch.testing.assert_close(read_deviation, v_scale)
     assert all(statistics.k_mean.shape == (2, 4, 8) for statistics in saved)
     assert torch.equal(saved[0].k_mean, torch.cat([results[0][1], results[1][1]], dim=1))
     assert results[0][-1] == results[1][-1] != ""  # of all heads, so servers of other sizes can compare it

@@ -308,7 +308,7 @@ def _compiled_encode(encoding: Encoding) -> None:
     arena, out, statistics = encoding.arena, encoding.out, encoding.statistics
     both = [0, 0]
     if statistics is not None:
-        of_k, of_v = (statistics.k_mean, statistics.k_deviation), (statistics.v_mean, statistics.v_deviation)
+        of_k, of_v = (statistics.k_mean, statistics.k_scale), (statistics.v_mean, statistics.v_scale)
         both = [x.data_ptr() for x in (of_v if encoding.is_v else of_k)]
     encode, _, stamp = calls()
     sources = [x.contiguous() for x in (encoding.rows, encoding.bits_of_rows, encoding.runs)]

@@ -106,9 +106,9 @@ class SpanAttention:
         if statistics is not None:
             self._constants |= {
                 w.K_MEAN: statistics.k_mean.data_ptr(),
-                w.K_DEVIATION: statistics.k_deviation.data_ptr(),
+                w.K_DEVIATION: statistics.k_scale.data_ptr(),
                 w.V_MEAN: statistics.v_mean.data_ptr(),
-                w.V_DEVIATION: statistics.v_deviation.data_ptr(),
+                w.V_DEVIATION: statistics.v_scale.data_ptr(),
             }
 
     def lay_out(
