@@ -5,13 +5,12 @@ A row of ``head_dim`` numbers is written in three steps:
 1. Its numbers are normalised by statistics of the model, ``(x - mean) / scale``, per layer, KV head and channel, so
    that rows are independent of each other, and have a mean square of about 1.
 2. They are turned by :func:`rotation`, which spreads a number that stands out over all channels.
-3. They are divided by the row's own step, one of ``STEPS``, and ``code = number / step + 7.5``, rounded half up, in
-   0 .. 15. The number of the step is in the lowest bits of the first ``LEVEL_BITS`` codes, which are rounded to a code
-   with that bit.
+3. They are divided by a step that is a share of the largest one, and ``code = number / step + 7.5``, rounded half up,
+   in 0 .. 15. The row's step is then the one with which these codes come nearest to the numbers, in bfloat16.
 
-What is read is ``(code - 7.5) * step`` of all codes alike; the rotation is its own inverse. Everything of a row is
-inside its place: code ``i`` is the ``i``-th group of four bits, the lower half of a byte first. Row ``r`` of an arena
-begins at byte ``r * head_dim / 2``.
+What is read is ``(code - 7.5) * step``; the rotation is its own inverse. In an arena, row ``r`` begins at byte
+``r * head_dim / 2``: code ``i`` is its ``i``-th group of four bits, the lower half of a byte first. Steps lie in an
+array of their own, by row number (:class:`RowCoding`). Outside of an arena a row is its codes, then its step.
 
 Queries are turned once instead of all keys, and sums of values once instead of all values:
 
@@ -41,12 +40,12 @@ ROWS_IN_PLACE = 4
 MAX_CODE = 15
 MIDDLE = 7.5
 """Code of the number 0."""
-LEVEL_BITS = 3
-"""Bits of the number of a row's step."""
-STEPS = tuple(0.3352 * 2 ** ((level - 3) / 2) for level in range(1 << LEVEL_BITS))
-"""Steps of a row; 0.3352 is the best for normal numbers of scale 1."""
-LEAST_SQUARES = tuple(2 ** (level - 3.5) for level in range(1, 1 << LEVEL_BITS))
-"""Least mean square of the rows with each step but the first: half way to the step before, on a logarithmic scale."""
+REACH = 0.93
+"""Part of a row's largest number that the largest code reaches, before the step is fitted: the noise of all numbers
+falls by more than what the largest one loses."""
+LEAST_STEP = 1e-30
+"""Of the rows with smaller numbers, zeros above all, every code is that of the middle."""
+STEP_BYTES = 2
 MAX_NUMBER = 65504.0
 """Largest normalised number before it is turned; larger ones saturate."""
 
@@ -120,6 +119,38 @@ class RowStatistics:
                 raise ValueError(f"{field.name}: expected numbers > 0, got {float(found.min())}")
 
 
+@dataclass(frozen=True, eq=False)
+class RowCoding:
+    """With what rows of 4 bits of one pool are written and read.
+
+    Attributes:
+        statistics: of the model.
+        k_steps: [num_head_slots * rows_per_slot], bfloat16, on the pool's device: steps of its keys' rows, by number.
+        v_steps: of its values' rows.
+    """
+
+    statistics: RowStatistics
+    k_steps: Tensor
+    v_steps: Tensor
+
+    @classmethod
+    def of(cls, arena: Tensor, statistics: RowStatistics) -> RowCoding:
+        """One for an arena of keys and its twin of values, whose rows of 4 bits are yet to be written.
+
+        Raises:
+            ValueError: statistics that do not fit the arena (:func:`check_statistics`).
+        """
+        check_statistics(arena, statistics)
+        num_rows = arena.shape[:3].numel() * rows_per_slot(WIDTHS[1], arena.element_size())
+        k_steps, v_steps = torch.zeros(2, num_rows, dtype=torch.bfloat16, device=arena.device)
+        return cls(statistics, k_steps, v_steps)
+
+    def load(self, arena: Tensor, rows: Tensor, runs: Tensor, *, is_v: bool) -> Tensor:
+        """Numbers of rows of 4 bits ([n], int) of runs ([n], int) in one of both arenas: [n, head_dim], float32."""
+        both = self.statistics.of_runs(runs)[is_v]
+        return decode_rows(read_rows(arena, rows, self.v_steps if is_v else self.k_steps), *both)
+
+
 @cache
 def rotation(head_dim: int, device: torch.device) -> Tensor:
     """[head_dim, head_dim], float32: an orthonormal matrix that is its own inverse, and its own transpose.
@@ -143,8 +174,8 @@ def rows_per_slot(bits: int, itemsize: int) -> int:
 
 
 def row_bytes(bits: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of a row."""
-    return head_dim * itemsize if bits == WIDTHS[0] else head_dim // 2
+    """Bytes of a row outside of an arena: of 4 bits its codes, then its step."""
+    return head_dim * itemsize if bits == WIDTHS[0] else head_dim // 2 + STEP_BYTES
 
 
 def normalised(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
@@ -157,67 +188,54 @@ def normalised(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode_rows(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Encode rows ``x`` ([n, head_dim], any floating dtype) in 4 bits: [n, head_dim / 2], uint8.
+    """Encode rows ``x`` ([n, head_dim], any floating dtype) in 4 bits: [n, head_dim / 2 + 2], uint8.
 
     Whatever the numbers, what is read is finite.
     """
     turned = normalised(x, mean, scale)
-    least = torch.tensor(LEAST_SQUARES, device=x.device)
-    level = (turned.square().mean(1, keepdim=True) >= least).sum(1, keepdim=True)
-    steps = turned / torch.tensor(STEPS, device=x.device)[level] + MIDDLE
-    codes = (steps + 0.5).floor().clamp(0, MAX_CODE)
-    # A code with the lowest bit b is 2 * c + b, for the c that is nearest.
-    bit = level >> torch.arange(LEVEL_BITS, device=x.device) & 1
-    codes[:, :LEVEL_BITS] = 2 * ((steps[:, :LEVEL_BITS] - bit) / 2 + 0.5).floor().clamp(0, MAX_CODE // 2) + bit
+    first_step = (turned.abs().amax(1, keepdim=True) * (REACH / MIDDLE)).clamp_min(LEAST_STEP)
+    codes = (turned / first_step + (MIDDLE + 0.5)).floor().clamp(0, MAX_CODE)
+    units = codes - MIDDLE
+    step = (turned * units).sum(1, keepdim=True) / units.square().sum(1, keepdim=True)
     low, high = codes.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
-    return low | high << 4
+    return torch.cat([low | high << 4, step.bfloat16().view(torch.uint8)], dim=1)
 
 
 def decode_rows(encoded: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Numbers of encoded rows, [n, head_dim], float32."""
-    codes, steps = codes_and_steps(encoded)
-    turned = (codes - MIDDLE) * steps[:, None]
+    packed, step = encoded[:, :-STEP_BYTES], encoded[:, -STEP_BYTES:].contiguous().view(torch.bfloat16).float()
+    codes = torch.stack([packed & MAX_CODE, packed >> 4], dim=2).flatten(1)
+    turned = (codes - MIDDLE) * step
     return mean + scale * (turned @ rotation(turned.shape[1], encoded.device))
 
 
-def codes_and_steps(encoded: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of encoded rows, [n, head_dim], float32, and the step of each row, [n], float32."""
-    codes = torch.stack([encoded & MAX_CODE, encoded >> 4], dim=2).flatten(1)
-    powers = 1 << torch.arange(LEVEL_BITS, device=encoded.device)
-    level = ((codes[:, :LEVEL_BITS] & 1) * powers).sum(1)
-    return codes.float(), torch.tensor(STEPS, device=encoded.device)[level]
-
-
-def read_rows(arena: Tensor, rows: Tensor, bits: int) -> Tensor:
+def read_rows(arena: Tensor, rows: Tensor, steps: Tensor | None = None) -> Tensor:
     """Bytes of rows: [n, :func:`row_bytes`], uint8.
 
     Args:
         arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, of 2 or 4 bytes a number.
         rows: [n], int, row numbers of this width.
-        bits: 16 or 4.
+        steps: of rows of 4 bits in this arena; None: the rows have 16 bits.
     """
-    return _by_row(arena, bits).index_select(0, rows.long())
+    rows = rows.long()
+    if steps is None:
+        return _bytes(arena, arena.shape[-1] * arena.element_size()).index_select(0, rows)
+    of_rows = steps.index_select(0, rows)[:, None].view(torch.uint8)
+    return torch.cat([_bytes(arena, arena.shape[-1] // 2).index_select(0, rows), of_rows], dim=1)
 
 
-def write_rows(arena: Tensor, rows: Tensor, bits: int, encoded: Tensor) -> None:
+def write_rows(arena: Tensor, rows: Tensor, encoded: Tensor, steps: Tensor | None = None) -> None:
     """Write bytes of rows, all different; arguments as for :func:`read_rows`."""
-    _by_row(arena, bits).index_copy_(0, rows.long(), encoded)
+    rows = rows.long()
+    if steps is None:
+        _bytes(arena, arena.shape[-1] * arena.element_size()).index_copy_(0, rows, encoded)
+        return
+    _bytes(arena, arena.shape[-1] // 2).index_copy_(0, rows, encoded[:, :-STEP_BYTES])
+    steps.index_copy_(0, rows, encoded[:, -STEP_BYTES:].contiguous().view(torch.bfloat16)[:, 0])
 
 
-def load_rows(
-    arena: Tensor, rows: Tensor, bits: int, statistics: MeanAndScale | None, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Numbers of rows, [n, head_dim], in ``dtype``; mean and scale (not read with 16 bits) broadcast to it."""
-    if bits == WIDTHS[0]:
-        return arena.view(-1, arena.shape[-1]).index_select(0, rows).to(dtype)
-    if statistics is None:
-        raise ValueError(f"statistics: rows of {bits} bits need some, got None")
-    return decode_rows(read_rows(arena, rows, bits), *statistics).to(dtype)
-
-
-def _by_row(arena: Tensor, bits: int) -> Tensor:
-    """The arena as bytes of one row after the other."""
-    return arena.view(-1).view(torch.uint8).view(-1, row_bytes(bits, arena.shape[-1], arena.element_size()))
+def _bytes(arena: Tensor, width: int) -> Tensor:
+    return arena.view(-1).view(torch.uint8).view(-1, width)
 
 
 def check_statistics(arena: Tensor, statistics: RowStatistics | None) -> None:
