@@ -1,4 +1,4 @@
-"""Learns mean and deviation of a model's keys and values, with which rows of few bits are written and read."""
+"""Learns by which means and scales a model's keys and values are normalised before they are written in 4 bits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ from sgl_kvevict.geometry import KVGeometry
 
 STATISTICS = tuple(field.name for field in fields(RowStatistics))
 """Names of the tensors of statistics."""
-MIN_DEVIATION = 0.01
-"""Least deviation of a channel, as a share of the mean deviation of its head: one that never varied in the texts may
-vary later."""
-POWER = 0.75
-"""Numbers are divided by their channel's deviation to this power. 1: channels that hardly vary get as many steps as
-those that decide; 0: channels that vary much take the steps of the others in their group. Measured with 4 bits
-(benchmarks/quality/bits.py): 0.5 to 0.75 is best on SmolLM2, 1 on Qwen2.5-Coder 0.5B, which 0.25 destroys."""
+MIN_SHARE = 0.01
+"""Least deviation of a channel, and least size of its queries, as a share of the mean of its head: one that never
+varied in the texts may vary later."""
 SPREAD_POSITIONS = 32_768
 """Keys count as they would be at positions up to here, evenly: texts are short, and RoPE turns keys of later tokens
 further. At most as many as the model has."""
@@ -35,24 +31,46 @@ _TINY = 1e-6
 
 
 class RowSums:
-    """Sums over tokens of keys after RoPE and of values, by layer, KV head and channel, in float64.
+    """Sums over tokens of queries and keys after RoPE and of values, by layer, KV head and channel, in float64.
 
-    The first tokens of a path, attention sinks, are left out: nothing else is like them, and their rows have 16 bits.
-    The size is constant. Every rank sums up its own heads.
+    The first tokens of a path, attention sinks, are left out of keys and values: nothing else is like them, and their
+    rows have 16 bits. The size is constant. Every rank sums up its own heads. Queries are recorded as
+    :class:`~sgl_kvevict.segments.PromptObservation` records them.
+
+    Attributes:
+        has_failed: an error made the sums of queries unusable.
     """
 
     def __init__(self, geometry: KVGeometry, rotary: Rotary, device: torch.device | None = None) -> None:
         shape = (2, geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)  # of keys, of values
+        self.has_failed = False
         self._rotary = rotary
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
         self._num_tokens = 0
+        self._of_queries = torch.zeros(shape[1:], dtype=torch.float64, device=device)
+        self._positions = torch.empty(0, dtype=torch.int64, device=device)
+
+    def begin_chunk(self, start: int, end: int) -> None:
+        """Announce the queries ``[start, end)`` of a text, which :meth:`record` then gets layer by layer."""
+        self._positions = torch.arange(start, end, device=self._sums.device)
+
+    def fail(self) -> None:
+        """Mark the sums as unusable after an error."""
+        self.has_failed = True
+
+    def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
+        """Add one layer of the chunk; arguments as in :class:`~sgl_kvevict.segments.collectors.Chunk`."""
+        then = self._spread(self._positions)
+        turned = self._rotary.apply(self._rotary.apply(queries, self._positions, inverse=True), then)
+        of_heads = turned.double().square_().unflatten(1, (self._of_queries.shape[1], -1))
+        self._of_queries[layer] += of_heads.mean(2).sum(0)
 
     def add(self, text: CachedRange) -> None:
         """Add the uncompressed tokens of a path, not latents."""
         tokens = text.cut(slice(min(max(NUM_SINKS - text.start, 0), text.token_slots.numel()), None))
         now = tokens.rotary_positions
-        then = self._spread(tokens).expand_as(now)
+        then = self._spread(tokens.token_slots).expand_as(now)
         for layer in range(tokens.num_layers):
             k_scale, v_scale = tokens.scales.of(layer)
             keys = gather_rows(tokens.k_arena[layer], tokens.token_slots, k_scale)
@@ -63,22 +81,32 @@ class RowSums:
                 self._squares[kind, layer] += rows.square_().sum(0)
         self._num_tokens += tokens.token_slots.numel()
 
-    def _spread(self, tokens: CachedRange) -> Tensor:
-        """[num_tokens], int64: positions to which the keys of the next tokens are turned."""
-        numbers = torch.arange(tokens.token_slots.numel(), device=tokens.token_slots.device) + self._num_tokens
+    def _spread(self, tokens: Tensor) -> Tensor:
+        """[num_tokens], int64: positions to which queries and keys of the next tokens are turned."""
+        numbers = torch.arange(tokens.numel(), device=tokens.device) + self._num_tokens
         num_positions = min(self._rotary.cos_sin.shape[0], SPREAD_POSITIONS)
         return ((numbers.double() * _GOLDEN) % 1 * num_positions).long()
 
     def solve(self) -> RowStatistics:
-        """Mean and deviation of all tokens so far, at least one; the latter to the power of :data:`POWER`.
+        """Means and scales of all tokens so far, at least one.
 
-        As a share of the head's mean deviation, so that numbers stay about as large as 1.
+        Rounding adds the same noise to every number of a row, in proportion to the row's length. A channel of scale
+        ``s`` has the noise ``s``, which queries see ``q * s`` times, and adds ``(deviation / s) ** 2`` to the length:
+        the product of both sums is least where ``s ** 2 = deviation / q``. Values' scales are the deviations. Scales
+        are so large that rows have a mean square of 1.
         """
         means = self._sums / self._num_tokens
-        deviations = (self._squares / self._num_tokens - means.square()).clamp_min(0).sqrt()
-        of_head = deviations.mean(-1, keepdim=True).clamp_min(_TINY)
-        deviations = (deviations / of_head).clamp_min(MIN_DEVIATION).pow(POWER) * of_head
-        return RowStatistics(means[0].float(), deviations[0].float(), means[1].float(), deviations[1].float())
+        deviations = self._above_least((self._squares / self._num_tokens - means.square()).clamp_min(0).sqrt())
+        scales = deviations.clone()
+        if bool(self._of_queries.any()):  # not in the layers, or on the ranks, that no query was seen of
+            scales[0] = (deviations[0] / self._above_least(self._of_queries.sqrt())).sqrt()
+        scales *= (deviations / scales).square().mean(-1, keepdim=True).sqrt()
+        return RowStatistics(means[0].float(), scales[0].float(), means[1].float(), scales[1].float())
+
+    @staticmethod
+    def _above_least(sizes: Tensor) -> Tensor:
+        """Sizes of channels, none below its share of the head's mean."""
+        return torch.maximum(sizes, MIN_SHARE * sizes.mean(-1, keepdim=True)).clamp_min(_TINY)
 
 
 def statistics_of_ranks(parts: Sequence[RowStatistics], num_kv_heads: int) -> RowStatistics:

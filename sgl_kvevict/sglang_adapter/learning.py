@@ -19,7 +19,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from sgl_kvevict.cache.nodes import Node, key_of, length_of, path_to, tokens_of
 from sgl_kvevict.cache.readers import ReaderRecord
-from sgl_kvevict.distill import CachedRange, ScoredText
+from sgl_kvevict.distill import CachedRange, RowSums, ScoredText
 from sgl_kvevict.distill.texts import passages_of, repetitions, request_to_repeat
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
@@ -48,7 +48,7 @@ MAX_IDLE_TURNS = 1000
 """Turns without a batch after which a text counts as not admitted."""
 SUBJECTS = {
     False: ("scores of policy distilled", "another policy"),
-    True: ("statistics for rows of 8 and 4 bits", "bits: 16"),
+    True: ("statistics for rows of 4 bits", "bits: 16"),
 }
 """What is learned, by whether scores are known, and what does without it."""
 
@@ -59,7 +59,7 @@ _NUMBERS = itertools.count(1)
 class TextPrefills:
     """The prefill of one text, and of requests that repeat it. Takes the place of a cache's :class:`PrefillEvents`.
 
-    Nothing is compressed.
+    Nothing is compressed. ``sums`` get the queries of the text; None: they are not needed.
 
     Attributes:
         prompt: observation of the text's prefill.
@@ -67,12 +67,13 @@ class TextPrefills:
         attention: what repetitions pay to the text; None before the first one.
     """
 
-    def __init__(self, tree: KVEvictTree) -> None:
+    def __init__(self, tree: KVEvictTree, sums: RowSums | None) -> None:
         spec = ObservationSpec(tree.packer.geometry, frozenset({Signal.WINDOW_QUERIES}), WINDOW_SIZE)
         self.prompt = PromptObservation(spec)
         self.node: Node | None = None
         self.attention: TextAttention | None = None
         self._tree = tree
+        self._sums = sums
 
     def matched(self, reader: Req, *, is_cached: bool = True) -> ReaderRecord:
         """Observe the text."""
@@ -83,12 +84,15 @@ class TextPrefills:
 
     def observe(
         self, reader: Req, node: Node, start: int, end: int, prompt_len: int
-    ) -> Sequence[PromptObservation | TextAttention]:
+    ) -> Sequence[PromptObservation | TextAttention | RowSums]:
         """What records a chunk of the text, or of a repetition that has come to its end."""
         attention = self.attention
         if attention is None:
             self.prompt.begin_chunk(start, end, is_last=end >= prompt_len)
-            return [self.prompt]
+            if self._sums is None:
+                return [self.prompt]
+            self._sums.begin_chunk(start, end)
+            return [self.prompt, self._sums]
         if end <= attention.num_tokens:
             return []
         attention.begin_chunk(start, self._tree.port.slots_of(reader, 0, attention.num_tokens))
@@ -146,16 +150,16 @@ class TextReader:
             return list(tokenizer.encode(text, add_special_tokens=False))[: self.longest]
         return list(tokenizer.encode(text))[: self.longest]
 
-    def read(self, tokens: Sequence[int]) -> CachedRange:
-        """Prefill a text; its slots stay as they are until :meth:`forget`.
+    def read(self, tokens: Sequence[int], sums: RowSums | None = None) -> CachedRange:
+        """Prefill a text, of whose queries ``sums`` get theirs; its slots stay as they are until :meth:`forget`.
 
         Raises:
             UnsupportedSetupError: the text was not admitted, or aborted.
         """
         tree = self._tree
-        text = self._text = tree.prefixes.prefills = TextPrefills(tree)
+        text = self._text = tree.prefixes.prefills = TextPrefills(tree, sums)
         self._run(tokens, is_cached=True)
-        if text.node is None or text.prompt.has_failed:
+        if text.node is None or text.prompt.has_failed or (sums is not None and sums.has_failed):
             raise self._unreadable(len(tokens), "its prefill was not observed, or is not cached")
         return tree.compressor.cached(tree.port.token_slots(path_to(text.node)), 0)
 
@@ -300,7 +304,7 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
     learner, sums = None if has_scores else distilling.new_learner(), distilling.new_sums()
     for number, tokens in enumerate(samples, 1):
         since = time.perf_counter()
-        text = reader.read(tokens)
+        text = reader.read(tokens, sums)
         if sums is not None:
             sums.add(text)
         if learner is not None:
