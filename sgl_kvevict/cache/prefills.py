@@ -11,7 +11,7 @@ from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import Place
 from sgl_kvevict.request import RequestOptions
-from sgl_kvevict.segments import PromptObservation, TextAttention
+from sgl_kvevict.segments import Recorder
 
 
 class PrefillEvents(Protocol):
@@ -25,7 +25,7 @@ class PrefillEvents(Protocol):
 
     def observe(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
-    ) -> Sequence[PromptObservation | TextAttention]:
+    ) -> Sequence[Recorder]:
         """A prefill of the tokens ``[start, end)`` (logical positions) of a request is about to run.
 
         ``node`` is the last node of its match, ``prompt_len`` the length of the whole prompt. Returns what records the
@@ -60,7 +60,7 @@ class Prefills:
 
     def observe(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
-    ) -> Sequence[PromptObservation | TextAttention]:
+    ) -> Sequence[Recorder]:
         """The request's observation; none for decode rows of a mixed batch, and prompts too short to compress."""
         observation = self._readers[reader].observation
         num_tokens = self._compressor.end_of(prompt_len)

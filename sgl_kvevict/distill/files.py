@@ -21,7 +21,7 @@ from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.paths import cache_folder, replace_file
 
-FORMAT = "sgl-kvevict score weights 2"
+FORMAT = "sgl-kvevict score weights 3"
 _SCORES = ("cache", "window")
 ROTARY_TOLERANCE = 0.01
 """Some models store their tables in bfloat16."""
@@ -56,7 +56,7 @@ class Learned:
 
     Attributes:
         scores: of all heads.
-        statistics: of all heads, with which rows of 8 and 4 bits are written and read.
+        statistics: of all heads, with which rows of 4 bits are written and read.
     """
 
     scores: ScoreWeights | None = None
@@ -183,7 +183,7 @@ def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: Mo
             problems.append(f"{name} is {got} {tensors[name].dtype} instead of {want} float32")
         elif not tensors[name].isfinite().all():
             problems.append(f"{name} has values that are not finite")
-        elif name.endswith("_deviation") and not (tensors[name] > 0).all():
+        elif name.endswith("_scale") and not (tensors[name] > 0).all():
             problems.append(f"{name} has values that are not positive")
     ours, theirs = model.first_rotation, tensors["rotary"].float()
     same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=ROTARY_TOLERANCE)

@@ -63,7 +63,7 @@ class RowSums:
         """Add one layer of the chunk; arguments as in :class:`~sgl_kvevict.segments.collectors.Chunk`."""
         then = self._spread(self._positions)
         turned = self._rotary.apply(self._rotary.apply(queries, self._positions, inverse=True), then)
-        of_heads = turned.double().square_().unflatten(1, (self._of_queries.shape[1], -1))
+        of_heads = turned.double().square_().view(turned.shape[0], self._of_queries.shape[1], -1, turned.shape[2])
         self._of_queries[layer] += of_heads.mean(2).sum(0)
 
     def add(self, text: CachedRange) -> None:

@@ -4,7 +4,13 @@ Nothing here knows SGLang or the tree; :mod:`sgl_kvevict.cache` decides when whi
 """
 
 from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
-from sgl_kvevict.segments.prompt_observation import CacheObservation, Observation, ObservationSpec, PromptObservation
+from sgl_kvevict.segments.prompt_observation import (
+    CacheObservation,
+    Observation,
+    ObservationSpec,
+    PromptObservation,
+    Recorder,
+)
 from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment, Span, View
 from sgl_kvevict.segments.shadow import DraftRows
@@ -26,6 +32,7 @@ __all__ = [
     "Packed",
     "PromptObservation",
     "Range",
+    "Recorder",
     "Rewritten",
     "Rows",
     "Segment",

@@ -29,6 +29,16 @@ class Observation(Protocol):
         """The view of one layer of the tokens in ``token_slots``, from logical position ``start`` on."""
 
 
+class Recorder(Protocol):
+    """Gets the queries of a prefill, layer by layer."""
+
+    def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
+        """Use one layer of the chunk; arguments as in :class:`Chunk`."""
+
+    def fail(self) -> None:
+        """Mark what was recorded as unusable after an error."""
+
+
 @dataclass(frozen=True)
 class ObservationSpec:
     """Signals to collect; ``window_size`` limits the window signals."""

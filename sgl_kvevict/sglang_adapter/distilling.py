@@ -52,7 +52,7 @@ class Distilling:
     """Has what is learned of one scheduler's model: found in a file, or learned before it is ready (``learning.py``).
 
     That is scores, for a policy that looks at them, and statistics of keys and values, for any policy whose entries may
-    be written in rows of 8 or 4 bits. Every rank holds those of its own heads; files hold those of all heads.
+    be written in rows of 4 bits. Every rank holds those of its own heads; files hold those of all heads.
 
     Both stay as they are for a server's life, even if its weights change: rows that were written with some statistics
     can be read with no others, and to learn scores anew would take minutes in which nobody is served.
@@ -129,7 +129,7 @@ class Distilling:
 
     @property
     def digest(self) -> str:
-        """Of the statistics of all heads, with which rows of 8 and 4 bits are written; empty: none are."""
+        """Of the statistics of all heads, with which rows of 4 bits are written; empty: none are."""
         if self._statistics is None or self._known.statistics is None:
             return ""
         return Learned(None, self._known.statistics).digest()

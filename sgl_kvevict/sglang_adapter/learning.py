@@ -25,7 +25,7 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.request import RequestOptions
-from sgl_kvevict.segments import ObservationSpec, PromptObservation, TextAttention
+from sgl_kvevict.segments import ObservationSpec, PromptObservation, Recorder, TextAttention
 from sgl_kvevict.sglang_adapter.scheduler_store import read_with
 from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -84,7 +84,7 @@ class TextPrefills:
 
     def observe(
         self, reader: Req, node: Node, start: int, end: int, prompt_len: int
-    ) -> Sequence[PromptObservation | TextAttention | RowSums]:
+    ) -> Sequence[Recorder]:
         """What records a chunk of the text, or of a repetition that has come to its end."""
         attention = self.attention
         if attention is None:

@@ -32,7 +32,7 @@ from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, parse_request_options
-from sgl_kvevict.segments import Compressor, PromptObservation, TextAttention
+from sgl_kvevict.segments import Compressor, Recorder
 from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
 from sgl_kvevict.sglang_adapter.distilling import Distilling
@@ -480,7 +480,7 @@ class KVEvictTree(UnifiedRadixCache):
         slots: torch.Tensor = self.components[SWA].window_slots(self.port.slots_of(req, start, end), path, start)
         return slots
 
-    def observe(self, req: Req, start: int, end: int) -> Sequence[PromptObservation | TextAttention]:
+    def observe(self, req: Req, start: int, end: int) -> Sequence[Recorder]:
         """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`Prefills.observe`."""
         node = self.tree_core.node_by_id(req.last_node)
         return self.prefixes.prefills.observe(req, node, start, end, len(req.full_untruncated_fill_ids))

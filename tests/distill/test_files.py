@@ -122,7 +122,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_learned(path, MODEL)
     save_file({"cache": torch.zeros(3)}, path)
-    with pytest.raises(ConfigError, match="got format None; allowed: 'sgl-kvevict score weights 2'"):
+    with pytest.raises(ConfigError, match="got format None; allowed: 'sgl-kvevict score weights 3'"):
         load_learned(path, MODEL)
     save_learned(path, LEARNED, MODEL)
     path.write_bytes(path.read_bytes()[:-5])

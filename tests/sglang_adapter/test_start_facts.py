@@ -55,7 +55,7 @@ def test_files_of_scores(tmp_path):
     assert reasons(score_weights=str(tmp_path / "new" / "scores")) == []  # they are learned, and written there
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     (reason,) = reasons(score_weights=str(tmp_path / "other.safetensors"))
-    assert "got format None; allowed: 'sgl-kvevict score weights 2'" in reason
+    assert "got format None; allowed: 'sgl-kvevict score weights 3'" in reason
     (reason,) = reasons(score_weights=str(tmp_path))
     assert reason.startswith("score_weights: score weights ") and "cannot be read" in reason
     for path in ("/proc/x/scores", "/etc/hostname/scores"):

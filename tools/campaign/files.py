@@ -108,4 +108,4 @@ def score_weights(change: Change) -> None:
         found, written = load_learned(path, MODEL).tensors(), LEARNED.tensors()
         assert found and all(tensor.shape == written[name].shape for name, tensor in found.items())
         assert all(tensor.isfinite().all() for tensor in found.values())
-        assert all((tensor > 0).all() for name, tensor in found.items() if name.endswith("_deviation"))
+        assert all((tensor > 0).all() for name, tensor in found.items() if name.endswith("_scale"))
