@@ -145,10 +145,14 @@ class RowCoding:
         k_steps, v_steps = torch.zeros(2, num_rows, dtype=torch.bfloat16, device=arena.device)
         return cls(statistics, k_steps, v_steps)
 
+    def steps(self, is_v: int) -> Tensor:
+        """Those of keys' rows (0) or of values' (1)."""
+        return self.v_steps if is_v else self.k_steps
+
     def load(self, arena: Tensor, rows: Tensor, runs: Tensor, *, is_v: bool) -> Tensor:
         """Numbers of rows of 4 bits ([n], int) of runs ([n], int) in one of both arenas: [n, head_dim], float32."""
         both = self.statistics.of_runs(runs)[is_v]
-        return decode_rows(read_rows(arena, rows, self.v_steps if is_v else self.k_steps), *both)
+        return decode_rows(read_rows(arena, rows, self.steps(is_v)), *both)
 
 
 @cache
@@ -253,3 +257,17 @@ def check_statistics(arena: Tensor, statistics: RowStatistics | None) -> None:
             f"{GROUP}, got {str(arena.dtype).removeprefix('torch.')} and {head_dim}"
         )
     check_tensor("statistics", statistics.k_mean, (num_layers, num_kv_heads, head_dim), torch.float32, arena.device)
+
+
+def check_coding(arena: Tensor, coding: RowCoding | None) -> None:
+    """Require a coding that fits an arena: statistics as for :func:`check_statistics`, and a step for every row.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if coding is None:
+        return
+    check_statistics(arena, coding.statistics)
+    num_rows = arena.shape[:3].numel() * rows_per_slot(WIDTHS[1], arena.element_size())
+    for name in ("k_steps", "v_steps"):
+        check_tensor(name, getattr(coding, name), (num_rows,), torch.bfloat16, arena.device)

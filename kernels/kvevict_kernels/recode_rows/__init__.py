@@ -11,14 +11,12 @@ from torch import Tensor
 from kvevict_kernels.checks import KV_DTYPES, check_index_range, check_tensor
 from kvevict_kernels.dispatch import implementation
 from kvevict_kernels.row_codec import (
-    PARTS,
     WIDTHS,
-    RowStatistics,
-    check_statistics,
-    decode_normalised,
-    encode_normalised,
-    normalised,
+    RowCoding,
+    check_coding,
+    encode_rows,
     read_rows,
+    rotation,
     row_bytes,
     rows_per_slot,
     write_rows,
@@ -48,8 +46,8 @@ class Encoding:
         rows: [n], int32, row numbers to read.
         bits_of_rows: [n], int8, bits of each of them.
         runs: [n], int32.
-        bits: 16, 8 or 4, of the rows that are written.
-        statistics: None: ``bits`` is 16.
+        bits: 16 or 4, of the rows that are written.
+        coding: None: ``bits`` is 16.
         out: [n, row_bytes], uint8, where they are written.
     """
 
@@ -59,7 +57,7 @@ class Encoding:
     bits_of_rows: Tensor
     runs: Tensor
     bits: int
-    statistics: RowStatistics | None
+    coding: RowCoding | None
     out: Tensor
 
 
@@ -88,40 +86,38 @@ def recode_rows(
     source_bits: Tensor,
     runs: Tensor,
     targets: Sequence[Target],
-    statistics: RowStatistics | None,
+    coding: RowCoding | None,
     temporary: Tensor | None = None,
 ) -> None:
     """Copy rows of both arenas to new places, and encode them in the bits of their place.
 
     The entries are those of all ``targets``, one after the other. An entry whose place has the bits of its source keeps
-    its bytes; one of 8 bits is encoded in 4 from its normalised numbers. What is read is the content before the call:
-    sources and targets may overlap in any way.
+    its bytes. What is read is the content before the call: sources and targets may overlap in any way.
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16, float16 or float32.
         v_arena: like ``k_arena``.
         source_rows: [n], int32, row numbers to read, of each entry's width; may repeat.
-        source_bits: [n], int8, 16, 8 or 4: bits of each row to read.
+        source_bits: [n], int8, 16 or 4: bits of each row to read.
         runs: [n], int32, ``layer * num_kv_heads + head`` of each entry, by which it is normalised.
         targets: row numbers to write, all different, and their bits, none above those of the entry's source; together
             n rows. A place of each number of bits; rows of different widths do not overlap.
-        statistics: of the model; None: no entry changes its bits.
+        coding: of the arenas' rows of 4 bits; None: all rows have 16.
         temporary: [:func:`temporary_bytes` or more], uint8, on the arenas' device; None: it is allocated. Nothing is
             written to the arenas before it is.
 
     Raises:
-        ValueError: wrong shape, dtype, device or bits; statistics that do not fit the arena, or none where bits change;
-            on the CPU also a row or run outside of the arena, a target row that repeats, or bits that would grow.
+        ValueError: wrong shape, dtype, device or bits; a coding that does not fit the arena, or none with 4 bits; on
+            the CPU also a row or run outside of the arena, a target row that repeats, or bits that would grow.
 
-    Source: groups with scale and minimum as KIVI (arXiv 2402.02750) has for values; statistics of the model: this
-        project.
+    Source: see ``row_codec.py``.
     Cost: reads and writes n rows of K, then of V, and writes and reads them once more in the temporary, as they are
         encoded; no float copy of more than a few thousand rows; two launches per arena and target on a device, no host
         sync; deterministic, no atomics. The temporary is not cut into chunks: an entry's place may hold the source of
         any other, and which of them only the device knows.
     """
     device, num_entries = k_arena.device, source_rows.numel()
-    _check_entries(k_arena, v_arena, source_rows, source_bits, runs, targets, statistics)
+    _check_entries(k_arena, v_arena, source_rows, source_bits, runs, targets, coding)
     if sum(rows.numel() for rows, _ in targets) != num_entries:
         counts = [rows.numel() for rows, _ in targets]
         raise ValueError(f"targets: expected {num_entries} rows, as many as source_rows, got {counts}")
@@ -133,7 +129,7 @@ def recode_rows(
         raise ValueError(f"temporary: expected {needed} bytes, got {temporary.numel()}")
     if num_entries:
         run = implementation(device, recode_rows_cpu, "recode_rows")
-        run(k_arena, v_arena, source_rows, source_bits, runs, targets, statistics, temporary)
+        run(k_arena, v_arena, source_rows, source_bits, runs, targets, coding, temporary)
 
 
 def encoded_rows(
@@ -143,9 +139,9 @@ def encoded_rows(
     source_bits: Tensor,
     runs: Tensor,
     bits: int,
-    statistics: RowStatistics,
+    coding: RowCoding,
 ) -> tuple[Tensor, Tensor]:
-    """Copy rows out of both arenas, encoded in 8 or 4 bits: what :func:`recode_rows` writes to its places.
+    """Copy rows out of both arenas, encoded in 4 bits: what :func:`recode_rows` writes to its places.
 
     Args:
         k_arena: as in :func:`recode_rows`, like all other arguments.
@@ -153,8 +149,8 @@ def encoded_rows(
         source_rows: row numbers to read.
         source_bits: bits of each of them.
         runs: of each entry.
-        bits: 8 or 4, not above those of any row to read, which keeps its bytes if it has as many.
-        statistics: of the model.
+        bits: 4; a row to read that has as many keeps its bytes.
+        coding: of the arenas' rows of 4 bits.
 
     Returns:
         Rows of K and of V, [n, :func:`~kvevict_kernels.row_codec.row_bytes`], uint8.
@@ -164,8 +160,8 @@ def encoded_rows(
 
     Cost: reads the rows and writes them encoded, without a float copy; one launch per arena on a device, no host sync.
     """
-    nothing = source_rows[:0]
-    _check_entries(k_arena, v_arena, source_rows, source_bits, runs, [(nothing, bits)], statistics)
+    _check_narrow(bits)
+    _check_entries(k_arena, v_arena, source_rows, source_bits, runs, [(source_rows[:0], bits)], coding)
     if source_rows.device.type == "cpu":
         _check_sources(k_arena, source_rows, source_bits, bits)
     num_bytes = row_bytes(bits, k_arena.shape[-1], k_arena.element_size())
@@ -173,28 +169,31 @@ def encoded_rows(
     if source_rows.numel():
         encode = implementation(source_rows.device, encode_cpu, "recode_rows")
         for is_v, (arena, out) in enumerate(((k_arena, k), (v_arena, v))):
-            encode(Encoding(arena, is_v, source_rows, source_bits, runs, bits, statistics, out))
+            encode(Encoding(arena, is_v, source_rows, source_bits, runs, bits, coding, out))
     return k, v
 
 
-def write_encoded(k_arena: Tensor, v_arena: Tensor, places: Tensor, bits: int, k: Tensor, v: Tensor) -> None:
-    """Write rows of 8 or 4 bits, as :func:`encoded_rows` returns them, to places of both arenas.
+def write_encoded(
+    k_arena: Tensor, v_arena: Tensor, places: Tensor, bits: int, k: Tensor, v: Tensor, coding: RowCoding
+) -> None:
+    """Write rows of 4 bits, as :func:`encoded_rows` returns them, to places of both arenas.
 
     Args:
         k_arena: as in :func:`recode_rows`.
         v_arena: like ``k_arena``.
         places: [n], int32, row numbers of this width, all different.
-        bits: 8 or 4.
+        bits: 4.
         k: [n, :func:`~kvevict_kernels.row_codec.row_bytes`], uint8, on the arenas' device.
         v: like ``k``.
+        coding: of the arenas' rows of 4 bits.
 
     Raises:
         ValueError: wrong shape, dtype, device or bits; on the CPU also a place outside of the arena, or repeated.
     """
     check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
     check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
-    if bits not in PARTS:
-        raise ValueError(f"bits: expected 8 or 4, got {bits}")
+    _check_narrow(bits)
+    check_coding(k_arena, coding)
     check_tensor("places", places, (None,), torch.int32, k_arena.device)
     per_slot = rows_per_slot(bits, k_arena.element_size())
     check_index_range("places", places, k_arena.shape[:3].numel() * per_slot)
@@ -205,8 +204,8 @@ def write_encoded(k_arena: Tensor, v_arena: Tensor, places: Tensor, bits: int, k
         _check_different("places", places)
     if places.numel():
         write = implementation(places.device, write_cpu, "recode_rows")
-        for arena, encoded in ((k_arena, k), (v_arena, v)):
-            write(arena, places, bits, encoded)
+        for arena, encoded, steps in ((k_arena, k, coding.k_steps), (v_arena, v, coding.v_steps)):
+            write(arena, places, encoded, steps)
 
 
 def prepare_on_cpu(head_dim: int) -> None:
@@ -217,6 +216,11 @@ def prepare_on_cpu(head_dim: int) -> None:
         calls()
 
 
+def _check_narrow(bits: int) -> None:
+    if bits != WIDTHS[1]:
+        raise ValueError(f"bits: expected {WIDTHS[1]}, got {bits}")
+
+
 def _check_entries(
     k_arena: Tensor,
     v_arena: Tensor,
@@ -224,7 +228,7 @@ def _check_entries(
     source_bits: Tensor,
     runs: Tensor,
     targets: Sequence[Target],
-    statistics: RowStatistics | None,
+    coding: RowCoding | None,
 ) -> None:
     """What every call requires of its arguments, whatever the device."""
     check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
@@ -233,14 +237,14 @@ def _check_entries(
     check_tensor("source_rows", source_rows, (None,), torch.int32, device)
     check_tensor("source_bits", source_bits, (source_rows.numel(),), torch.int8, device)
     check_tensor("runs", runs, (source_rows.numel(),), torch.int32, device)
-    check_statistics(k_arena, statistics)
+    check_coding(k_arena, coding)
     check_index_range("runs", runs, k_arena.shape[0] * k_arena.shape[2])
     num_head_slots = k_arena.shape[:3].numel()
     for rows, bits in targets:
         if bits not in WIDTHS:
-            raise ValueError(f"targets: expected rows of 16, 8 or 4 bits, got {bits}")
-        if bits != WIDTHS[0] and statistics is None:
-            raise ValueError(f"statistics: rows of {bits} bits need some, got None")
+            raise ValueError(f"targets: expected rows of 16 or 4 bits, got {bits}")
+        if bits != WIDTHS[0] and coding is None:
+            raise ValueError(f"coding: rows of {bits} bits need one, got None")
         check_tensor("targets", rows, (None,), torch.int32, device)
         check_index_range("targets", rows, num_head_slots * rows_per_slot(bits, k_arena.element_size()))
 
@@ -252,7 +256,7 @@ def recode_rows_cpu(
     source_bits: Tensor,
     runs: Tensor,
     targets: Sequence[Target],
-    statistics: RowStatistics | None,
+    coding: RowCoding | None,
     temporary: Tensor,
 ) -> None:
     """CPU path of :func:`recode_rows`: loops compiled by numba, or torch where numba cannot run.
@@ -268,9 +272,14 @@ def recode_rows_cpu(
     staged = staged_rows(k_arena, targets, temporary)
     for is_v, arena in enumerate((k_arena, v_arena)):
         for (rows, bits_of_sources, own_runs, (_, bits)), out in zip(parts, staged, strict=True):
-            encode_cpu(Encoding(arena, is_v, rows, bits_of_sources, own_runs, bits, statistics, out))
+            encode_cpu(Encoding(arena, is_v, rows, bits_of_sources, own_runs, bits, coding, out))
         for (places, bits), encoded in zip(targets, staged, strict=True):
-            write_cpu(arena, places, bits, encoded)
+            write_cpu(arena, places, encoded, steps_of(coding, bits, is_v))
+
+
+def steps_of(coding: RowCoding | None, bits: int, is_v: int) -> Tensor | None:
+    """Steps of an arena's rows of these bits; None: they have 16."""
+    return None if coding is None or bits == WIDTHS[0] else coding.steps(is_v)
 
 
 def encode_cpu(encoding: Encoding) -> None:
@@ -279,10 +288,13 @@ def encode_cpu(encoding: Encoding) -> None:
     encode(encoding)
 
 
-def write_cpu(arena: Tensor, places: Tensor, bits: int, encoded: Tensor) -> None:
-    """Write rows, [n, row_bytes], to places of one arena: numba, or torch where numba cannot run."""
+def write_cpu(arena: Tensor, places: Tensor, encoded: Tensor, steps: Tensor | None) -> None:
+    """Write rows, [n, row_bytes], to places of one arena: numba, or torch where numba cannot run.
+
+    ``steps``: of the arena's rows of 4 bits; None: the rows have 16 bits.
+    """
     write = _compiled_write if reason_not_to_run(arena.shape[-1]) is None else write_rows
-    write(arena, places, bits, encoded)
+    write(arena, places, encoded, steps)
 
 
 def _check_different(name: str, places: Tensor) -> None:
@@ -305,41 +317,40 @@ def _compiled_encode(encoding: Encoding) -> None:
     """:func:`encode_cpu`, compiled by numba."""
     from kvevict_kernels.recode_rows.numba_impl import calls
 
-    arena, out, statistics = encoding.arena, encoding.out, encoding.statistics
-    both = [0, 0]
-    if statistics is not None:
-        of_k, of_v = (statistics.k_mean, statistics.k_scale), (statistics.v_mean, statistics.v_scale)
-        both = [x.data_ptr() for x in (of_v if encoding.is_v else of_k)]
+    arena, out, coding = encoding.arena, encoding.out, encoding.coding
+    read = [0, 0, 0, 0]
+    if coding is not None:
+        found = coding.statistics
+        mean, scale = (found.v_mean, found.v_scale) if encoding.is_v else (found.k_mean, found.k_scale)
+        read = [
+            x.data_ptr() for x in (mean, scale, rotation(arena.shape[-1], arena.device), coding.steps(encoding.is_v))
+        ]
     encode, _, stamp = calls()
     sources = [x.contiguous() for x in (encoding.rows, encoding.bits_of_rows, encoding.runs)]
     encode(
         *(stamp, arena.data_ptr(), KINDS[arena.dtype], arena.shape[-1], *(x.data_ptr() for x in sources)),
-        *(*both, encoding.bits, out.data_ptr(), out.shape[1], encoding.rows.numel()),
+        *(*read, encoding.bits, out.data_ptr(), out.shape[1], encoding.rows.numel()),
     )
 
 
-def _compiled_write(arena: Tensor, rows: Tensor, bits: int, encoded: Tensor) -> None:
+def _compiled_write(arena: Tensor, rows: Tensor, encoded: Tensor, steps: Tensor | None) -> None:
     """:func:`kvevict_kernels.row_codec.write_rows`, compiled by numba."""
     from kvevict_kernels.recode_rows.numba_impl import calls
 
     _, write, stamp = calls()
-    places = (arena.data_ptr(), arena.shape[-1], bits, rows.data_ptr())
+    places = (arena.data_ptr(), arena.shape[-1], 0 if steps is None else steps.data_ptr(), rows.data_ptr())
     write(stamp, *places, encoded.data_ptr(), encoded.shape[1], rows.numel())
 
 
 def _encode(encoding: Encoding) -> None:
     """:func:`encode_cpu` in torch."""
-    arena, bits, statistics = encoding.arena, encoding.bits, encoding.statistics
+    arena, bits, coding = encoding.arena, encoding.bits, encoding.coding
     for width in (width for width in WIDTHS if width >= bits):
         for entries in torch.split((encoding.bits_of_rows == width).nonzero()[:, 0], CHUNK_ROWS):
             source = encoding.rows[entries].long()
             if width == bits:
-                encoding.out[entries] = read_rows(arena, source, bits)
+                encoding.out[entries] = read_rows(arena, source, steps_of(coding, bits, encoding.is_v))
                 continue
-            if width == WIDTHS[0]:
-                assert statistics is not None
-                own = statistics.of_runs(encoding.runs[entries])[encoding.is_v]
-                numbers = normalised(arena.view(-1, arena.shape[-1])[source], *own)
-            else:
-                numbers = decode_normalised(read_rows(arena, source, width), width)
-            encoding.out[entries] = encode_normalised(numbers, bits)
+            assert coding is not None
+            own = coding.statistics.of_runs(encoding.runs[entries])[encoding.is_v]
+            encoding.out[entries] = encode_rows(arena.view(-1, arena.shape[-1])[source], *own)
