@@ -17,7 +17,7 @@ from torch import Tensor
 from kvevict_kernels import head_slots, row_codec
 from kvevict_kernels.checks import KV_DTYPES, check_arenas, check_tensor
 from kvevict_kernels.numba_cache import compiled, stamp_of
-from kvevict_kernels.row_codec import RowStatistics, check_statistics
+from kvevict_kernels.row_codec import RowCoding, check_coding, rotation
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.layout import Layout
 from kvevict_kernels.span_attention.openmp import Team, torch_team
@@ -63,26 +63,24 @@ class SpanAttention:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
         v_arena: like ``k_arena``, or the first columns of its rows.
         num_qo_heads: a multiple of the KV heads.
-        statistics: of the model, by which rows of 8 and 4 bits are read; None: no span has such rows.
+        coding: of the arenas' rows of 4 bits; None: no span has such rows.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena or of statistics.
+        ValueError: wrong shape, dtype or device of an arena or of the coding.
         RuntimeError: see :func:`reason_not_to_run`.
     """
 
-    def __init__(
-        self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, statistics: RowStatistics | None = None
-    ) -> None:
+    def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, coding: RowCoding | None = None) -> None:
         check_arenas(k_arena, v_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
         for arena in (k_arena, v_arena):
-            check_statistics(arena, statistics)
+            check_coding(arena, coding)
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         v_head_dim = v_arena.shape[3]
         reason = reason_not_to_run(head_dim) or reason_not_to_run(v_head_dim)
         team = torch_team()
         if reason is not None or team is None:
             raise RuntimeError(f"attention cannot be compiled: {reason}")
-        self._read = k_arena, v_arena, statistics  # keeps the addresses valid
+        self._read = k_arena, v_arena, coding  # keeps the addresses valid
         self._shape, self._v_head_dim = k_arena.shape, v_head_dim
         self._group = num_qo_heads // num_kv_heads
         self._team = team
@@ -103,12 +101,15 @@ class SpanAttention:
             w.NUM_HEAD_SLOTS: num_layers * num_token_slots * num_kv_heads,
             w.ZEROS: self._zeros.ctypes.data,
         }
-        if statistics is not None:
+        if coding is not None:
             self._constants |= {
-                w.K_MEAN: statistics.k_mean.data_ptr(),
-                w.K_DEVIATION: statistics.k_scale.data_ptr(),
-                w.V_MEAN: statistics.v_mean.data_ptr(),
-                w.V_DEVIATION: statistics.v_scale.data_ptr(),
+                w.K_MEAN: coding.statistics.k_mean.data_ptr(),
+                w.K_SCALE: coding.statistics.k_scale.data_ptr(),
+                w.V_MEAN: coding.statistics.v_mean.data_ptr(),
+                w.V_SCALE: coding.statistics.v_scale.data_ptr(),
+                w.K_STEPS: coding.k_steps.data_ptr(),
+                w.V_STEPS: coding.v_steps.data_ptr(),
+                w.ROTATION: rotation(head_dim, k_arena.device).data_ptr(),
             }
 
     def lay_out(

@@ -18,7 +18,7 @@ from numba import carray, cfunc, njit
 from numba.core import types
 
 from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.row_codec import GROUP, PARTS
+from kvevict_kernels.row_codec import GROUP, ROWS_IN_PLACE
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.numba_rows import (
     WIDTH,
@@ -28,26 +28,28 @@ from kvevict_kernels.span_attention.numba_rows import (
     int32s,
     int64s,
     item_bytes,
-    load_narrow_row,
+    join_row,
+    load_codes,
     load_row,
     multiply,
-    narrow_row_at,
+    multiply_columns,
+    part_row,
     product_of,
     scale_row,
     store_row,
+    turn_rows,
+    uint16s,
 )
 from kvevict_kernels.span_attention.numba_vectors import (
     BFLOAT16,
-    CODE_BYTES,
     FLOAT16,
     FLOAT32,
     LANES,
     TILE_ROWS,
     exponentials,
-    load_eighths_transposed,
-    load_quarters_transposed,
     load_transposed,
-    multiply_tile,
+    load_units_transposed,
+    multiply_numbers,
     prefetch,
     row_maximum,
 )
@@ -60,10 +62,9 @@ _head_slot_of = njit(head_slot_of)
 
 _LOWEST, _ZERO, _ONE, _MINUS_INFINITY = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _BLOCK, _CHUNK, _MAX_CHUNKS, _KEY_COST = w.BLOCK, w.CHUNK, w.MAX_CHUNKS, w.KEY_COST
-_EIGHTHS, _QUARTERS = PARTS[8], PARTS[4]
-_STEP_OF_EIGHTHS = np.float32(256.0)  # rows of 8 bits are read divided by it
 _LINE = 64
-_HEADERS_AT = 8 * _BLOCK
+_K_STEPS_AT = 8 * _BLOCK
+_V_STEPS_AT = 12 * _BLOCK
 _SCORES_AT = 16 * _BLOCK
 _KEYS_AT = _SCORES_AT + 4 * TILE_ROWS * _BLOCK
 
@@ -101,17 +102,6 @@ def _add_scores(num_rows, target, queries, keys, head_dim):
 
 
 @njit
-def _add_values(num_rows, target, weights, values, v_head_dim, num_keys):
-    whole = v_head_dim // WIDTH * WIDTH
-    for i in range(0, 4 * whole, 4 * WIDTH):
-        multiply(num_rows, target + i, v_head_dim, weights, _BLOCK, values + i, v_head_dim, num_keys)
-    for i in range(4 * whole, 4 * v_head_dim, 4 * LANES):
-        for r in range(num_rows):
-            row_target, row_weights = target + 4 * r * v_head_dim + i, weights + 4 * r * _BLOCK
-            multiply_tile(1, 1, row_target, v_head_dim, row_weights, _BLOCK, values + i, v_head_dim, num_keys)
-
-
-@njit
 def _num_rows(words, part):
     part_tokens = int64s(words[w.PART_TOKENS])
     return (part_tokens[part + 1] - part_tokens[part]) * words[w.GROUP]
@@ -135,13 +125,8 @@ def _bits_of(words, part):
 
 
 @njit
-def _step_of(bits):
-    return _STEP_OF_EIGHTHS if bits == 8 else _ONE
-
-
-@njit
 def _statistics_of(words, which, head):
-    """Address of a head's means or deviations."""
+    """Address of a head's means or scales."""
     return words[which] + 4 * (words[w.LAYER] * words[w.NUM_HEADS] + head) * words[w.HEAD_DIM]
 
 
@@ -149,8 +134,8 @@ def _statistics_of(words, which, head):
 def _load_queries(words, part, head, scratch):
     """Load the q rows of a unit, times the softmax scale: group after group of its tokens.
 
-    Keys of few bits are read as normalised numbers: their deviation is a factor of the queries, and their mean, the
-    same for all keys, an offset of a row's scores.
+    Keys of 4 bits are read as codes: their scale and rotation are applied to the queries instead, and their mean, the
+    same for all keys, is an offset of a row's scores.
     """
     part_tokens, tokens = int64s(words[w.PART_TOKENS]), int64s(words[w.TOKENS])
     group, kind, head_dim = words[w.GROUP], words[w.Q_KIND], words[w.HEAD_DIM]
@@ -162,15 +147,18 @@ def _load_queries(words, part, head, scratch):
             load_row(kind, head_dim, source, target, scale)
             source += head_dim * item_bytes(kind)
             target += 4 * head_dim
-    bits, num_rows = _bits_of(words, part), _num_rows(words, part)
-    if bits == 16:
+    num_rows = _num_rows(words, part)
+    if _bits_of(words, part) == 16:
         return
-    mean, deviation = _statistics_of(words, w.K_MEAN, head), _statistics_of(words, w.K_DEVIATION, head)
-    offsets = floats(_offsets_in(scratch, head_dim, num_rows))
+    mean, scales = _statistics_of(words, w.K_MEAN, head), _statistics_of(words, w.K_SCALE, head)
+    offsets, queries = floats(_offsets_in(scratch, head_dim, num_rows)), _queries_in(scratch, head_dim)
     for r in range(num_rows):
-        row = _queries_in(scratch, head_dim) + 4 * r * head_dim
+        row = queries + 4 * r * head_dim
         offsets[r] = product_of(head_dim, row, mean)
-        scale_row(head_dim, row, deviation, _step_of(bits), mean, _ZERO)
+        scale_row(head_dim, row, scales, mean, _ZERO)
+    turn_rows(num_rows, head_dim, queries, words[w.ROTATION], scratch + _KEYS_AT)
+    for r in range(num_rows):
+        part_row(head_dim, queries + 4 * r * head_dim)
 
 
 @njit
@@ -217,50 +205,51 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
 
 @njit
 def _load_narrow_keys(words, part, head, first, num_keys, num_next, scratch):
-    """The same of a span with rows of 8 or 4 bits, as normalised numbers (``row_codec.py``)."""
-    head_dim, bits = words[w.HEAD_DIM], _bits_of(words, part)
+    """The same of a span with rows of 4 bits: codes, and the steps of rows."""
+    head_dim = words[w.HEAD_DIM]
     start = int32s(int64s(words[w.SPAN_STARTS])[part])[words[w.LAYER] * words[w.NUM_HEADS] + head]
     numbers = int32s(int64s(words[w.SPAN_ROWS])[part] + 4 * (start + first))
-    per_slot = (_EIGHTHS if bits == 8 else _QUARTERS) * (item_bytes(words[w.KIND]) // 2)
-    rows, headers = int64s(scratch), int64s(scratch + _HEADERS_AT)
-    values, to_values = _values_in(scratch, head_dim), words[w.V] - words[w.K]
-    for i in range(num_keys + num_next):
+    per_slot, row_bytes = ROWS_IN_PLACE * item_bytes(words[w.KIND]) // 2, head_dim // 2
+    rows, values, to_values = int64s(scratch), _values_in(scratch, head_dim), words[w.V] - words[w.K]
+    k_steps, v_steps = uint16s(words[w.K_STEPS]), uint16s(words[w.V_STEPS])
+    k_bits, v_bits = int32s(scratch + _K_STEPS_AT), int32s(scratch + _V_STEPS_AT)  # of float32 numbers
+    for i in range(num_keys):
         number = np.int64(numbers[i])
         if number < 0 or number >= words[w.NUM_HEAD_SLOTS] * per_slot:
             words[w.WRONG_SLOT] = number // per_slot
             number = np.int64(0)
-        row, header = narrow_row_at(words[w.K], number, head_dim, bits)
-        if i < num_keys:
-            rows[i], headers[i] = row, header
-            load_narrow_row(bits, head_dim, row + to_values, header + to_values, values + 4 * i * head_dim)
-        else:
-            for line in range(row, row + head_dim * bits // 8, _LINE):
-                prefetch(line)
-                prefetch(line + to_values)
-            prefetch(header)
-            prefetch(header + to_values)
+        rows[i] = words[w.K] + number * row_bytes
+        k_bits[i], v_bits[i] = np.int32(k_steps[number]) << 16, np.int32(v_steps[number]) << 16
+        load_codes(head_dim, rows[i] + to_values, values + 4 * i * head_dim)
+    for i in range(num_keys, num_keys + num_next):
+        number = np.int64(numbers[i])
+        row = words[w.K] + number * row_bytes
+        for line in range(row, row + row_bytes, _LINE):
+            prefetch(line)
+            prefetch(line + to_values)
+        prefetch(words[w.K_STEPS] + 2 * number)
+        prefetch(words[w.V_STEPS] + 2 * number)
     for i in range(num_keys, _BLOCK):
-        rows[i] = headers[i] = words[w.ZEROS]
+        rows[i] = words[w.ZEROS]
+        k_bits[i] = v_bits[i] = 0
     for i in range(0, num_keys, LANES):
-        target = scratch + _KEYS_AT + 4 * i
-        if bits == 8:
-            for column in range(0, head_dim, CODE_BYTES):
-                load_eighths_transposed(scratch + 8 * i, column, target + 4 * column * _BLOCK, _BLOCK)
-        else:
-            for group in range(head_dim // GROUP):
-                group_target = target + 4 * group * GROUP * _BLOCK
-                load_quarters_transposed(scratch + 8 * i, scratch + _HEADERS_AT + 8 * i, group, group_target, _BLOCK)
+        for group in range(head_dim // GROUP):
+            target = scratch + _KEYS_AT + 4 * (group * GROUP * _BLOCK + i)
+            load_units_transposed(scratch + 8 * i, group, target, _BLOCK)
 
 
 @njit
 def _add_means(words, part, head, maxima, totals, sums, scratch):
-    """Turn a chunk's partial results from normalised keys and values into those of their numbers."""
-    head_dim, num_rows, bits = words[w.HEAD_DIM], _num_rows(words, part), _bits_of(words, part)
-    mean, deviation = _statistics_of(words, w.V_MEAN, head), _statistics_of(words, w.V_DEVIATION, head)
+    """Turn a chunk's partial results from codes of keys and values into those of their numbers."""
+    head_dim, num_rows = words[w.HEAD_DIM], _num_rows(words, part)
+    mean, scales = _statistics_of(words, w.V_MEAN, head), _statistics_of(words, w.V_SCALE, head)
     offsets = floats(_offsets_in(scratch, head_dim, num_rows))
     for r in range(num_rows):
+        join_row(head_dim, sums + 4 * r * head_dim)
+    turn_rows(num_rows, head_dim, sums, words[w.ROTATION], scratch + _KEYS_AT)
+    for r in range(num_rows):
         maxima[r] += offsets[r]
-        scale_row(head_dim, sums + 4 * r * head_dim, deviation, _step_of(bits), mean, totals[r])
+        scale_row(head_dim, sums + 4 * r * head_dim, scales, mean, totals[r])
 
 
 @njit
@@ -319,7 +308,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
     maxima, totals = floats(words[w.MAXIMA] + 4 * row_0), floats(words[w.TOTALS] + 4 * row_0)
     sums, scores = words[w.SUMS] + 4 * row_0 * v_head_dim, scratch + _SCORES_AT
     queries, keys, values = _queries_in(scratch, head_dim), scratch + _KEYS_AT, _values_in(scratch, head_dim)
-    is_own = part >= words[w.NUM_SPANS]
+    is_own, is_narrow = part >= words[w.NUM_SPANS], _bits_of(words, part) != 16
     for r in range(num_rows):
         maxima[r], totals[r] = _LOWEST, _ZERO
     first_seen, least_seen = int64s(_first_seen_in(scratch, head_dim, num_rows)), 0
@@ -343,6 +332,8 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                 if is_own and words[w.VISIBLE] == 0:  # a new token sees its predecessors and itself
                     num_seen = min(num_keys, unit_len - (num_rows - tile - r - 1) // group - start)
                 row = scores + 4 * r * _BLOCK
+                if is_narrow:
+                    multiply_numbers(_BLOCK, row, scratch + _K_STEPS_AT)
                 num_seen = max(num_seen, 0)
                 fill(row + 4 * num_seen, _BLOCK - num_seen, _MINUS_INFINITY)
                 if is_own and words[w.VISIBLE] != 0:
@@ -353,6 +344,8 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                 before = maxima[tile + r]
                 largest = max(before, row_maximum(_BLOCK, row))
                 total = exponentials(_BLOCK, row, largest)
+                if is_narrow:
+                    multiply_numbers(_BLOCK, row, scratch + _V_STEPS_AT)
                 if largest > before:
                     keep = np.float32(math.exp(before - largest))
                     maxima[tile + r] = largest
@@ -362,8 +355,9 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                 else:
                     total += totals[tile + r]
                 totals[tile + r] = total
-            _add_values(tile_rows, sums + 4 * tile * v_head_dim, scores, values, v_head_dim, num_keys)
-    if _bits_of(words, part) != 16:
+            target = sums + 4 * tile * v_head_dim
+            multiply_columns(tile_rows, target, scores, _BLOCK, values, v_head_dim, num_keys)
+    if is_narrow:
         _add_means(words, part, head, maxima, totals, sums, scratch)
 
 

@@ -6,31 +6,38 @@ others are float32.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import carray, njit
 
-from kvevict_kernels.row_codec import GROUP, PARTS
+from kvevict_kernels.row_codec import GROUP
 from kvevict_kernels.span_attention.numba_vectors import (
     BFLOAT16,
+    CODE_BYTES,
     FLOAT16,
     FLOAT32,
     LANES,
+    TILE_ROWS,
     TILE_VECTORS,
     add_numbers,
-    load_eighths,
+    copy_group,
+    join_group,
     load_numbers,
-    load_quarters,
+    load_units,
     multiply_tile,
     numbers_at,
+    part_group,
     scale_numbers,
     store_numbers,
     sum_of_products,
+    turn_across,
+    turn_within,
 )
 
 WIDTH = LANES * TILE_VECTORS
 """Columns of a tile of a product."""
 _ANY_COUNT = 1 << 40
-_QUARTERS = PARTS[4]
 
 
 @njit
@@ -46,9 +53,9 @@ def int8s(address):
 
 
 @njit
-def uint8s(address):
-    """The bytes from an address on."""
-    return carray(numbers_at(address, np.uint8), _ANY_COUNT)
+def uint16s(address):
+    """The uint16 numbers from an address on."""
+    return carray(numbers_at(address, np.uint16), _ANY_COUNT)
 
 
 @njit
@@ -90,26 +97,31 @@ def load_row(kind, head_dim, source, target, factor):
 
 
 @njit
-def narrow_row_at(arena, row, head_dim, bits):
-    """Addresses of a row of 8 or 4 bits of an arena: of its codes, and of its scales and minima (4 bits)."""
-    if bits == 8:
-        codes = arena + row * head_dim
-        return codes, codes
-    part = row % _QUARTERS
-    block = arena + row // _QUARTERS * (2 * head_dim)
-    codes = block + part * (head_dim // 2)
-    return codes, block + _QUARTERS * head_dim // 2 + part * (4 * (head_dim // GROUP))
+def copy_codes(head_dim, source, target):
+    """Copy a row of codes."""
+    for i in range(0, head_dim // 2, CODE_BYTES):
+        copy_group(source + i, target + i)
 
 
 @njit
-def load_narrow_row(bits, head_dim, source, header, target):
-    """Write a row of 8 or 4 bits as float32, before the deviation and the mean; of 8 bits divided by 256."""
-    if bits == 8:
-        for i in range(0, head_dim, LANES):
-            load_eighths(source + i, target + 4 * i)
-    else:
-        for i in range(0, head_dim, GROUP):
-            load_quarters(source + i // 2, header + 4 * (i // GROUP), target + 4 * i)
+def load_codes(head_dim, source, target):
+    """Write a row of codes as float32, less the code of 0, in the order of :func:`part_row`."""
+    for i in range(0, head_dim // 2, CODE_BYTES):
+        load_units(source + i, target + 8 * i)
+
+
+@njit
+def part_row(head_dim, row):
+    """Order a row as codes are read: of every group even places, then odd ones."""
+    for i in range(0, 4 * head_dim, 4 * GROUP):
+        part_group(row + i)
+
+
+@njit
+def join_row(head_dim, row):
+    """Undo :func:`part_row`."""
+    for i in range(0, 4 * head_dim, 4 * GROUP):
+        join_group(row + i)
 
 
 @njit
@@ -132,10 +144,10 @@ def add_row(head_dim, source, target, factor, keep):
 
 
 @njit
-def scale_row(head_dim, target, factors, factor, terms, weight):
-    """``target = target * factors * factor + terms * weight``."""
+def scale_row(head_dim, target, factors, terms, weight):
+    """``target = target * factors + terms * weight``."""
     for i in range(0, 4 * head_dim, 4 * LANES):
-        scale_numbers(target + i, factors + i, factor, terms + i, weight)
+        scale_numbers(target + i, factors + i, terms + i, weight)
 
 
 @njit
@@ -158,3 +170,37 @@ def multiply(num_rows, target, target_stride, left, left_stride, right, right_st
         multiply_tile(2, TILE_VECTORS, target, target_stride, left, left_stride, right, right_stride, depth)
     else:
         multiply_tile(1, TILE_VECTORS, target, target_stride, left, left_stride, right, right_stride, depth)
+
+
+@njit
+def multiply_columns(num_rows, target, left, left_stride, right, columns, depth):
+    """Add up to ``TILE_ROWS`` rows of a product; ``columns`` is the stride of ``target`` and ``right``, too."""
+    whole = columns // WIDTH * WIDTH
+    for i in range(0, 4 * whole, 4 * WIDTH):
+        multiply(num_rows, target + i, columns, left, left_stride, right + i, columns, depth)
+    for i in range(4 * whole, 4 * columns, 4 * LANES):
+        for r in range(num_rows):
+            row_target, row_left = target + 4 * r * columns + i, left + 4 * r * left_stride
+            multiply_tile(1, 1, row_target, columns, row_left, left_stride, right + i, columns, depth)
+
+
+@njit
+def turn_rows(num_rows, head_dim, rows, rotation, scratch):
+    """Multiply rows by the rotation of ``row_codec.py``; ``scratch`` is of ``TILE_ROWS`` rows."""
+    if head_dim & (head_dim - 1) != 0:
+        for first in range(0, num_rows, TILE_ROWS):
+            tile, tile_rows = rows + 4 * first * head_dim, min(TILE_ROWS, num_rows - first)
+            fill(scratch, tile_rows * head_dim, np.float32(0.0))
+            multiply_columns(tile_rows, scratch, tile, head_dim, rotation, head_dim, head_dim)
+            load_row(FLOAT32, tile_rows * head_dim, scratch, tile, np.float32(1.0))
+        return
+    factor = np.float32(1.0 / math.sqrt(head_dim))
+    for row in range(rows, rows + 4 * num_rows * head_dim, 4 * head_dim):
+        step = LANES
+        while step < head_dim:
+            for first in range(0, head_dim, 2 * step):
+                for i in range(first, first + step, LANES):
+                    turn_across(row + 4 * i, row + 4 * (i + step))
+            step *= 2
+        for i in range(0, 4 * head_dim, 4 * LANES):
+            turn_within(row + i, factor)

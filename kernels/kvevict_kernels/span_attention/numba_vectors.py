@@ -12,6 +12,8 @@ from llvmlite import binding, ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from kvevict_kernels.row_codec import GROUP, MAX_CODE, MAX_NUMBER, MIDDLE
+
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 
 _HAS_AVX512 = bool(binding.get_host_cpu_features().get("avx512f", False))
@@ -28,8 +30,8 @@ _INTS = ir.VectorType(_I32, LANES)
 _SHORTS = ir.VectorType(_I16, LANES)
 _HALVES = ir.VectorType(_F16, LANES)
 _BYTES = ir.VectorType(_I8, LANES)
-CODE_BYTES = 16
-"""Bytes of rows of 8 or 4 bits that are transposed at once: those of a group of 4 bits."""
+CODE_BYTES = GROUP // 2
+"""Bytes of a group of codes, which are read at once."""
 _CODES = ir.VectorType(_I8, CODE_BYTES)
 _STORED = {BFLOAT16: _SHORTS, FLOAT16: _HALVES, FLOAT32: _FLOATS}
 
@@ -63,18 +65,13 @@ class _Code:
             return self.builder.bitcast(self.builder.shl(self.builder.zext(stored, _INTS), _ints(16)), _FLOATS)
         return self.builder.fpext(stored, _FLOATS) if kind == FLOAT16 else stored
 
-    def eighth_bits(self, codes: Any) -> Any:
-        """Numbers of float8 e4m3fn, given as bytes, divided by 256: sign, exponent and fraction as a float16."""
-        builder = self.builder
-        shorts = builder.shl(builder.sext(codes, _SHORTS), _shorts(7))
-        return builder.fpext(builder.bitcast(builder.and_(shorts, _shorts(0xBF80)), _HALVES), _FLOATS)
-
-    def quarter_bits(self, codes: Any) -> tuple[Any, Any]:
-        """The lower and the upper halves of bytes, as float32."""
+    def units(self, codes: Any) -> tuple[Any, Any]:
+        """Codes in the lower and in the upper halves of bytes, less that of the number 0."""
         builder = self.builder
         ints = builder.zext(codes, _INTS)
-        low, high = builder.and_(ints, _ints(15)), builder.lshr(ints, _ints(4))
-        return builder.sitofp(low, _FLOATS), builder.sitofp(high, _FLOATS)
+        halves = builder.and_(ints, _ints(MAX_CODE)), builder.lshr(ints, _ints(4))
+        low, high = (builder.fsub(builder.sitofp(half, _FLOATS), _floats(MIDDLE)) for half in halves)
+        return low, high
 
     def part_of(self, codes: Any, first: int) -> Any:
         """``LANES`` of ``CODE_BYTES`` bytes."""
@@ -121,6 +118,22 @@ class _Code:
         """Element-wise maximum; ``b`` where ``a`` is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
+    def minimum(self, a: Any, b: Any) -> Any:
+        """Element-wise minimum; ``b`` where ``a`` is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered("<", a, b), a, b)
+
+    def size(self, a: Any) -> Any:
+        """Element-wise absolute value."""
+        return self._call(f"llvm.fabs.v{LANES}f32", _FLOATS, a)
+
+    def floor(self, a: Any) -> Any:
+        """Element-wise floor."""
+        return self._call(f"llvm.floor.v{LANES}f32", _FLOATS, a)
+
+    def pick(self, a: Any, b: Any, lanes: list[int]) -> Any:
+        """Lanes of two vectors, those of the second from ``LANES`` on."""
+        return self.builder.shuffle_vector(a, b, ir.Constant(_INTS, lanes))
+
     def halves(self, value: Any, combine: Any) -> Any:
         """Reduce to one float by combining halves."""
         width = LANES
@@ -164,10 +177,6 @@ def _floats(value: float) -> Any:
 
 def _ints(value: int) -> Any:
     return ir.Constant(_INTS, [value] * LANES)
-
-
-def _shorts(value: int) -> Any:
-    return ir.Constant(_SHORTS, [value] * LANES)
 
 
 @intrinsic(prefer_literal=True)
@@ -239,8 +248,7 @@ def load_transposed(typing, kind, rows, column, target, stride):
                 upper, lower = found[i], found[i + step]
                 left = [lane + LANES - step if lane & step else lane for lane in range(LANES)]
                 right = [lane + LANES if lane & step else lane + step for lane in range(LANES)]
-                found[i] = builder.shuffle_vector(upper, lower, ir.Constant(_INTS, left))
-                found[i + step] = builder.shuffle_vector(upper, lower, ir.Constant(_INTS, right))
+                found[i], found[i + step] = code.pick(upper, lower, left), code.pick(upper, lower, right)
             step *= 2
         row_step = builder.mul(stride, ir.Constant(_I64, 4))
         for i, value in enumerate(found):
@@ -251,82 +259,174 @@ def load_transposed(typing, kind, rows, column, target, stride):
 
 
 @intrinsic(prefer_literal=True)
-def load_eighths_transposed(typing, rows, column, target, stride):
-    """Transpose ``CODE_BYTES`` columns of ``LANES`` rows of 8 bits, as :func:`load_transposed`; divided by 256."""
+def load_units_transposed(typing, rows, group, target, stride):
+    """Transpose one group of ``LANES`` rows of codes, as :func:`load_transposed`: two columns from each byte.
+
+    They are written less the code of the number 0; those of the lower halves of bytes before those of the upper ones.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         code = _Code(builder)
-        rows, column, target, stride = args
+        rows, group, target, stride = args
+        first = builder.mul(group, ir.Constant(_I64, CODE_BYTES))
         addresses = [code.load(code.at(rows, 8 * i), _I64) for i in range(LANES)]
-        found = code.columns([code.load(builder.add(address, column), _CODES) for address in addresses])
+        found = code.columns([code.load(builder.add(address, first), _CODES) for address in addresses])
         row_step = builder.mul(stride, ir.Constant(_I64, 4))
         for i, codes in enumerate(found):
-            code.store(code.eighth_bits(codes), builder.add(target, builder.mul(row_step, ir.Constant(_I64, i))))
+            for column, units in zip((i, i + CODE_BYTES), code.units(codes), strict=True):
+                code.store(units, builder.add(target, builder.mul(row_step, ir.Constant(_I64, column))))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
 
 
 @intrinsic(prefer_literal=True)
-def load_quarters_transposed(typing, rows, headers, group, target, stride):
-    """Transpose one group of ``LANES`` rows of 4 bits, as :func:`load_transposed`: two columns from each byte.
-
-    Codes of the rows listed at ``rows`` become ``code * scale + minimum``, by the headers listed at ``headers``.
-    """
+def load_units(typing, source, target):
+    """Write a group of codes in the order of :func:`load_units_transposed`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         code = _Code(builder)
-        rows, headers, group, target, stride = args
-        first_code = builder.mul(group, ir.Constant(_I64, CODE_BYTES))
-        first_header = builder.mul(group, ir.Constant(_I64, 4))
-        found, words = [], ir.Constant(_INTS, ir.Undefined)
-        for i in range(LANES):
-            found.append(code.load(builder.add(code.load(code.at(rows, 8 * i), _I64), first_code), _CODES))
-            word = code.load(builder.add(code.load(code.at(headers, 8 * i), _I64), first_header), _I32)
-            words = builder.insert_element(words, word, ir.Constant(_I32, i))
-        scale, minimum = (
-            builder.fpext(builder.bitcast(builder.trunc(half, _SHORTS), _HALVES), _FLOATS)
-            for half in (words, builder.lshr(words, _ints(16)))
-        )
-        row_step = builder.mul(stride, ir.Constant(_I64, 4))
-        for i, codes in enumerate(code.columns(found)):
-            for column, number in zip((i, i + CODE_BYTES), code.quarter_bits(codes), strict=True):
-                value = code.multiply_add(number, scale, minimum)
-                code.store(value, builder.add(target, builder.mul(row_step, ir.Constant(_I64, column))))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
-
-
-@intrinsic(prefer_literal=True)
-def load_eighths(typing, source, target):
-    """Write ``LANES`` numbers of 8 bits as float32, divided by 256."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        code.store(code.eighth_bits(code.load(args[0], _BYTES)), args[1])
+        source, target = args
+        for first in range(0, CODE_BYTES, LANES):
+            halves = code.units(code.load(code.at(source, first), _BYTES))
+            for column, units in zip((first, first + CODE_BYTES), halves, strict=True):
+                code.store(units, code.at(target, 4 * column))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
-def load_quarters(typing, source, header, target):
-    """Write a group of 4 bits as float32: ``code * scale + minimum``."""
+def copy_group(typing, source, target):
+    """Copy the bytes of a group of codes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         code = _Code(builder)
-        source, header, target = args
-        scale, minimum = (
-            code.splat(builder.fpext(code.load(code.at(header, offset), _F16), _F32)) for offset in (0, 2)
-        )
-        for first in range(0, CODE_BYTES, LANES):
-            halves = code.quarter_bits(code.load(code.at(source, first), _BYTES))
-            for column, number in zip((first, first + CODE_BYTES), halves, strict=True):
-                code.store(code.multiply_add(number, scale, minimum), code.at(target, 4 * column))
+        code.store(code.load(args[0], _CODES), args[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def part_group(typing, row):
+    """Order the numbers of a group as :func:`load_units_transposed` orders codes: even places, then odd ones."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        found = [code.load(code.at(args[0], 4 * i)) for i in range(0, GROUP, LANES)]
+        for odd in (0, 1):
+            lanes = [2 * i + odd for i in range(LANES)]
+            for i, pair in enumerate(zip(found[::2], found[1::2], strict=True)):
+                code.store(code.pick(*pair, lanes), code.at(args[0], 4 * (odd * CODE_BYTES + i * LANES)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def join_group(typing, row):
+    """Undo :func:`part_group`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        found = [code.load(code.at(args[0], 4 * i)) for i in range(0, GROUP, LANES)]
+        half = len(found) // 2
+        for i, pair in enumerate(zip(found[:half], found[half:], strict=True)):
+            for upper in (0, 1):
+                lanes = [(upper * LANES + j) // 2 + LANES * (j % 2) for j in range(LANES)]
+                code.store(code.pick(*pair, lanes), code.at(args[0], 4 * LANES * (2 * i + upper)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def turn_across(typing, left, right):
+    """``left, right = left + right, left - right``, ``LANES`` float32 numbers each."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        left, right = (code.load(address) for address in args)
+        code.store(builder.fadd(left, right), args[0])
+        code.store(builder.fsub(left, right), args[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def turn_within(typing, row, factor):
+    """Multiply ``LANES`` float32 numbers by Hadamard's matrix of this size, and by a factor."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        found, step = code.load(args[0]), 1
+        while step < LANES:
+            signs = ir.Constant(_FLOATS, [ir.Constant(_F32, -1.0 if lane & step else 1.0) for lane in range(LANES)])
+            exchanged = code.pick(found, found, [lane ^ step for lane in range(LANES)])
+            found = code.multiply_add(found, signs, exchanged)
+            step *= 2
+        code.store(builder.fmul(found, code.splat(args[1])), args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def normalise_numbers(typing, row, means, scales):
+    """``(number - mean) / scale`` of ``LANES`` float32 numbers, within limits; 0 for NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        found, means, scales = (code.load(address) for address in args)
+        found = builder.fdiv(builder.fsub(found, means), scales)
+        found = builder.select(builder.fcmp_unordered("uno", found, found), _floats(0.0), found)
+        found = code.maximum(code.minimum(found, _floats(MAX_NUMBER)), _floats(-MAX_NUMBER))
+        code.store(found, args[0])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
+def keep_largest(typing, source, target):
+    """``target = max(target, |source|)``, ``LANES`` float32 numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        code.store(code.maximum(code.size(code.load(args[0])), code.load(args[1])), args[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def encode_numbers(typing, source, step, target, sums):
+    """Write the codes of ``2 * LANES`` float32 numbers to as many halves of bytes.
+
+    To ``sums`` ([2 * LANES]) are added the products of numbers and codes (less that of 0), and the codes' squares.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        source, step, target, sums = args
+        step, found = code.splat(step), []
+        products, squares = code.load(sums), code.load(code.at(sums, 4 * LANES))
+        for i in range(2):
+            number = code.load(code.at(source, 4 * LANES * i))
+            place = code.floor(builder.fadd(builder.fdiv(number, step), _floats(MIDDLE + 0.5)))
+            place = code.maximum(code.minimum(place, _floats(MAX_CODE)), _floats(0.0))
+            unit = builder.fsub(place, _floats(MIDDLE))
+            products, squares = code.multiply_add(number, unit, products), code.multiply_add(unit, unit, squares)
+            found.append(builder.fptosi(place, _INTS))
+        code.store(products, sums)
+        code.store(squares, code.at(sums, 4 * LANES))
+        even, odd = (code.pick(*found, [2 * i + first for i in range(LANES)]) for first in (0, 1))
+        code.store(builder.trunc(builder.or_(even, builder.shl(odd, _ints(4))), _BYTES), target)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -371,18 +471,32 @@ def add_numbers(typing, source, target, factor, keep):
 
 
 @intrinsic(prefer_literal=True)
-def scale_numbers(typing, target, factors, factor, terms, weight):
-    """``target = target * factors * factor + terms * weight``, ``LANES`` float32 numbers."""
+def scale_numbers(typing, target, factors, terms, weight):
+    """``target = target * factors + terms * weight``, ``LANES`` float32 numbers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         code = _Code(builder)
-        target, factors, factor, terms, weight = args
-        scaled = builder.fmul(code.load(factors), code.splat(factor))
+        target, factors, terms, weight = args
         added = builder.fmul(code.load(terms), code.splat(weight))
-        code.store(code.multiply_add(code.load(target), scaled, added), target)
+        code.store(code.multiply_add(code.load(target), code.load(factors), added), target)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.float32, types.int64, types.float32), codegen
+    return types.void(*[types.int64] * 3, types.float32), codegen
+
+
+@intrinsic(prefer_literal=True)
+def multiply_numbers(typing, count, row, factors):
+    """Multiply ``count`` float32 numbers by others."""
+    size = count.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _Code(builder)
+        for i in range(0, 4 * size, 4 * LANES):
+            place = code.at(args[1], i)
+            code.store(builder.fmul(code.load(place), code.load(code.at(args[2], i))), place)
+        return context.get_dummy_value()
+
+    return types.void(count, types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -397,23 +511,25 @@ def sum_of_products(typing, left, right):
 
 
 @intrinsic(prefer_literal=True)
-def half_bits(typing, number):
-    """Bits of a float32 number rounded to float16."""
+def largest_number(typing, row):
+    """The largest of ``LANES`` float32 numbers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.bitcast(builder.fptrunc(args[0], _F16), _I16), _I32)
+        code = _Code(builder)
+        return code.halves(code.load(args[0]), code.maximum)
 
-    return types.int32(types.float32), codegen
+    return types.float32(types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
-def half_number(typing, bits):
-    """The number of the bits of a float16."""
+def sum_of_numbers(typing, row):
+    """Sum of ``LANES`` float32 numbers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(builder.trunc(args[0], _I16), _F16), _F32)
+        code = _Code(builder)
+        return code.halves(code.load(args[0]), builder.fadd)
 
-    return types.float32(types.int32), codegen
+    return types.float32(types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -32,10 +32,13 @@ NO_SLOT = 1 << 62
     K,  # address of the arena's keys
     V,  # address of the arena's values
     KIND,  # number: kind of the arenas
-    K_MEAN,  # address [num_layers, num_kv_heads, head_dim], float32, of the model's keys; 0: no span has few bits
-    K_DEVIATION,  # likewise
+    K_MEAN,  # address [num_layers, num_kv_heads, head_dim], float32, of the model's keys; 0: no span has 4 bits
+    K_SCALE,  # likewise
     V_MEAN,  # likewise, of its values
-    V_DEVIATION,  # likewise
+    V_SCALE,  # likewise
+    K_STEPS,  # address [rows of 4 bits], bfloat16: steps of the arena's keys
+    V_STEPS,  # likewise, of its values
+    ROTATION,  # address [head_dim, head_dim], float32
     HEAD_DIM,  # number
     V_HEAD_DIM,  # number, at most HEAD_DIM
     NUM_HEADS,  # number of KV heads
@@ -67,4 +70,4 @@ NO_SLOT = 1 << 62
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
     NUM_WORDS,
-) = range(48)
+) = range(51)
