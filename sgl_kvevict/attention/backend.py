@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
@@ -31,7 +31,7 @@ def build_attention(
     on_all_ranks: Callable[[bool], bool] = bool,
     *,
     verifies: bool = False,
-    statistics: RowStatistics | None = None,
+    coding: RowCoding | None = None,
 ) -> Attention:
     """Build the configured implementation on the arenas' device.
 
@@ -43,7 +43,7 @@ def build_attention(
         q_dtype: of the queries, where the arena holds float8.
         on_all_ranks: whether a condition holds on all tensor-parallel ranks; default: there is one rank.
         verifies: some batches are trees of draft tokens (:attr:`AttentionBatch.visible`).
-        statistics: of the model, by which rows of 8 and 4 bits are read; None: no span has such rows.
+        coding: of the arenas' rows of 4 bits; None: no span has such rows.
 
     Raises:
         UnsupportedSetupError: see :func:`resolve_attention`; or 'flashinfer' is configured, and the model keeps latents
@@ -55,10 +55,10 @@ def build_attention(
     if chosen == "numba":
         from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 
-        return NumbaAttention(geometry, k_arena, v_arena, statistics)
+        return NumbaAttention(geometry, k_arena, v_arena, coding)
     if chosen == "torch":
-        return TorchAttention(geometry, k_arena, v_arena, statistics)
-    triton = partial(_build_triton, geometry, k_arena, v_arena, q_dtype, on_all_ranks, verifies, statistics)
+        return TorchAttention(geometry, k_arena, v_arena, coding)
+    triton = partial(_build_triton, geometry, k_arena, v_arena, q_dtype, on_all_ranks, verifies, coding)
     if chosen == "triton":
         return triton()
     if geometry.is_latent:
@@ -86,16 +86,14 @@ def _build_triton(
     q_dtype: torch.dtype | None,
     on_all_ranks: Callable[[bool], bool],
     verifies: bool,
-    statistics: RowStatistics | None,
+    coding: RowCoding | None,
 ) -> CapturableAttention:
     from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
     from sgl_kvevict.attention.triton.attention import TritonAttention
 
     on_gpu = k_arena.is_cuda
     plain_prefill = find_plain_prefill(geometry, k_arena, v_arena, on_all_ranks) if on_gpu else None
-    attention = TritonAttention(
-        geometry, k_arena, v_arena, q_dtype, plain_prefill, verifies=verifies, statistics=statistics
-    )
+    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, verifies=verifies, coding=coding)
     if on_gpu:
         attention.warm_up()
     return attention

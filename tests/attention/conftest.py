@@ -16,7 +16,7 @@ from helpers.torch_flashinfer import Plan, use_torch_kernels
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
-from kvevict_kernels.row_codec import RowStatistics, encode_rows, load_rows, rows_per_slot, write_rows
+from kvevict_kernels.row_codec import RowCoding, RowStatistics, encode_rows, rows_per_slot, write_rows
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
@@ -49,17 +49,16 @@ class World:
         self.compressed_lens: list[int] = []
         self.seq_lens: list[int] = []
         self.rows: list[int] = []
-        self.statistics: RowStatistics | None = None
+        self.coding: RowCoding | None = None
         self.attention: Attention = TorchAttention(geometry, self.k, self.v)
         self.sink_logits: Tensor | None = None
 
     def learn(self) -> None:
-        """Make up statistics of a model, so that spans may have rows of 8 and 4 bits."""
+        """Make up statistics of a model, so that spans may have rows of 4 bits."""
         geometry = self.geometry
         shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
-        self.statistics = RowStatistics(
-            *(x for _ in "kv" for x in (torch.randn(shape), torch.randn(shape).div(2).exp()))
-        )
+        statistics = RowStatistics(*(x for _ in "kv" for x in (torch.randn(shape), torch.randn(shape).div(2).exp())))
+        self.coding = RowCoding.of(self.k, statistics)
 
     def span(
         self, lens: Tensor, num_tokens: int, start: int = 0, bits: int = 16, *, is_counted: bool = True
@@ -85,9 +84,9 @@ class World:
             if bits == 16:
                 arena.view(-1, width)[rows] = numbers.to(self.dtype)
                 continue
-            assert self.statistics is not None
-            mean, deviation = self.statistics.of_runs(runs)[is_v]
-            write_rows(arena, rows, bits, encode_rows(mean + deviation * numbers, mean, deviation, bits))
+            assert self.coding is not None
+            mean, scale = self.coding.statistics.of_runs(runs)[is_v]
+            write_rows(arena, rows, encode_rows(mean + scale * numbers, mean, scale), self.coding.steps(is_v))
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
         kept = [torch.randperm(num_tokens)[:length].sort().values for length in lens.flatten().tolist()]
         positions = torch.cat(kept).int() + start if self.geometry.has_windows else None
@@ -146,7 +145,7 @@ class World:
 
         The plain implementation itself is compared with PyTorch's attention on dense keys and masks.
         """
-        plain = TorchAttention(self.geometry, self.k, self.v, self.statistics)
+        plain = TorchAttention(self.geometry, self.k, self.v, self.coding)
         plain.plan(self.batch(extend_lens))
         out, lse = plain.run(layer, q.float(), self.sm_scale, self.sink_logits)
         dense_out, dense_lse = self.dense(layer, q.float(), extend_lens)
@@ -211,10 +210,8 @@ class World:
         own_positions = torch.arange(self.compressed_lens[i], self.seq_lens[i])
         slots = self.req_to_token[self.rows[i], own_positions].long()
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
-        statistics = (None, None) if self.statistics is None else self.statistics.of_run(layer, head)
         k, v = (
-            torch.cat([load_rows(arena, *rows, of_arena) for rows in (*runs, (own, 16))])
-            for arena, of_arena in zip((self.k, self.v), statistics, strict=True)
+            torch.cat([self._numbers(is_v, *of_span, layer, head) for of_span in (*runs, (own, 16))]) for is_v in (0, 1)
         )
         of_runs = [
             torch.zeros(len(rows)) if span.positions is None else span.positions[place]
@@ -222,6 +219,15 @@ class World:
         ]
         positions = torch.cat([*of_runs, own_positions])
         return k, v, positions
+
+    def _numbers(self, is_v: int, rows: Tensor, bits: int, layer: int, head: int) -> Tensor:
+        """Those of keys' rows (0) or of values' (1), float32."""
+        arena = self.v if is_v else self.k
+        if bits == 16:
+            return arena.view(-1, arena.shape[-1])[rows].float()
+        assert self.coding is not None
+        runs = torch.full_like(rows, layer * self.geometry.num_kv_heads + head)
+        return self.coding.load(arena, rows, runs, is_v=bool(is_v))
 
     def _rows(self, parts: list[Tensor], extend_lens: list[int]) -> Tensor:
         """[num_new_tokens, num_qo_heads, ...] from one part per (request, q head)."""
@@ -287,17 +293,17 @@ def device(request: pytest.FixtureRequest) -> str:
 
 def numba(world: World) -> Attention:
     """Compiled for a CPU."""
-    return NumbaAttention(world.geometry, world.k, world.v, world.statistics)
+    return NumbaAttention(world.geometry, world.k, world.v, world.coding)
 
 
 def plain(world: World) -> Attention:
     """PyTorch."""
-    return TorchAttention(world.geometry, world.k, world.v, world.statistics)
+    return TorchAttention(world.geometry, world.k, world.v, world.coding)
 
 
 def triton(world: World) -> Attention:
     """Kernels for a GPU."""
-    return TritonAttention(world.geometry, world.k, world.v, statistics=world.statistics)
+    return TritonAttention(world.geometry, world.k, world.v, coding=world.coding)
 
 
 @pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, plain, triton)])

@@ -1,4 +1,4 @@
-"""Spans of 8 and 4 bits in every implementation, beside attention to the decoded rows."""
+"""Spans of 4 bits in every implementation, beside attention to the decoded rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.row_codec import WIDTHS, RowCoding, RowStatistics
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import TorchAttention
 from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
@@ -33,12 +33,11 @@ POOLS = [
     (128, torch.bfloat16),
 ]
 """head_dim and dtype."""
-BITS = [8, 4]
 
 
 def both_widths(world: World, longest: int, start: int = 0) -> tuple[SpanRuns, SpanRuns]:
-    """The spans of a segment whose best entries have 8 bits, and others 4."""
-    wide = world.uneven_span(longest, start, bits=8)
+    """The spans of a segment some of whose entries have 16 bits, and others 4."""
+    wide = world.uneven_span(longest, start)
     return wide, world.uneven_span(longest, start, bits=4, is_counted=False)
 
 
@@ -53,22 +52,21 @@ def mixed_requests(world: World) -> None:
     world.add((full, *shared), 20)
     world.add((full, *shared, *deep), 1)
     world.add((world.uneven_span(70, bits=4),), 12)
-    world.add((world.uneven_span(33, bits=8),), 1)
+    world.add((world.uneven_span(33, bits=4),), 1)
     world.add((empty,), 1)
     world.add((), 7)
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
-@pytest.mark.parametrize("bits", BITS)
-def test_decode_of_each_width(build: Build, make_world: MakeWorld, bits: int, pool: tuple[int, torch.dtype]) -> None:
+def test_decode_of_4_bits(build: Build, make_world: MakeWorld, pool: tuple[int, torch.dtype]) -> None:
     """Alone, shared by requests at different depths, more entries than a block of keys, and none."""
     head_dim, dtype = pool
     world = make_world(2, 3, head_dim, dtype=dtype, num_token_slots=700)
     world.learn()
-    shared = world.uneven_span(90, bits=bits)
+    shared = world.uneven_span(90, bits=4)
     world.add((shared,), 9)
-    world.add((world.uneven_span(20, bits=bits), shared), 1)
-    world.add((world.span(torch.zeros_like(shared.lens), num_tokens=3, bits=bits),), 4)
+    world.add((world.uneven_span(20, bits=4), shared), 1)
+    world.add((world.span(torch.zeros_like(shared.lens), num_tokens=3, bits=4),), 4)
     world.check(build(world))
 
 
@@ -110,7 +108,7 @@ def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: tor
     world.check(attention, news, *noises)
 
 
-@pytest.mark.parametrize("bits", [16, *BITS])
+@pytest.mark.parametrize("bits", WIDTHS)
 def test_prefills_over_rows_of_one_width(build: Build, make_world: MakeWorld, bits: int) -> None:
     """Of few and of many new tokens, over one shared span; spans of other widths are nowhere."""
     world = make_world(2, 3, 64, dtype=torch.float32, num_token_slots=1200)
@@ -151,15 +149,14 @@ def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bo
     world.check(attention, news)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_span_that_only_one_layer_and_head_has(build: Build, make_world: MakeWorld, bits: int) -> None:
+def test_a_span_that_only_one_layer_and_head_has(build: Build, make_world: MakeWorld) -> None:
     """As many rows of a width as one head slot holds, and one more; statistics are of the run's layer and head."""
     world = make_world(3, 2, 64, dtype=torch.float32, num_token_slots=100)
     world.learn()
-    for count in (1, 2, 3, 4, 6, 7):
+    for count in (1, 2, 4, 5, 8, 9):
         lens = torch.zeros(2, 3, dtype=torch.int32)
         lens[1, 2] = count
-        world.add((world.span(lens, num_tokens=9, bits=bits),), 2)
+        world.add((world.span(lens, num_tokens=9, bits=4),), 2)
     world.check(build(world))
 
 
@@ -167,7 +164,7 @@ def test_chunks_of_a_long_span(build: Build, make_world: MakeWorld) -> None:
     """More entries than one partial result has, on one KV head, beside short ones."""
     world = make_world(2, 4, 32, dtype=torch.float32, num_layers=1, num_token_slots=1200)
     world.learn()
-    long = [world.span(torch.tensor([[700, 3]]), num_tokens=800, bits=bits) for bits in BITS]
+    long = [world.span(torch.tensor([[700, 3]]), num_tokens=800, bits=bits) for bits in WIDTHS]
     for span in long:
         world.add((span,), 5)
         world.add((span,), 70)
@@ -184,7 +181,7 @@ def test_trees_of_drafts(build: Build, make_world: MakeWorld, windows: tuple[int
     for i in range(len(world.paths)):
         world.grow(i, 4)
     batch = replace(world.batch([4] * 7), visible=torch.tensor(bits_of_tree * 7))
-    attention, plain = build(world), TorchAttention(world.geometry, world.k, world.v, world.statistics)
+    attention, plain = build(world), TorchAttention(world.geometry, world.k, world.v, world.coding)
     for implementation in (attention, plain):
         implementation.plan(batch)
     for layer in range(2):
@@ -200,7 +197,7 @@ def test_a_captured_step_follows_spans_of_other_widths(make_world: MakeWorld, wi
     """Recorded launches read the width of a span from each replay's tables."""
     world = make_world(2, 2, 32, dtype=torch.float32, windows=windows, num_token_slots=900)
     world.learn()
-    attention = TritonAttention(world.geometry, world.k, world.v, statistics=world.statistics)
+    attention = TritonAttention(world.geometry, world.k, world.v, coding=world.coding)
     attention.start_capture(7)
     mixed_requests(world)
     for _ in range(3):
@@ -217,7 +214,7 @@ def test_a_captured_step_follows_spans_of_other_widths(make_world: MakeWorld, wi
         world.remove(2)
         world.remove(0)
         if len(world.paths) < 4:
-            world.add((world.uneven_span(40, bits=8),), 3)
+            world.add((world.uneven_span(40, bits=4),), 3)
 
 
 def test_a_row_outside_of_the_pool_is_reported(make_world: MakeWorld) -> None:
@@ -225,19 +222,19 @@ def test_a_row_outside_of_the_pool_is_reported(make_world: MakeWorld) -> None:
     world.learn()
     span = world.span(torch.full((2, 2), 9), num_tokens=9, bits=4)
     world.add((span,), 2)
-    attention = NumbaAttention(world.geometry, world.k, world.v, world.statistics)
+    attention = NumbaAttention(world.geometry, world.k, world.v, world.coding)
     attention.plan(world.batch())
-    span.rows[20] = 3 * world.geometry.num_head_slots
+    span.rows[20] = 4 * world.geometry.num_head_slots
     with pytest.raises(IndexError, match=f"head slot {world.geometry.num_head_slots}: the arena has"):
         attention.run(1, world.queries(), world.sm_scale)
 
 
-def test_spans_of_few_bits_need_statistics(build: Build, make_world: MakeWorld) -> None:
+def test_spans_of_4_bits_need_a_coding(build: Build, make_world: MakeWorld) -> None:
     world = make_world(2, 2, 32)
     world.learn()
     span = world.uneven_span(10, bits=4)
     world.add((span,), 3)
-    world.statistics = None
+    world.coding = None
     attention = build(world)
     with pytest.raises(InvariantError, match="a span has rows of 4 bits, which this attention was not built to read"):
         attention.plan(world.batch())
@@ -247,16 +244,17 @@ def test_spans_of_few_bits_need_statistics(build: Build, make_world: MakeWorld) 
 def test_flashinfer_reads_rows_of_16_bits_only(make_world: MakeWorld) -> None:
     world = make_world(2, 2, 64)
     world.learn()
-    world.add((world.uneven_span(10), world.uneven_span(10, bits=8, is_counted=False)), 3)
+    world.add((world.uneven_span(10), world.uneven_span(10, bits=4, is_counted=False)), 3)
     attention = FlashInferAttention(world.geometry, world.k, world.v)
-    with pytest.raises(InvariantError, match="a span has rows of 8 bits"):
+    with pytest.raises(InvariantError, match="a span has rows of 4 bits"):
         attention.plan(world.batch())
 
 
 @pytest.mark.parametrize("head_dim", [48, 64])
-def test_statistics_that_do_not_fit_are_refused(build: Build, make_world: MakeWorld, head_dim: int) -> None:
+def test_a_coding_that_does_not_fit_is_refused(build: Build, make_world: MakeWorld, head_dim: int) -> None:
     world = make_world(2, 2, head_dim)
     ones = torch.ones(2, 2 if head_dim == 48 else 3, head_dim)
-    world.statistics = RowStatistics(ones, ones, ones, ones)
+    steps = torch.ones(4 * world.geometry.num_head_slots).bfloat16()
+    world.coding = RowCoding(RowStatistics(ones, ones, ones, ones), steps, steps)
     with pytest.raises(ValueError, match="statistics: "):
         build(world)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.row_codec import WIDTHS, RowStatistics, load_rows
+from kvevict_kernels.row_codec import WIDTHS, RowCoding
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.interface import with_sink_logits
@@ -69,7 +69,7 @@ class LongPrefill:
     k_arena: Tensor  # [num_layers, num_token_slots, num_kv_heads, head_dim]
     v_arena: Tensor  # like ``k_arena``, or the first columns of its rows
     windows: tuple[int, ...] = ()  # of the layers, see :attr:`KVGeometry.windows`
-    statistics: RowStatistics | None = None  # by which rows of fewer than 16 bits are read
+    coding: RowCoding | None = None  # of rows of 4 bits
     _bounds: WeakKeyDictionary[SpanRuns, tuple[list[list[int]], list[list[int]]]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -164,11 +164,18 @@ class LongPrefill:
 
     def _rows(self, rows: list[tuple[Tensor, int]], layer: int, head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V of rows, each list with its bits, one after the other: [num_rows, 1, head_dim], in ``dtype``."""
-        both = []
-        for is_v, arena in enumerate((self.k_arena, self.v_arena)):
-            of_layer = None if self.statistics is None else self.statistics.of_run(layer, head)[is_v]
-            both.append(torch.cat([load_rows(arena, *of_span, of_layer, dtype) for of_span in rows])[:, None])
-        return both[0], both[1]
+        both: list[list[Tensor]] = [[], []]
+        for of_span, bits in rows:
+            for found, is_v, arena in zip(both, (False, True), (self.k_arena, self.v_arena), strict=True):
+                if bits == WIDTHS[0]:
+                    stored = arena.view(-1, arena.shape[-1]).index_select(0, of_span)
+                else:
+                    assert self.coding is not None
+                    runs = torch.full_like(of_span, layer * self.k_arena.shape[2] + head)
+                    stored = self.coding.load(arena, of_span, runs, is_v=is_v)
+                found.append(stored.to(dtype))
+        k, v = (torch.cat(found)[:, None] for found in both)
+        return k, v
 
     def _run(self, span: SpanRuns, layer: int, head: int, block: _QueryBlock | None) -> slice:
         """One run among the segment's entries, from the first one that a block sees; bounds are read once per span."""

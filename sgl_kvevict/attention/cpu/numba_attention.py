@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.span_attention import Layout, SpanAttention
 from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, RecentBatches, require_widths
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
@@ -28,17 +28,15 @@ class NumbaAttention:
     Arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena or of statistics.
+        ValueError: wrong shape, dtype or device of an arena or of the coding.
         RuntimeError: this machine cannot run it (``span_attention.reason_not_to_run``).
     """
 
-    def __init__(
-        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, statistics: RowStatistics | None = None
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, coding: RowCoding | None = None) -> None:
         self.geometry = geometry
-        self._has_statistics = statistics is not None
-        self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads, statistics)
-        self._prefill = LongPrefill(k_arena, v_arena, geometry.windows, statistics)
+        self._has_coding = coding is not None
+        self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads, coding)
+        self._prefill = LongPrefill(k_arena, v_arena, geometry.windows, coding)
         self._recent: RecentBatches[BatchKey, Layout] = RecentBatches()
         self._layout: Layout | None = None
         self._long: list[PrefillRequest] = []
@@ -49,7 +47,7 @@ class NumbaAttention:
 
         The layout of spans is kept until other requests or spans are read; a step only adds the places of the suffixes.
         """
-        require_widths(batch.paths, has_statistics=self._has_statistics)
+        require_widths(batch.paths, has_statistics=self._has_coding)
         new_lens = batch.new_lens
         self._num_new = sum(new_lens)
         self._long = self._prefill.plan(batch, [i for i, new in enumerate(new_lens) if new > MAX_SHORT_TOKENS])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
 from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.row_codec import RowStatistics, check_statistics, load_rows
+from kvevict_kernels.row_codec import RowCoding, check_coding
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.attention.batch import AttentionBatch, require_widths
 from sgl_kvevict.errors import InvariantError
@@ -24,24 +24,22 @@ class TorchAttention:
     """Reference implementation; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena or of statistics.
+        ValueError: wrong shape, dtype or device of an arena or of the coding.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, statistics: RowStatistics | None = None
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, coding: RowCoding | None = None) -> None:
         check_arenas(k_arena, v_arena, geometry.arena_shape, (*KV_DTYPES, FP8))
-        check_statistics(k_arena, statistics)
+        check_coding(k_arena, coding)
         self.geometry = geometry
         self._arenas = (k_arena, v_arena)
-        self._statistics = statistics
+        self._coding = coding
         self._k_rows = k_arena.view(-1, geometry.head_dim)
         self._v_rows = v_arena.view(-1, geometry.v_head_dim)
         self._batch: AttentionBatch | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
         """Remember the batch; see :meth:`sgl_kvevict.attention.interface.Attention.plan`."""
-        require_widths(batch.paths, has_statistics=self._statistics is not None)
+        require_widths(batch.paths, has_statistics=self._coding is not None)
         self._batch = batch
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -90,7 +88,7 @@ class TorchAttention:
             start = int(span.starts[layer, head])
             run = slice(start, start + int(span.lens[layer, head]))
             rows = span.rows[run].long()
-            k, v = self._stored(layer, rows) if span.bits == 16 else self._decoded(layer, head, rows, span.bits)
+            k, v = self._stored(layer, rows) if span.bits == 16 else self._decoded(layer, head, rows)
             keys.append(k)
             values.append(v)
             if span.positions is not None:
@@ -107,13 +105,11 @@ class TorchAttention:
         k_scale, v_scale = self.geometry.scales.of(layer)
         return gather_rows(self._k_rows, rows, k_scale).float(), gather_rows(self._v_rows, rows, v_scale).float()
 
-    def _decoded(self, layer: int, head: int, rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-        """K and V of rows of fewer bits, float32."""
-        assert self._statistics is not None
-        k, v = (
-            load_rows(arena, rows, bits, of_arena)
-            for arena, of_arena in zip(self._arenas, self._statistics.of_run(layer, head), strict=True)
-        )
+    def _decoded(self, layer: int, head: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of rows of 4 bits, float32."""
+        assert self._coding is not None
+        runs = torch.full_like(rows, layer * self.geometry.num_kv_heads + head)
+        k, v = (self._coding.load(arena, rows, runs, is_v=bool(is_v)) for is_v, arena in enumerate(self._arenas))
         return k, v
 
 
