@@ -1,0 +1,41 @@
+"""What rows of 4 bits that an implementation writes have in common with those of the definition (``row_codec.py``).
+
+Implementations add up in orders of their own, so a number on the boundary of two codes may get either.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.row_codec import MAX_CODE, STEP_BYTES, decode_rows
+
+LEAST_EQUAL = 0.995
+"""Part of all codes that are those of the definition."""
+ERROR_FACTOR, ERROR_NOISE = 1.001, 1e-6
+"""Of a row's squared error, in normalised numbers, beside the definition's."""
+STEP_FACTOR = 0.01
+"""By which steps may differ."""
+
+
+def codes_of(encoded: Tensor) -> Tensor:
+    """[n, head_dim], int64."""
+    packed = encoded[:, :-STEP_BYTES].long()
+    return torch.stack([packed & MAX_CODE, packed >> 4], dim=2).flatten(1)
+
+
+def steps_of(encoded: Tensor) -> Tensor:
+    """[n], float32."""
+    return encoded[:, -STEP_BYTES:].contiguous().view(torch.bfloat16)[:, 0].float()
+
+
+def assert_as_near(got: Tensor, want: Tensor, numbers: Tensor, mean: Tensor, scale: Tensor) -> None:
+    """Require encoded rows of ``numbers`` ([n, head_dim]) that are as near to them as those of the definition."""
+    assert got.shape == want.shape and got.dtype == torch.uint8
+
+    def errors(encoded: Tensor) -> Tensor:
+        return ((decode_rows(encoded, mean, scale) - numbers.float()) / scale).square().sum(1)
+
+    assert (errors(got) <= ERROR_FACTOR * errors(want) + ERROR_NOISE).all()
+    assert codes_of(got).eq(codes_of(want)).double().mean() >= LEAST_EQUAL
+    assert ((steps_of(got) - steps_of(want)).abs() <= STEP_FACTOR * steps_of(want)).all()
