@@ -23,9 +23,7 @@ class PrefillEvents(Protocol):
         Without ``is_cached`` nothing that it computes will be in the tree.
         """
 
-    def observe(
-        self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
-    ) -> Sequence[Recorder]:
+    def observe(self, reader: Reader, node: Node, start: int, end: int, prompt_len: int) -> Sequence[Recorder]:
         """A prefill of the tokens ``[start, end)`` (logical positions) of a request is about to run.
 
         ``node`` is the last node of its match, ``prompt_len`` the length of the whole prompt. Returns what records the
@@ -58,9 +56,7 @@ class Prefills:
         record.observation = self._compressor.new_observation() if is_of_use else None
         return record
 
-    def observe(
-        self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
-    ) -> Sequence[Recorder]:
+    def observe(self, reader: Reader, node: Node, start: int, end: int, prompt_len: int) -> Sequence[Recorder]:
         """The request's observation; none for decode rows of a mixed batch, and prompts too short to compress."""
         observation = self._readers[reader].observation
         num_tokens = self._compressor.end_of(prompt_len)

@@ -82,9 +82,7 @@ class TextPrefills:
         record.observation = self.prompt if self.attention is None else None
         return record
 
-    def observe(
-        self, reader: Req, node: Node, start: int, end: int, prompt_len: int
-    ) -> Sequence[Recorder]:
+    def observe(self, reader: Req, node: Node, start: int, end: int, prompt_len: int) -> Sequence[Recorder]:
         """What records a chunk of the text, or of a repetition that has come to its end."""
         attention = self.attention
         if attention is None:
