@@ -14,7 +14,7 @@ from sgl_kvevict.errors import ConfigError, shown
 
 DETAILS = "cached_tokens_details"
 """Key of ``meta_info``."""
-WIDTHS = (16, 8, 4)
+WIDTHS = (16, 4)
 """Bits of a number in the rows of compressed prefixes; 16 stands for the pool's own type, whatever it is."""
 COMPRESSED = "kvevict_compressed"
 PERCENT = {bits: f"kvevict_percent_{bits}_bits" for bits in WIDTHS}
@@ -28,12 +28,12 @@ class CompressedRead:
 
     Attributes:
         num_tokens: compressed tokens.
-        shares: part of their entries that was read with rows of 16, 8 and 4 bits (:data:`WIDTHS`); the others had been
+        shares: part of their entries that was read with rows of 16 and of 4 bits (:data:`WIDTHS`); the others had been
             evicted.
     """
 
     num_tokens: int = 0
-    shares: tuple[float, ...] = (0.0, 0.0, 0.0)
+    shares: tuple[float, ...] = (0.0, 0.0)
 
     @property
     def share(self) -> float:

@@ -35,7 +35,7 @@ HOST_PER_POOL = 2
 """Bytes of ``host_bytes`` per byte of the pool by default: the default of SGLang's ``--hicache-ratio``."""
 LEAST_SHARE_OF_16_BITS = 0.1
 """Default of ``min_budget`` where rows have 16 bits."""
-Bits = Literal["auto", 16, 8, 4]
+Bits = Literal["auto", 16]
 """Of a number in a row: 16 as the pool stores it; auto: :func:`sgl_kvevict.widths.rows_that_fit`."""
 _as_written = lru_cache(256)(lambda share: Fraction(repr(share)).as_integer_ratio())
 """Numerator and denominator of a share's decimal notation; clients choose shares, too."""
@@ -100,10 +100,9 @@ class KVEvictConfig(BaseModel):
     )
     bits: Bits = Field(
         default="auto",
-        description="bits of a number in compressed prefixes. auto: the best fifth of the entries have 8, the rest 4; "
-        "where 8 and 4 cannot be read all have 16 (the log at start says why). 16, 8 or 4: all have that "
-        "many, but the first tokens (`sink_tokens`) always 16 (docs/design/prefix.md#packing)",
-        json_schema_extra={"allowed": "'auto', 16, 8 or 4"},
+        description="bits of a number in compressed prefixes. auto: 4, but the first tokens (`sink_tokens`) 16; where "
+        "4 cannot be read all have 16 (the log at start says why; docs/design/prefix.md#packing)",
+        json_schema_extra={"allowed": "'auto' or 16"},
     )
     min_budget: float | None = Field(
         default=0.05,

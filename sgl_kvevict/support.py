@@ -200,12 +200,6 @@ class AfterLoad(Kernels, HasTraits):
         return 16 if self.policy is None or self.why_16_bits else self.config.bits
 
     @property
-    def bits_refused(self) -> str:
-        """One sentence for each reason."""
-        field = f"bits is {self.config.bits}; allowed: 16 or 'auto'"
-        return "\n".join(f"{field}, because {reason}" for reason in self.why_16_bits)
-
-    @property
     def has_places(self) -> bool:
         """Prompts continue a cached prefix only where a window, or a state, is stored."""
         return self.windows_class is not None or self.has_states
@@ -470,7 +464,7 @@ ATTENTION: Table[AfterLoad] = {
 """What attention needs, of a model and of its draft model."""
 
 GROUP = 32
-"""Numbers of a row with one scale: ``kvevict_kernels.row_codec.GROUP``, without importing torch."""
+"""Numbers of a row that kernels read at once: ``kvevict_kernels.row_codec.GROUP``, without importing torch."""
 MAX_ROWS = 2**31 - 1024
 """Row numbers are int32; see ``kvevict_kernels.alloc_head_slots``."""
 BITS: Table[AfterLoad] = {
@@ -484,8 +478,8 @@ BITS: Table[AfterLoad] = {
     "windows": (lambda f: f.narrowest,
         "layers with sliding windows share the pool, and their entries go by position, not by worth"),
     "head_dim": (lambda f: not f.is_latent and f.head_dim % GROUP,
-        f"a scale is that of {GROUP} numbers, and the model's head_dim is {{f.head_dim}}"),
-    "rows": (lambda f: f.num_head_slots * (6 if f.dtype == "float32" else 3) > MAX_ROWS,
+        f"kernels read {GROUP} numbers of a row at once, and the model's head_dim is {{f.head_dim}}"),
+    "rows": (lambda f: f.num_head_slots * (8 if f.dtype == "float32" else 4) > MAX_ROWS,
         "the pool has {f.num_head_slots} head slots, and numbers of their rows would not fit 32 bits"),
     "weights": (lambda f: not f.has_weights,
         "the weights are random (--load-format dummy), so that keys and values have no statistics"),
@@ -497,7 +491,6 @@ BITS: Table[AfterLoad] = {
 AFTER_LOAD: Table[AfterLoad] = {
     **ATTENTION,
     **MODEL,
-    "bits": (lambda f: f.config.bits in (8, 4) and f.why_16_bits, "{f.bits_refused}"),
     "images that see later tokens": (lambda f: f.is_multimodal and f.sees_later,
         "an image's tokens attend to later ones of the same image, which causal attention would leave out; "
         "--language-model-only serves the model's text"),

@@ -1,8 +1,6 @@
-"""How many entries fit how many token slots in rows of 16, 8 and 4 bits: arithmetic on the host."""
+"""How many entries fit how many token slots in rows of 16 and of 4 bits: arithmetic on the host."""
 
 from __future__ import annotations
-
-from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from sgl_kvevict.config import Bits
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.widths import rows_that_fit
 
-SETTINGS: tuple[Bits, ...] = ("auto", 16, 8, 4)
+SETTINGS: tuple[Bits, ...] = ("auto", 16)
 
 
 def geometry(num_runs: int = 6, itemsize: int = 2) -> KVGeometry:
@@ -32,19 +30,10 @@ def in_place(
 
 @pytest.mark.parametrize(
     ("num_slots", "kept"),
-    [
-        (1000, {16: 1000}),
-        (999, {8: 1000}),
-        (500, {8: 1000}),
-        (450, {8: 700, 4: 300}),
-        (400, {8: 400, 4: 600}),
-        (200, {8: 110, 4: 435}),
-        (100, {8: 56, 4: 216}),
-        (50, {8: 28, 4: 108}),
-    ],
+    [(1000, {16: 1000}), (999, {4: 1000}), (250, {4: 1000}), (200, {4: 800}), (100, {4: 400}), (50, {4: 200})],
 )
-def test_bits_go_before_entries_do_and_the_best_keep_eight(num_slots: int, kept: dict[int, int]) -> None:
-    """Of 1,000 tokens; below 11/30 of the bytes one of 5 entries has 8 bits."""
+def test_bits_go_before_entries_do(num_slots: int, kept: dict[int, int]) -> None:
+    """Of 1,000 tokens; at a quarter of the bytes every entry is there."""
     assert in_place(num_slots, 1000) == kept
 
 
@@ -55,28 +44,25 @@ def test_a_head_slot_holds_as_many_rows_as_the_kernels_say(itemsize: int) -> Non
 
 
 def test_a_slot_of_float32_holds_twice_as_many() -> None:
-    assert in_place(250, 1000, itemsize=4) == {8: 1000}
-    assert in_place(200, 1000, itemsize=4) == {8: 400, 4: 600}
-    assert in_place(100, 1000, itemsize=4) == {8: 110, 4: 435}
+    assert in_place(125, 1000, itemsize=4) == {4: 1000}
+    assert in_place(100, 1000, itemsize=4) == {4: 800}
 
 
-@pytest.mark.parametrize(("bits", "kept"), [(16, {16: 200}), (8, {8: 400}), (4, {4: 600})])
-def test_rows_of_one_width(bits: Bits, kept: dict[int, int]) -> None:
-    assert in_place(200, 1000, bits) == kept and in_place(1000, 1000, bits) == {16: 1000}
+def test_rows_of_16_bits_alone() -> None:
+    assert in_place(200, 1000, 16) == {16: 200} and in_place(1000, 1000, 16) == {16: 1000}
 
 
 def test_sinks_keep_sixteen() -> None:
-    assert in_place(200, 1000, num_sinks=4) == {16: 4, 8: 108, 4: 426}
-    assert in_place(500, 1000, num_sinks=4) == {16: 4, 8: 984, 4: 12}
-    assert in_place(204, 1000, 4, num_sinks=4) == {16: 4, 4: 600} and in_place(4, 1000, num_sinks=4) == {16: 4}
+    assert in_place(204, 1000, num_sinks=4) == {16: 4, 4: 800}
+    assert in_place(500, 1000, num_sinks=4) == {16: 4, 4: 996}
+    assert in_place(4, 1000, num_sinks=4) == {16: 4}
 
 
 def test_no_entry_gets_wider_rows_than_it_has() -> None:
-    """Where few have 8 bits, the others take what is left."""
     of = geometry(1)
-    assert rows_that_fit(of, 100, 1000, "auto", num_whole=0, num_wide=0) == ((4, 300),)
-    assert rows_that_fit(of, 100, 1000, "auto", num_whole=0, num_wide=20) == ((8, 20), (4, 270))
-    assert rows_that_fit(of, 900, 1000, "auto", num_whole=0, num_wide=400) == ((8, 400), (4, 600))
+    assert rows_that_fit(of, 100, 1000, "auto", num_sinks=4, num_whole=0) == ((4, 400),)
+    assert rows_that_fit(of, 100, 1000, "auto", num_sinks=4, num_whole=2) == ((16, 2), (4, 392))
+    assert rows_that_fit(of, 900, 1000, "auto", num_whole=0) == ((4, 1000),)
 
 
 @settings(deadline=None)
@@ -92,13 +78,11 @@ def test_what_fits_is_never_more_and_hardly_less_than_the_slots_hold(
     num_runs: int, num_slots: int, num_entries: int, data: st.DataObject, bits: Bits, itemsize: int
 ) -> None:
     of = geometry(num_runs, itemsize)
-    num_wide = data.draw(st.integers(0, num_entries))
-    num_whole = data.draw(st.sampled_from([0, num_wide, num_entries]))
-    num_wide = max(num_wide, num_whole)
+    num_whole = data.draw(st.sampled_from([0, num_entries // 2, num_entries]))
     num_sinks = min(data.draw(st.integers(0, 4)) * num_runs, num_entries)
 
     def fitting(slots: int) -> dict[int, int]:
-        of_entries = {"num_sinks": num_sinks, "num_whole": num_whole, "num_wide": num_wide}
+        of_entries = {"num_sinks": num_sinks, "num_whole": num_whole}
         return dict(rows_that_fit(of, slots, num_entries, bits, **of_entries))
 
     parts, cells = fitting(num_slots), num_slots * num_runs
@@ -106,11 +90,11 @@ def test_what_fits_is_never_more_and_hardly_less_than_the_slots_hold(
     used, kept = of.head_slots_for(parts.items()), sum(parts.values())
     assert used <= cells and kept <= num_entries
     if bits == "auto":
-        assert parts.get(16, 0) + parts.get(8, 0) <= max(num_wide, num_whole)
         whole = parts.get(16, 0)
-        if num_entries - whole <= (cells - whole) * 30 / 11 * itemsize / 2 - num_runs:
+        assert whole <= num_whole
+        if num_entries - whole <= (cells - whole) * of.rows_per_slot(4):
             assert kept == num_entries
     if kept < num_entries:
-        assert used > cells - ceil(num_runs / of.rows_per_slot(8)) - 2
+        assert used == cells
     more = fitting(num_slots + 1)
     assert sum(more.values()) >= kept

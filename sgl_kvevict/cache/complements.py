@@ -42,7 +42,7 @@ class Complements:
         self._packer = compressor.packer
         self._guard = guard
         self._host = host
-        self._bits = {16: 16, 8: 8, 4: 4, "auto": 4}[compressor.config.bits]
+        self._bits = 16 if compressor.config.bits == 16 else 4
         self._of: dict[Segment, Complement] = {}
 
     def __getitem__(self, segment: Segment) -> Complement:

@@ -378,7 +378,7 @@ class Resizer:
     def resize(self, segment: Segment, num_slots: int) -> int:
         """Let a segment shrink.
 
-        The best entries of its order are written into the first of its slots, in rows of 16, 8 or 4 bits: how many of
+        The best entries of its order are written into the first of its slots, in rows of 16 or of 4 bits: how many of
         each fit into ``num_slots`` is :func:`~sgl_kvevict.widths.rows_that_fit` (docs/design/prefix.md, "Packing"). The
         other slots are released. Readers read the new rows from their next step on. While a reader must not move
         (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed and 0 slots are released.

@@ -130,7 +130,7 @@ def head_rows(about: Description, kept: KeptReport) -> list[tuple[str, ...]]:
     tokens, rows = kept.end - kept.start, []
     for number in range(kept.num_rows):
         layer, head = divmod(number, about.num_kv_heads)
-        counts = {bits: kept.entries[bits][number] if bits in kept.entries else 0 for bits in (16, 8, 4)}
+        counts = {bits: kept.entries[bits][number] if bits in kept.entries else 0 for bits in (16, 4)}
         total = sum(counts.values())
         share = f"{total / tokens:.0%}"
         rows.append((str(layer), str(head), f"{total:,}", share, *(f"{count:,}" for count in counts.values())))

@@ -245,7 +245,7 @@ def _gauges(status: StatusReport) -> Text:
     text.append(f" ({gauges.tokens_per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
     text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers_per_span})")
     if gauges.span_tokens:
-        entries = {bits: getattr(gauges, f"{ENTRIES}{bits}") for bits in (16, 8, 4)}
+        entries = {bits: getattr(gauges, f"{ENTRIES}{bits}") for bits in (16, 4)}
         shares = f"{gauges.share_of_bytes:.0%} of their bytes, {gauges.share_of_entries:.0%} of their entries"
         text.append(
             f"\n{gauges.span_tokens:,} of these tokens compressed to {show_bytes(gauges.span_bytes)}: {shares} ("

@@ -76,7 +76,7 @@ class Description(Reply):
     version: str  # of this package
     policy: str  # name of the policy
     budget: float  # share of the bytes
-    bits: Literal["auto", 16, 8, 4]  # of the rows of compressed prefixes
+    bits: Literal["auto", 16]  # of the rows of compressed prefixes
     slot_bytes: int  # bytes of a token slot on this rank
     num_layers: int  # of this rank
     num_kv_heads: int  # of this rank

@@ -94,7 +94,6 @@ class Gauges(msgspec.Struct, frozen=True):
     ]
     share_of_entries: Annotated[float, Meta(description="Share of their entries that is stored (1 if there are none).")]
     entries_16: Annotated[int, Meta(description="Entries of compressed tokens with rows as the pool stores them.")]
-    entries_8: Annotated[int, Meta(description="Entries with rows of 8 bits.")]
     entries_4: Annotated[int, Meta(description="Entries with rows of 4 bits.")]
     spans: Annotated[int, Meta(description="Compressed nodes in the tree.")]
     segments: Annotated[int, Meta(description="Segments that store them.")]

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.recode_rows import encoded_rows, recode_rows, temporary_bytes, write_encoded
-from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.copies import CopiedRows, CopiedShadow
 from sgl_kvevict.errors import InvariantError
@@ -35,7 +35,7 @@ class SegmentPacker(ArenaRows):
         k_arena: as in :class:`ArenaRows`, like ``v_arena``.
         drafts: rows of a draft model, which :meth:`rewrite` moves, too; None: there is no draft model. Segments from
             outside the pool have none, unless they bring some.
-        statistics: of the model, by which rows of 8 and 4 bits are written; None: all rows have 16.
+        coding: with what rows of 4 bits are written; None: all rows have 16.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class SegmentPacker(ArenaRows):
         k_arena: Tensor,
         v_arena: Tensor,
         drafts: DraftRows | None = None,
-        statistics: RowStatistics | None = None,
+        coding: RowCoding | None = None,
     ) -> None:
         super().__init__(geometry, k_arena, v_arena)
-        if statistics is not None and k_arena.element_size() != geometry.itemsize:
+        if coding is not None and k_arena.element_size() != geometry.itemsize:
             raise InvariantError(f"numbers of {k_arena.element_size()} bytes, expected {geometry.itemsize}")
         self.drafts = drafts
-        self.statistics = statistics
+        self.coding = coding
         self._no_shadow = None if drafts is None else drafts.absent()
 
     @property
@@ -63,7 +63,7 @@ class SegmentPacker(ArenaRows):
 
         They follow from its slots, because tensor-parallel ranks have different numbers of entries of each width.
         """
-        bits = 16 if self.statistics is None else 4
+        bits = 16 if self.coding is None else 4
         return segment.num_slots * self._slot_bytes(self.geometry.rows_per_slot(bits))
 
     def _slot_bytes(self, per_head_slot: int) -> int:
@@ -108,7 +108,7 @@ class SegmentPacker(ArenaRows):
         with accounting():
             if has_few_bits:
                 bits = torch.full_like(kept.rows, 16, dtype=torch.int8) if kept.bits is None else kept.bits
-                recode_rows(*self._moved, kept.rows, bits, sources.runs.int(), places, self.statistics, temporary)
+                recode_rows(*self._moved, kept.rows, bits, sources.runs.int(), places, self.coding, temporary)
             elif merge is None:
                 compact_kv(*self._moved, rows.rows, first.rows)
             else:
@@ -163,10 +163,10 @@ class SegmentPacker(ArenaRows):
         if bits == 16:
             k, v = (as_words(arena.flatten(0, 2))[rows.long()].view(arena.dtype) for arena in self._moved)
             return k, v
-        assert self.statistics is not None
+        assert self.coding is not None
         if before is None:
             before = torch.full_like(rows, 16, dtype=torch.int8)
-        return encoded_rows(*self._moved, rows, before, runs.int(), bits, self.statistics)
+        return encoded_rows(*self._moved, rows, before, runs.int(), bits, self.coding)
 
     def copy_shadow(self, sources: Sources) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive ranges of one path; None: there is no draft.
@@ -191,7 +191,8 @@ class SegmentPacker(ArenaRows):
                 k, v = (
                     of_arena.to(arena.device) for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True)
                 )
-                write_encoded(*self._moved, part.rows, part.bits, k, v)
+                assert self.coding is not None
+                write_encoded(*self._moved, part.rows, part.bits, k, v, self.coding)
                 continue
             for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True):
                 rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena.contiguous()).to(arena.device)

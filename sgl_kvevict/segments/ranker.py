@@ -26,7 +26,7 @@ from sgl_kvevict.widths import rows_that_fit
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    Without statistics of the model in ``packer``, rows have 16 bits, whatever ``config`` says. ``learned`` is for
+    Without a coding in ``packer``, rows have 16 bits, whatever ``config`` says. ``learned`` is for
     ``distilled``; ``slot_positions`` as in :class:`CachedRange`; entries are ranked on ``stream`` (None: at once, on
     the scheduler's).
     """
@@ -40,7 +40,7 @@ class Compressor:
 
     def __post_init__(self) -> None:
         policy, geometry = self.policy, self.packer.geometry
-        if self.packer.statistics is None:
+        if self.packer.coding is None:
             self.config = self.config.model_copy(update={"bits": 16})
         self.observes = ObservationSpec(geometry, policy.needs, policy.window_size)
 

@@ -1,6 +1,6 @@
 """Segments (ranges of one path that are compressed as a unit) and spans (the parts of segments that nodes hold).
 
-A segment has the best entries of its tokens, in token slots of its own. They may have rows of several widths (16, 8, 4
+A segment has the best entries of its tokens, in token slots of its own. They may have rows of several widths (16 and 4
 bits), each a *part* of its own. Entries are numbered part after part, in a part run after run, ascending by position;
 everything that is known of each entry (its order) travels by this number.
 
@@ -111,7 +111,7 @@ class Rows:
     slot.
 
     Attributes:
-        bits: of a number of a row: 16 (as the pool stores it), 8 or 4 (:mod:`kvevict_kernels.row_codec`).
+        bits: of a number of a row: 16 (as the pool stores it) or 4 (:mod:`kvevict_kernels.row_codec`).
         rows: [num_entries], int32, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
         indptr: [num_layers * num_kv_heads + 1], int32, start of each run.

@@ -269,10 +269,9 @@ class Sources:
 
     def _plan(self, num_slots: int, num_entries: int, bits: Bits, num_sink_tokens: int) -> tuple[Part, ...]:
         """See :func:`rows_that_fit`."""
-        whole, wide = (sum(part.count for part in self._parts if part.bits >= least) for least in (16, 8))
+        whole = sum(part.count for part in self._parts if part.bits == 16)
         sinks = max(min(num_sink_tokens, self.end) - self.start, 0) * self.geometry.num_runs
-        of_entries = {"num_sinks": sinks, "num_whole": whole, "num_wide": wide}
-        return rows_that_fit(self.geometry, num_slots, num_entries, bits, **of_entries)
+        return rows_that_fit(self.geometry, num_slots, num_entries, bits, num_sinks=sinks, num_whole=whole)
 
     def _kept(self, bits: int, places: Tensor, lens: Tensor) -> KeptRows:
         """Kept entries, given their places by run."""

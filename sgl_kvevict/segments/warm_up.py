@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvevict_kernels.row_codec import RowCoding
 from sgl_kvevict.distill import LearnedScores, ScoreWeights
 from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
 from sgl_kvevict.segments.prompt_observation import Observation
@@ -31,7 +32,9 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
-    packer = SegmentPacker(geometry, k, v, statistics=real.statistics)
+    packer = SegmentPacker(
+        geometry, k, v, coding=None if real.coding is None else RowCoding.of(k, real.coding.statistics)
+    )
     learned = compressor.learned
     if learned is not None:  # they may be unknown yet
         learned = LearnedScores(learned.rotary, ScoreWeights.zeros(geometry, device))

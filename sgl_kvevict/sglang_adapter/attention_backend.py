@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8, is_latent
-from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.row_codec import RowCoding, RowStatistics
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
 from sgl_kvevict.attention.interface import CompiledAttention
@@ -62,7 +62,8 @@ class KVEvictAttentionBackend(AttentionBackend):
     no spans. ``places`` are the full-attention layers, as in :func:`full_layers_of`.
 
     ``bits`` are those of compressed rows; ``why_16_bits``: why they are 16, whatever the configuration says;
-    ``statistics``, by which rows of fewer are read, are filled when they are found or learned (None: all have 16).
+    ``coding``: with what rows of 4 are read; its statistics are filled when they are found or learned (None: all have
+    16).
 
     Raises:
         UnsupportedSetupError: another radix cache is selected, or the configured attention does not support the device,
@@ -92,9 +93,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         verifies = not model_runner.spec_algorithm.is_none()
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
-        self.statistics = None if self.bits == 16 else _neutral_statistics(arena)
+        self.coding = None if self.bits == 16 else RowCoding.of(arena.k, _neutral_statistics(arena))
         self.attention = _build_attention(
-            config.attention, self.geometry, arena, model_runner.dtype, verifies, self.statistics
+            config.attention, self.geometry, arena, model_runner.dtype, verifies, self.coding
         )
         self._window_layers = _window_layers(model_runner, config.attention)
         if device.type == "cpu" and get_parallel().attn_dp_size > 1:
@@ -378,16 +379,14 @@ def _build_attention(
     arena: Arena,
     q_dtype: torch.dtype,
     verifies: bool = False,
-    statistics: RowStatistics | None = None,
+    coding: RowCoding | None = None,
 ) -> Attention:
     ranks = TensorRanks(get_parallel().attn_tp_group.cpu_group)
 
     def on_all_ranks(here: bool) -> bool:
         return all(there for (there,) in ranks.gather([here]))
 
-    return build_attention(
-        name, geometry, arena.k, arena.v, q_dtype, on_all_ranks, verifies=verifies, statistics=statistics
-    )
+    return build_attention(name, geometry, arena.k, arena.v, q_dtype, on_all_ranks, verifies=verifies, coding=coding)
 
 
 def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:

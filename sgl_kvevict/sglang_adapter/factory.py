@@ -93,15 +93,16 @@ def _assemble(
     drafts: DraftAttentionBackend | None,
 ) -> KVEvictTree:
     geometry, arena = backend.geometry, backend.arena
-    packer = SegmentPacker(geometry, arena.k, arena.v, None if drafts is None else drafts.rows, backend.statistics)
+    packer = SegmentPacker(geometry, arena.k, arena.v, None if drafts is None else drafts.rows, backend.coding)
     distilling = access = None
     compressor = Compressor(config, NO_POLICY, packer)
     if policy is not None:
         learned = None
         needs_scores = Signal.LEARNED_SCORES in policy.needs
-        if needs_scores or backend.statistics is not None:
+        statistics = None if backend.coding is None else backend.coding.statistics
+        if needs_scores or statistics is not None:
             distilling = Distilling(
-                config, ctx, geometry, arena.k.device, needs_scores=needs_scores, statistics=backend.statistics
+                config, ctx, geometry, arena.k.device, needs_scores=needs_scores, statistics=statistics
             )
         if needs_scores:
             assert distilling is not None
@@ -112,7 +113,7 @@ def _assemble(
         compressor = Compressor(config, policy, packer, learned, backend.slot_positions, stream)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
-        elif backend.statistics is not None:
+        elif backend.coding is not None:
             prepare_on_cpu(geometry.head_dim)
         access = open_access(
             config, ctx, geometry, arena.k.dtype, drafts, "" if distilling is None else distilling.digest

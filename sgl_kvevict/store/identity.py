@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import msgspec
 
 GROUP = 32
-"""Numbers of a row of 4 bits with one scale and minimum: ``kvevict_kernels.row_codec.GROUP``."""
-FORMAT_VERSION = 5
+"""head_dim is a multiple of it where rows have 4 bits: ``kvevict_kernels.row_codec.GROUP``."""
+STEP_BYTES = 2
+"""Of the step of a row of 4 bits: ``kvevict_kernels.row_codec.STEP_BYTES``."""
+FORMAT_VERSION = 6
 """Version of everything in a store. Segments of another version are never found."""
 BLOCK_TOKENS = 64
 """Tokens of a block: prefixes of whole blocks have names, by which segments are found."""
@@ -38,7 +40,7 @@ class StoreIdentity:
         own_value_dim: width of values; 0 if they are a part of the keys' rows (latent attention).
         rotary: hash of the rotary embedding.
         policy: its name and options, and the settings that decide how much of a range is kept.
-        statistics: hash of the model's statistics with which rows of 8 and 4 bits are written and read; empty: all rows
+        statistics: hash of the model's statistics with which rows of 4 bits are written and read; empty: all rows
             have 16 bits.
         min_prefix_tokens: number of tokens by which a prefix is looked up.
     """
@@ -77,13 +79,13 @@ class StoreIdentity:
     def row_bits(self) -> tuple[int, ...]:
         """Bits that rows may have, most first; fewer than 16 only as :mod:`kvevict_kernels.row_codec` says."""
         is_coded = self.head_dim % GROUP == 0 and self.own_value_dim > 0 and "float8" not in self.dtype
-        return (16, 8, 4) if is_coded else (16,)
+        return (16, 4) if is_coded else (16,)
 
     def widths(self, bits: int = 16) -> tuple[tuple[str, int], tuple[str, int]]:
         """Numbers of a key's and of a value's row, by name; of fewer than 16 bits bytes."""
         k, v = self.head_dim, self.own_value_dim
         if bits == 4:
-            k, v = (width // 2 + 4 * width // GROUP for width in (k, v))
+            k, v = (width // 2 + STEP_BYTES for width in (k, v))
         return ("k", k), ("v", v)
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Namespace:

@@ -248,8 +248,6 @@ def page() -> str:
     recurrent = [row_of(f, f.note) for f in FAMILIES if f.recurrent]
     refused = [row_of(f, f.reason) for f in FAMILIES if f.reason is not None]
     rows = {name: AFTER_LOAD[name][1] for name in AFTER_LOAD if name in LAYERS or name not in ATTENTION}
-    of_bits = rows.pop("bits")  # says what the table of bits says
-    assert of_bits == "{f.bits_refused}"
     listed = {f.reason for f in FAMILIES} | {WHAT_WORKS}
     sixteen = [f"| {name} | {in_general(sentence)} |" for name, (_, sentence) in BITS.items()]
     others = [f"| {name} | {in_general(sentence)} |" for name, sentence in rows.items() if sentence not in listed]

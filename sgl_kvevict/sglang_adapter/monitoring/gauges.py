@@ -40,7 +40,6 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         share_of_bytes=span_slots / span_tokens if span_tokens else 1.0,
         share_of_entries=entries.total() / (span_tokens * geometry.num_runs) if span_tokens else 1.0,
         entries_16=entries[16],
-        entries_8=entries[8],
         entries_4=entries[4],
         spans=len(readers),
         segments=len(owned),
