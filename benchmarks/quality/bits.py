@@ -3,10 +3,9 @@
 Run: python benchmarks/quality/bits.py [--models demo qwen-0.5b qwen-1.5b]; writes docs/results/quality/bits.csv and
 bits.md. Outside the server, in float32: a context is read once, then its continuation once for each format.
 
-Two comparisons: every entry in one format; and shares of the bytes of 16 bits, spent on more entries of fewer bits,
-among them the shares to which prefixes shrink in turn, spent as the server does ("auto"). Rows that are measured again
-take the place of earlier ones.
-Scores, and statistics of channels ("of the model"), are those that the package ships; the tested texts are others than
+Two comparisons: every entry in 4 bits, or a part of each; and shares of the bytes of 16 bits, spent on entries of 16 or
+of 4 bits, among them the shares to which prefixes shrink in turn. Rows that are measured again take the place of
+earlier ones. Scores, and statistics of channels, are those that the package ships; the tested texts are others than
 those that they were learned from.
 """
 
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,17 +25,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from kvevict_quality.row_formats import FLOAT8, FORMATS, FOUR, EntryFormat
 from kvevict_quality.rows import ROOT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvevict_kernels.rotary import Rotary
-from kvevict_kernels.row_codec import RowStatistics
+from kvevict_kernels.row_codec import RowStatistics, decode_rows, encode_rows
 from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.models import made_model
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.distill import CachedRange, ModelIdentity, ScoreWeights, find_weights, load_learned, weights_folders
 from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
@@ -46,7 +45,7 @@ RESULTS = ROOT / "docs" / "results" / "quality" / "bits.csv"
 ATTENTION = "kvevict_bits"
 CONTEXT, CONTINUATION = 1024, 128
 NUM_SINKS, TAIL = 4, 32
-"""First tokens of a path, always kept and in 16 bits, and last ones, never compressed; as configured by default."""
+"""First tokens of a path, always kept and in 16 bits, and last ones, always kept; as configured by default."""
 FAR = {"SmolLM2-135M-Instruct": 6000}
 """Position to which a whole text is moved, by model: RoPE has turned its keys further than those of any text that
 statistics were learned from."""
@@ -164,86 +163,52 @@ def learned(reader: Reader) -> tuple[ScoreWeights, RowStatistics]:
 
 
 def worth(reader: Reader, context: Context, weights: ScoreWeights) -> Tensor:
-    """[num_layers, num_kv_heads, CONTEXT - TAIL], float32: learned scores of the entries, as the default policy's.
+    """[num_layers, num_kv_heads, CONTEXT], float32: learned scores of the entries, as the default policy's.
 
-    From the cache alone; the attention of the prompt's last queries is left out.
+    From the cache alone; the attention of the prompt's last queries is left out. First and last tokens are kept.
     """
-    tokens = as_range(context.k, context.v, CONTEXT - TAIL)
-    norms = torch.stack([relative_norms(values[: CONTEXT - TAIL]) for values in tokens.v_arena])
+    tokens = as_range(context.k, context.v, CONTEXT)
+    norms = torch.stack([relative_norms(values[:CONTEXT]) for values in tokens.v_arena])
     scores = weights.score(tokens, reader.rotary(), None) + norms
     scores[..., :NUM_SINKS] = float("inf")
+    scores[..., -TAIL:] = torch.finfo(scores.dtype).max
     return scores
 
 
-@dataclass(frozen=True)
-class Mix:
-    """A share of the bytes that all entries take in 16 bits, and how it is spent.
-
-    Attributes:
-        share: of the bytes.
-        wide: share of the kept entries that get 8 bits, the best ones; the others get 4. None: all get 16.
-        is_auto: this is what the default configuration does.
-    """
-
-    share: float
-    wide: float | None
-    is_auto: bool = False
-
-    @property
-    def name(self) -> str:
-        """For the table."""
-        if self.is_auto:
-            return "auto"
-        return "16" if self.wide is None else f"8 for {self.wide:g} of them, 4"
-
-    @property
-    def kept(self) -> float:
-        """Share of the entries: the first tokens in 16 bits; two rows of 8, or three of 4, take the bytes of one."""
-        if self.wide is None:
-            return self.share
-        num_tokens = CONTEXT - TAIL
-        num_rows = (self.share * num_tokens - NUM_SINKS) / (self.wide / 2 + (1 - self.wide) / 3)
-        return min((NUM_SINKS + num_rows) / num_tokens, ALL_ENTRIES)
-
-    def ranked(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Which entries are kept, and which of them are wide, bool: the best over all layers and heads.
-
-        The first tokens have the highest scores, and count neither as wide nor as the others.
-        """
-        place = torch.empty(scores.numel(), dtype=torch.int64)
-        place[scores.flatten().argsort(descending=True)] = torch.arange(scores.numel())
-        place = place.view(scores.shape)
-        num_kept, num_sinks = round(self.kept * scores.numel()), NUM_SINKS * scores.shape[0] * scores.shape[1]
-        return place < num_kept, place < num_sinks + round((self.wide or 0.0) * (num_kept - num_sinks))
-
-
-def auto(share: float) -> Mix:
-    """What the default configuration makes of a share."""
-    num_tokens = CONTEXT - TAIL
-    num_slots = KVEvictConfig().num_slots(num_tokens, share=share)
-    parts = dict(rows_that_fit(KVGeometry(1, 1, 1, 64, 1), num_slots, num_tokens, "auto", num_sinks=NUM_SINKS))
-    wide, narrow = parts.get(8, 0), parts.get(4, 0)
-    return Mix(share, wide / (wide + narrow), is_auto=True)
-
-
+FORMATS = {"4": "kv", "K 4, V 16": "k", "K 16, V 4": "v", "4; the first tokens, too": "kv"}
+"""What is stored in 4 bits, by the name of the format; the first tokens are not, unless it says so."""
 RUNGS = KVEvictConfig().shares
 """Shares to which prefixes shrink in turn."""
-MIXES = (
-    *(Mix(share, wide) for share in (0.3, 0.2, 0.1, 0.05) for wide in (None, 0.0, 0.2, 0.4, 0.6, 1.0)),
-    *(Mix(share, None) for share in RUNGS if share not in (0.2, 0.05)),
-    *map(auto, RUNGS),
-)
+SHARES = sorted({0.5, 0.3, 0.25, 0.1, *RUNGS}, reverse=True)
 
 
-def read_back(entries: EntryFormat, k: Tensor, v: Tensor, statistics: RowStatistics) -> tuple[Tensor, Tensor]:
-    """Keys and values of all layers after they were stored in a format."""
-    s = statistics
-    keys = [entries.k.read_back(*layer) for layer in zip(k, s.k_mean, s.k_scale, strict=True)]
-    values = [entries.v.read_back(*layer) for layer in zip(v, s.v_mean, s.v_scale, strict=True)]
-    stored = torch.stack(keys), torch.stack(values)
-    if not entries.has_sinks:
-        for whole, rows in zip((k, v), stored, strict=True):
-            rows[:, :, :NUM_SINKS] = whole[:, :, :NUM_SINKS]
+def kept_entries(scores: Tensor, share: float, bits: Bits) -> Tensor:
+    """Which entries a share of the bytes keeps, bool: the best over all layers and heads; the first tokens come first.
+
+    ``scores`` as from :func:`worth`.
+    """
+    num_tokens, place = scores.shape[2], torch.empty(scores.numel(), dtype=torch.int64)
+    place[scores.flatten().argsort(descending=True)] = torch.arange(scores.numel())
+    geometry = KVGeometry(scores.shape[0], scores.shape[1], scores.shape[1], 64, 1)
+    num_slots, num_sinks = KVEvictConfig().num_slots(num_tokens, share=share), NUM_SINKS * geometry.num_runs
+    parts = rows_that_fit(geometry, num_slots, scores.numel(), bits, num_sinks=num_sinks)
+    return place.view(scores.shape) < sum(number for _, number in parts)
+
+
+def read_back(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Keys or values, [num_layers, num_kv_heads, num_tokens, head_dim], as they are read after rows of 4 bits."""
+    stored = torch.empty_like(rows)
+    for layer, head in itertools.product(range(rows.shape[0]), range(rows.shape[1])):
+        own = mean[layer, head], scale[layer, head]
+        stored[layer, head] = decode_rows(encode_rows(rows[layer, head], *own), *own)
+    return stored
+
+
+def in_four(context: Context, s: RowStatistics, *, first: int = NUM_SINKS) -> tuple[Tensor, Tensor]:
+    """Keys and values of a context in 4 bits, but those of the first tokens."""
+    stored = read_back(context.k, s.k_mean, s.k_scale), read_back(context.v, s.v_mean, s.v_scale)
+    for whole, rows in zip((context.k, context.v), stored, strict=True):
+        rows[:, :, :first] = whole[:, :, :first]
     return stored
 
 
@@ -257,37 +222,25 @@ def measured(
     return {"kl": f"{divergence:.5f}", "same": f"{same:.3f}"}
 
 
-def format_rows(
-    reader: Reader, context: Context, statistics: RowStatistics, only: Sequence[str]
-) -> Iterator[dict[str, str]]:
-    """Every entry of a context in each format whose name contains one of ``only``."""
+def format_rows(reader: Reader, context: Context, statistics: RowStatistics) -> Iterator[dict[str, str]]:
+    """Every entry of a context in each format."""
     full = reader.predict(context, context.k, context.v, None)
-    for entries in FORMATS:
-        if not any(part in entries.name for part in only):
-            continue
-        stored = read_back(entries, context.k, context.v, statistics)
-        bits = f"{entries.bits_per_number(reader.head_dim):.3g}"
-        where = {"format": entries.name, "bits": bits, "share": "", "kept": "1"}
-        yield where | measured(reader, context, full, stored)
+    for name, narrow in FORMATS.items():
+        k, v = in_four(context, statistics, first=0 if "first" in name else NUM_SINKS)
+        stored = k if "k" in narrow else context.k, v if "v" in narrow else context.v
+        yield {"format": name, "share": "", "kept": "1"} | measured(reader, context, full, stored)
 
 
-def mix_rows(
+def share_rows(
     reader: Reader, context: Context, scores: Tensor, statistics: RowStatistics, shares: Sequence[float]
 ) -> Iterator[dict[str, str]]:
-    """Shares of the bytes of a context but its tail, spent in each way; ``scores`` as from :func:`worth`."""
-    full, end = reader.predict(context, context.k, context.v, None), CONTEXT - TAIL
-    eight, four = (read_back(EntryFormat("", row, row), context.k, context.v, statistics) for row in (FLOAT8, FOUR))
-    for mix in MIXES:
-        if mix.share not in shares:
-            continue
-        kept = torch.ones(*scores.shape[:2], CONTEXT, dtype=torch.bool)
-        kept[..., :end], wide = mix.ranked(scores)
-        k, v = context.k.clone(), context.v.clone()
-        if mix.wide is not None:
-            for whole, best, rest in zip((k, v), eight, four, strict=True):
-                whole[:, :, :end] = torch.where(wide[..., None], best[:, :, :end], rest[:, :, :end])
-        where = {"format": mix.name, "bits": "", "share": f"{mix.share:g}", "kept": f"{mix.kept:.3f}"}
-        yield where | measured(reader, context, full, (k, v), kept)
+    """Shares of the bytes of a context, spent on rows of 16 and of 4 bits; ``scores`` as from :func:`worth`."""
+    full = reader.predict(context, context.k, context.v, None)
+    of_width: dict[Bits, tuple[Tensor, Tensor]] = {16: (context.k, context.v), "auto": in_four(context, statistics)}
+    for share, (bits, stored) in itertools.product(shares, of_width.items()):
+        kept = kept_entries(scores, share, bits)
+        where = {"format": str(bits), "share": f"{share:g}", "kept": f"{float(kept.float().mean()):.3f}"}
+        yield where | measured(reader, context, full, stored, kept)
 
 
 def model_rows(args: argparse.Namespace, model: str) -> Iterator[dict[str, str]]:
@@ -299,12 +252,12 @@ def model_rows(args: argparse.Namespace, model: str) -> Iterator[dict[str, str]]
         for name, text in texts().items():
             context = reader.context(text, start)
             where = {"model": reader.folder.name, "text": name, "first position": str(start)}
-            for row in format_rows(reader, context, statistics, args.only):
+            for row in format_rows(reader, context, statistics):
                 yield where | row
             print(f"{time.monotonic() - started:5.0f} s  {model}: {name} at {start}, formats", flush=True)
             if start == 0:
                 scores = worth(reader, context, weights)
-                for row in mix_rows(reader, context, scores, statistics, args.shares):
+                for row in share_rows(reader, context, scores, statistics, args.shares):
                     yield where | row
                 print(f"{time.monotonic() - started:5.0f} s  {model}: {name}, shares", flush=True)
 
@@ -313,8 +266,7 @@ def main() -> None:
     """Measure models, and write the table of all rows that there are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["demo", "qwen-0.5b", "qwen-1.5b"])
-    parser.add_argument("--only", nargs="*", default=[""], help="formats whose names contain one of these")
-    parser.add_argument("--shares", nargs="*", type=float, default=sorted({mix.share for mix in MIXES}))
+    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for model in args.models:
@@ -348,11 +300,10 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         "# What few bits cost",
         "",
         "Written by `python benchmarks/quality/bits.py`: divergence (nats a token, whole vocabulary, mean of 3 texts)",
-        f"of the {CONTINUATION} tokens after a context of {CONTEXT:,}, from those of a full cache in float32. *Of the",
-        "model*: keys and values less its mean of the channel, over its deviation, both learned from other texts, of",
-        "at most 4,096 tokens.",
+        f"of the {CONTINUATION} tokens after a context of {CONTEXT:,}, from those of a full cache in float32. Rows of",
+        "4 bits: rotated, normalised by the model's means and scales, both learned from other texts.",
         "",
-        "## Every entry in one format",
+        "## Every entry in 4 bits",
         "",
         f"The first {NUM_SINKS} tokens, attention sinks, stay in 16 bits unless said otherwise. *Far*: the whole text",
         "at other positions, to which RoPE turns keys further than in any text that was learned from:",
@@ -368,15 +319,14 @@ def page(rows: Sequence[dict[str, str]]) -> str:
         "",
         "## Bits or entries: a share of the bytes",
         "",
-        "Entries are kept by learned scores, from the cache alone, over all layers and heads; 8 bits as e4m3, 4 with a",
-        f"scale for 32, both of the model. The first {NUM_SINKS} tokens (counted) and the last {TAIL} stay in 16 bits.",
-        "*auto*: what the default configuration does at the shares to which prefixes shrink in turn.",
+        "Entries are kept by learned scores, from the cache alone, over all layers and heads. The first",
+        f"{NUM_SINKS} tokens stay in 16 bits, the last {TAIL} are kept; both count. *auto*: 4 bits, as by default.",
         "",
         f"| share of bytes | bits | entries kept | {heads} |",
         "|--:|---|--:|" + "--:|" * len(models),
     ]
-    mixes = dict.fromkeys((row["share"], row["format"]) for row in rows if row["share"])
-    for share, name in sorted(mixes, key=lambda mix: -float(mix[0])):
+    spent = dict.fromkeys((row["share"], row["format"]) for row in rows if row["share"])
+    for share, name in sorted(spent, key=lambda each: -float(each[0])):
         chosen = [row for row in rows if (row["share"], row["format"]) == (share, name)]
         lines.append(f"| {share} | {name} | {chosen[0]['kept']} | {cells(chosen)} |")
     return "\n".join(lines) + "\n"
