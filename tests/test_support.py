@@ -104,7 +104,6 @@ AFTER = {
     "speculative_algorithm with states": loaded(own=DRAFTS, has_states=True),
     "store of places": loaded(KVEvictConfig(store="memory://x"), windows_class=WINDOWS),
     "host_bytes of places": loaded(KVEvictConfig(host_bytes=10**9), has_states=True),
-    "bits": loaded(KVEvictConfig(bits=4), build_policy("snapkv", {}), head_dim=80),
     "page_size of the pool": loaded(page_size=16),
     "layout of the pool": loaded(layout="hnd"),
     "kernel_size": loaded(pooling=(127, 95)),

@@ -149,6 +149,11 @@ class RowCoding:
         """Those of keys' rows (0) or of values' (1)."""
         return self.v_steps if is_v else self.k_steps
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the steps."""
+        return 2 * STEP_BYTES * self.k_steps.numel()
+
     def load(self, arena: Tensor, rows: Tensor, runs: Tensor, *, is_v: bool) -> Tensor:
         """Numbers of rows of 4 bits ([n], int) of runs ([n], int) in one of both arenas: [n, head_dim], float32."""
         both = self.statistics.of_runs(runs)[is_v]

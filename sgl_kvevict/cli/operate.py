@@ -176,7 +176,12 @@ def size(
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
         figures = {"model": asdict(sizes) | {"slot_bytes": sizes.slot_bytes}, "pool_slots": pool_slots}
-        figures |= {"longest_prompt": longest, "bits": config.bits, "shares": [asdict(row) for row in rows]}
+        figures |= {
+            "longest_prompt": longest,
+            "bits": config.bits,
+            "steps_bytes": sizing.steps_bytes(config, sizes, pool_slots),
+            "shares": [asdict(row) for row in rows],
+        }
         typer.echo(json.dumps(figures))
         return
     from sgl_kvevict.cli.output import mean_bits, print_table
@@ -188,11 +193,14 @@ def size(
     typer.echo(f"host: {sizing.show_bytes(host_bytes)} for what the pool drops (host_bytes)")
     if why_16_bits:
         typer.echo(f"rows of compressed prefixes have 16 bits, because {'; '.join(why_16_bits)}")
-    names = ["", "share", "slots a prefix", "memory a prefix", "entries", "bits"]
+    steps = sizing.steps_bytes(config, sizes, pool_slots)
+    typer.echo(f"beside the pool: {sizing.show_bytes(steps)} for the steps of all rows of 4 bits that it may hold")
+    names = ["", "share", "slots a prefix", "memory a prefix", "beside the pool", "entries", "bits"]
     names += ["tokens a slot", "fit the pool", "fit the host", "a load"]
     lines = []
     for row in rows:
-        sizes_of_one = f"{row.prefix_slots:,}", sizing.show_bytes(row.prefix_bytes)
+        of_one = row.prefix_bytes, row.beside_bytes
+        sizes_of_one = f"{row.prefix_slots:,}", *map(sizing.show_bytes, of_one)
         rows_of_one = f"{row.kept:.0%}", f"{mean_bits(row.entries):.1f}"
         fitting = f"{row.prefixes:,}", f"{row.host_prefixes:,}", sizing.show_bytes(row.load_bytes)
         lines.append((row.name, str(row.share), *sizes_of_one, *rows_of_one, f"{row.tokens_per_slot:.2f}", *fitting))

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 INDEX_BYTES = 6
 """Of an entry in the host's memory, beside its row: its position (4) and its order (2)."""
+ENTRY_BYTES = 10
+"""Of an entry on the device, beside the pool: as in ``sgl_kvevict.segments.packer``."""
+STEPS_BYTES = 4
+"""Of the steps of an entry of 4 bits, its key's and its value's."""
 NOT_FOR_PROMPTS = 7
 """Token slots of the pool that SGLang's limit on a prompt's length leaves free."""
 KNOWN_HERE = ("latents", "head_dim")
@@ -62,6 +66,7 @@ class Fit:
         prefix_slots: token slots of one cached prefix.
         kept: share of the entries that is stored.
         entries: how many that are, over all layers and heads, by the bits of their rows.
+        beside_bytes: bytes on the device beside the pool.
         prefixes: number that fit, the last of them as it is during prefill: uncompressed or, if it is longer than the
             pool, uncompressed in its last chunk; 0 if such a prompt is refused.
         host_prefixes: number that fit the host's memory beside these.
@@ -75,6 +80,7 @@ class Fit:
     prefix_bytes: int
     kept: float
     entries: dict[int, int]
+    beside_bytes: int
     prefixes: int
     host_prefixes: int
     load_bytes: int
@@ -200,7 +206,8 @@ def fits(
         num_entries = num_tokens * sizes.geometry.num_runs
         num_sinks = min(config.sink_tokens, num_tokens) * sizes.geometry.num_runs
         entries = dict(rows_that_fit(sizes.geometry, slots, num_entries, config.bits, num_sinks=num_sinks))
-        load_bytes = slots * sizes.slot_bytes + sum(entries.values()) * INDEX_BYTES
+        steps = entries.get(4, 0) * STEPS_BYTES
+        load_bytes = slots * sizes.slot_bytes + sum(entries.values()) * INDEX_BYTES + steps
         room = available - (plan.slots_at_peak(num_tokens, share) if is_long and plan is not None else num_tokens)
         rows.append(
             Fit(
@@ -210,6 +217,7 @@ def fits(
                 prefix_bytes=slots * sizes.slot_bytes,
                 kept=sum(entries.values()) / num_entries,
                 entries=entries,
+                beside_bytes=0 if share == 1 else sum(entries.values()) * ENTRY_BYTES,
                 prefixes=room // slots + 1 if room >= 0 and num_tokens <= longest else 0,
                 host_prefixes=host_bytes // load_bytes,
                 load_bytes=load_bytes,
@@ -217,6 +225,14 @@ def fits(
             )
         )
     return rows
+
+
+def steps_bytes(config: KVEvictConfig, sizes: ModelSizes, pool_slots: int) -> int:
+    """Bytes on the device of the steps of all rows that a pool may hold."""
+    if config.bits == 16:
+        return 0
+    geometry = sizes.geometry
+    return pool_slots * geometry.num_runs * geometry.rows_per_slot(4) * STEPS_BYTES
 
 
 def longest_prompt(config: KVEvictConfig, pool_slots: int) -> int:

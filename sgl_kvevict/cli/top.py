@@ -250,7 +250,7 @@ def _gauges(status: StatusReport) -> Text:
         text.append(
             f"\n{gauges.span_tokens:,} of these tokens compressed to {show_bytes(gauges.span_bytes)}: {shares} ("
         )
-        text.append(f"{show_entries(entries)})\n")
+        text.append(f"{show_entries(entries)}), and {show_bytes(gauges.beside_bytes)} beside the pool\n")
     if gauges.host_bytes:
         used, total = show_bytes(gauges.host_used_bytes), show_bytes(gauges.host_bytes)
         kept = f"{gauges.evicted_entries_kept:,} evicted entries"

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.recode_rows import encoded_rows, recode_rows, temporary_bytes, write_encoded
-from kvevict_kernels.row_codec import RowCoding
+from kvevict_kernels.row_codec import STEP_BYTES, RowCoding
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.copies import CopiedRows, CopiedShadow
 from sgl_kvevict.errors import InvariantError
@@ -22,6 +22,10 @@ from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
 from sgl_kvevict.segments.segment import CopiedEntries, Entries, Packed, Rows, Segment
 from sgl_kvevict.segments.shadow import DraftRows, Shadow
 from sgl_kvevict.segments.sources import Range, Sources, TokenRange
+
+
+ENTRY_BYTES = 10
+"""Of an entry on the pool's device beside the pool: its row number (4), its position (4) and its key (2)."""
 
 
 class SegmentPacker(ArenaRows):
@@ -58,6 +62,11 @@ class SegmentPacker(ArenaRows):
         """Bytes outside the pool of a token slot's entries of 16 bits: keys, values, positions, order, draft's rows."""
         return self._slot_bytes(1)
 
+    def beside_bytes(self, num_entries: int) -> int:
+        """Bytes on the pool's device beside the pool: of so many entries, and the steps of all rows that it may hold."""
+        steps = 0 if self.coding is None else self.coding.num_bytes
+        return num_entries * ENTRY_BYTES + steps
+
     def bytes_of(self, segment: Segment) -> int:
         """Bytes that a segment's entries take at most outside the pool.
 
@@ -69,7 +78,8 @@ class SegmentPacker(ArenaRows):
     def _slot_bytes(self, per_head_slot: int) -> int:
         row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
         draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
-        return self.geometry.num_runs * (row_bytes + per_head_slot * (4 + 2)) + draft_bytes
+        of_entry = 4 + 2 + (0 if per_head_slot == 1 else 2 * STEP_BYTES)  # position, key, and steps of both rows
+        return self.geometry.num_runs * (row_bytes + per_head_slot * of_entry) + draft_bytes
 
     def rewrite(self, sources: Sources, num_slots: int, merge: MergePlan | None = None) -> Rewritten:
         """Write the kept entries of consecutive ranges of a path into the first of the ranges' slots.

@@ -37,6 +37,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         slot_bytes=geometry.slot_bytes,
         held_bytes=held * geometry.slot_bytes,
         span_bytes=span_slots * geometry.slot_bytes,
+        beside_bytes=tree.packer.beside_bytes(entries.total()),
         share_of_bytes=span_slots / span_tokens if span_tokens else 1.0,
         share_of_entries=entries.total() / (span_tokens * geometry.num_runs) if span_tokens else 1.0,
         entries_16=entries[16],
