@@ -23,7 +23,6 @@ from sgl_kvevict.segments.segment import CopiedEntries, Entries, Packed, Rows, S
 from sgl_kvevict.segments.shadow import DraftRows, Shadow
 from sgl_kvevict.segments.sources import Range, Sources, TokenRange
 
-
 ENTRY_BYTES = 10
 """Of an entry on the pool's device beside the pool: its row number (4), its position (4) and its key (2)."""
 
@@ -63,7 +62,7 @@ class SegmentPacker(ArenaRows):
         return self._slot_bytes(1)
 
     def beside_bytes(self, num_entries: int) -> int:
-        """Bytes on the pool's device beside the pool: of so many entries, and the steps of all rows that it may hold."""
+        """Bytes on the device beside the pool: of so many entries, and the steps of all rows that it may hold."""
         steps = 0 if self.coding is None else self.coding.num_bytes
         return num_entries * ENTRY_BYTES + steps
 
