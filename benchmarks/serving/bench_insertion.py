@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from helpers.learned import random_scores
-from helpers.statistics import random_statistics
+from helpers.statistics import random_coding
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
@@ -172,7 +172,7 @@ def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
     assert built is not None
     rotary = Rotary(torch.ones(num_tokens, 64), is_neox=True)
     learned = random_scores(geometry, rotary)
-    packer = SegmentPacker(geometry, k, k.clone(), statistics=None if bits == 16 else random_statistics(geometry))
+    packer = SegmentPacker(geometry, k, k.clone(), coding=None if bits == 16 else random_coding(geometry, k))
     compressor = Compressor(config, built, packer, learned=learned)
     observation = compressor.new_observation()
     window = max(built.window_size, 1)

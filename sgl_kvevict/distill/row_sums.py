@@ -49,28 +49,24 @@ class RowSums:
         self._squares = torch.zeros(shape, dtype=torch.float64, device=device)
         self._num_tokens = 0
         self._of_queries = torch.zeros(shape[1:], dtype=torch.float64, device=device)
-        self._positions = torch.empty(0, dtype=torch.int64, device=device)
-
-    def begin_chunk(self, start: int, end: int) -> None:
-        """Announce the queries ``[start, end)`` of a text, which :meth:`record` then gets layer by layer."""
-        self._positions = torch.arange(start, end, device=self._sums.device)
 
     def fail(self) -> None:
         """Mark the sums as unusable after an error."""
         self.has_failed = True
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Add one layer of the chunk; arguments as in :class:`~sgl_kvevict.segments.collectors.Chunk`."""
-        then = self._spread(self._positions)
-        turned = self._rotary.apply(self._rotary.apply(queries, self._positions, inverse=True), then)
-        of_heads = turned.double().square_().view(turned.shape[0], self._of_queries.shape[1], -1, turned.shape[2])
+        """Add one layer of the chunk; arguments as in :class:`~sgl_kvevict.segments.collectors.Chunk`.
+
+        Queries count where they are: turned to further positions, as keys are, they gave worse scales.
+        """
+        of_heads = queries.double().square().view(queries.shape[0], self._of_queries.shape[1], -1, queries.shape[2])
         self._of_queries[layer] += of_heads.mean(2).sum(0)
 
     def add(self, text: CachedRange) -> None:
         """Add the uncompressed tokens of a path, not latents."""
         tokens = text.cut(slice(min(max(NUM_SINKS - text.start, 0), text.token_slots.numel()), None))
         now = tokens.rotary_positions
-        then = self._spread(tokens.token_slots).expand_as(now)
+        then = self._spread(tokens).expand_as(now)
         for layer in range(tokens.num_layers):
             k_scale, v_scale = tokens.scales.of(layer)
             keys = gather_rows(tokens.k_arena[layer], tokens.token_slots, k_scale)
@@ -81,9 +77,9 @@ class RowSums:
                 self._squares[kind, layer] += rows.square_().sum(0)
         self._num_tokens += tokens.token_slots.numel()
 
-    def _spread(self, tokens: Tensor) -> Tensor:
-        """[num_tokens], int64: positions to which queries and keys of the next tokens are turned."""
-        numbers = torch.arange(tokens.numel(), device=tokens.device) + self._num_tokens
+    def _spread(self, tokens: CachedRange) -> Tensor:
+        """[num_tokens], int64: positions to which keys of the next tokens are turned."""
+        numbers = torch.arange(tokens.token_slots.numel(), device=tokens.token_slots.device) + self._num_tokens
         num_positions = min(self._rotary.cos_sin.shape[0], SPREAD_POSITIONS)
         return ((numbers.double() * _GOLDEN) % 1 * num_positions).long()
 

@@ -87,10 +87,7 @@ class TextPrefills:
         attention = self.attention
         if attention is None:
             self.prompt.begin_chunk(start, end, is_last=end >= prompt_len)
-            if self._sums is None:
-                return [self.prompt]
-            self._sums.begin_chunk(start, end)
-            return [self.prompt, self._sums]
+            return [self.prompt] if self._sums is None else [self.prompt, self._sums]
         if end <= attention.num_tokens:
             return []
         attention.begin_chunk(start, self._tree.port.slots_of(reader, 0, attention.num_tokens))

@@ -85,7 +85,6 @@ def test_a_channel_that_never_varied_gets_a_deviation() -> None:
 
 def recorded(sums: RowSums, layer: int, queries: Tensor) -> None:
     """Queries of one layer, [n, num_qo_heads, DIM], as a forward shows them."""
-    sums.begin_chunk(0, queries.shape[0])
     sums.record(layer, queries, queries, queries, 1.0)
 
 
@@ -114,21 +113,6 @@ def test_keys_are_scaled_so_that_queries_see_least_noise() -> None:
     torch.testing.assert_close(
         (deviation[1] / found.k_scale[1]).square().mean(-1), torch.ones(HEADS), rtol=1e-3, atol=1e-3
     )
-
-
-def test_queries_count_at_positions_that_texts_do_not_reach() -> None:
-    angles = torch.outer(torch.arange(40_000.0), torch.logspace(0, -4, DIM // 2))
-    rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), is_neox=True)
-    one = torch.zeros(300, HEADS, DIM)
-    one[..., DIM // 2 - 1] = 9.0  # of the slowest pair, which turns within 40,000 positions only
-    sums = RowSums(GEOMETRY, rotary)
-    recorded(sums, 0, rotary.apply(one, torch.arange(300)))
-    sums.add(tokens(*range(NUM_SINKS, SLOTS)))
-    found, still = sums.solve(), RowSums(GEOMETRY, STILL)
-    recorded(still, 0, one)
-    still.add(tokens(*range(NUM_SINKS, SLOTS)))
-    turned, alone = found.k_scale[0, :, DIM - 1], still.solve().k_scale[0, :, DIM - 1]
-    assert (turned < 0.5 * alone).all()  # queries are seen there, too, once they are turned
 
 
 def test_rows_of_a_float8_pool_count_with_their_scale() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.row_codec import MAX_CODE, STEP_BYTES, decode_rows
+from kvevict_kernels.row_codec import MAX_CODE, STEP_BYTES, decode_rows, encode_rows
 
 LEAST_EQUAL = 0.995
 """Part of all codes that are those of the definition."""
@@ -29,12 +29,24 @@ def steps_of(encoded: Tensor) -> Tensor:
     return encoded[:, -STEP_BYTES:].contiguous().view(torch.bfloat16)[:, 0].float()
 
 
+def squared_errors(found: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    """[n]: of rows as they are read, [n, head_dim], beside what was written, in normalised numbers."""
+    return ((found - numbers.float()) / scale).square().sum(1)
+
+
+def read_as_near(found: Tensor, numbers: Tensor, mean: Tensor, scale: Tensor) -> bool:
+    """Whether rows that are read are as near to what was written, [n, head_dim], as those of the definition."""
+    wanted = decode_rows(encode_rows(numbers, mean, scale), mean, scale)
+    least = ERROR_FACTOR * squared_errors(wanted, numbers, scale) + ERROR_NOISE
+    return bool((squared_errors(found, numbers, scale) <= least).all())
+
+
 def assert_as_near(got: Tensor, want: Tensor, numbers: Tensor, mean: Tensor, scale: Tensor) -> None:
     """Require encoded rows of ``numbers`` ([n, head_dim]) that are as near to them as those of the definition."""
     assert got.shape == want.shape and got.dtype == torch.uint8
 
     def errors(encoded: Tensor) -> Tensor:
-        return ((decode_rows(encoded, mean, scale) - numbers.float()) / scale).square().sum(1)
+        return squared_errors(decode_rows(encoded, mean, scale), numbers, scale)
 
     assert (errors(got) <= ERROR_FACTOR * errors(want) + ERROR_NOISE).all()
     assert codes_of(got).eq(codes_of(want)).double().mean() >= LEAST_EQUAL

@@ -32,12 +32,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import ProcessGroup
 
+from helpers.encoded import read_as_near
 from helpers.host import check_complements, check_host
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from helpers.statistics import random_statistics
+from helpers.statistics import random_coding
 from kvevict_kernels.rotary import Rotary
-from kvevict_kernels.row_codec import decode_rows, encode_rows, load_rows
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.cache.saving import StoreAccess
@@ -81,16 +81,6 @@ def publish_server_args(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
     ours = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
     publish(ServerArgs(model_path=str(folder), device="cpu", **ours), role="scheduler")
-
-
-def recoded(rows: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor], widths: list[int]) -> torch.Tensor:
-    """What is read of rows that were written with 16 bits, and then had these widths, by mean and deviation."""
-    mean, deviation = known
-    zero, one = torch.zeros_like(mean), torch.ones_like(deviation)
-    numbers = (rows.float() - mean) / deviation
-    for bits in widths:
-        numbers = decode_rows(encode_rows(numbers, zero, one, bits), zero, one, bits)
-    return mean + deviation * numbers
 
 
 @dataclass
@@ -156,9 +146,9 @@ class Harness:
             **self._make_pools(),
         )
         self.rows, self.allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
-        statistics = None if self.bits == 16 else random_statistics(self.geometry)
+        coding = None if self.bits == 16 else random_coding(self.geometry, self.k)
         self.config = self.config.model_copy(update={"bits": self.bits})
-        store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts(), statistics)
+        store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts(), coding)
         kind = LearnedCompressor if self.scores_any_range or self.waits else Compressor
         stream = None if self.make_stream is None else self.make_stream()
         policy = cast("Policy", self.policy or NO_POLICY)
@@ -459,11 +449,11 @@ class Harness:
                 if runs.bits == 16:
                     self._check_rows(arena.view(-1, self.geometry.head_dim)[runs.rows[entries].long()], wanted)
                     continue
-                assert self.tree.packer.statistics is not None
-                known = self.tree.packer.statistics.of_run(layer, head)[is_value]
-                found = load_rows(arena, runs.rows[entries], runs.bits, known)
-                same = [found.eq(recoded(wanted, known, [*before, runs.bits])).all(1) for before in ([], [8])]
-                assert torch.stack(same).any(0).all()
+                coding = self.tree.packer.coding
+                assert coding is not None
+                of_run = torch.full_like(positions, layer * self.geometry.num_kv_heads + head)
+                found = coding.load(arena, runs.rows[entries], of_run, is_v=is_value)
+                assert read_as_near(found, wanted, *coding.statistics.of_run(layer, head)[is_value])
 
     def _check_rows(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
         """Check rows of 16 bits, [num_entries, head_dim], against what was written of their tokens."""
@@ -519,15 +509,8 @@ class Harness:
         geometry, used = self.geometry, []
         num_bytes = geometry.head_dim * self.k.element_size()
         for part in packed.parts:
-            width = num_bytes if part.bits == 16 else 2 * geometry.head_dim  # of a head slot, or what stands for one
-            per_block = {16: 1, 8: 2, 4: 3}[part.bits]
-            first = {16: num_bytes, 8: geometry.head_dim, 4: geometry.head_dim // 2}[part.bits]
-            places = (part.rows % per_block)[:, None] * first + torch.arange(first)
-            if part.bits == 4:
-                header = geometry.head_dim // 32 * 4
-                after = 3 * first + (part.rows % 3)[:, None] * header + torch.arange(header)
-                places = torch.cat([places, after], dim=1)
-            used.append((part.rows // per_block)[:, None].long() * width + places)
+            width = num_bytes if part.bits == 16 else geometry.head_dim // 2
+            used.append(part.rows[:, None].long() * width + torch.arange(width))
         taken = torch.cat([each.flatten() for each in used])
         assert taken.unique().numel() == taken.numel()
         slots = taken // num_bytes // geometry.num_kv_heads % geometry.num_token_slots

@@ -10,7 +10,7 @@ import torch
 
 from helpers.packing import compress, repack, resize
 from helpers.specialisations import recorded
-from helpers.statistics import random_statistics
+from helpers.statistics import random_coding
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
@@ -50,7 +50,7 @@ def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
     policy = build_policy(config.policy, {})
     assert policy is not None
     rows = torch.randn(2, *geometry.arena_shape).half()
-    compressor = Compressor(config, policy, SegmentPacker(geometry, *rows, statistics=random_statistics(geometry)))
+    compressor = Compressor(config, policy, SegmentPacker(geometry, *rows, coding=random_coding(geometry, rows[0])))
     with recorded() as warm:
         warm_up(compressor, torch.float16)
     with recorded() as served:

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from helpers.statistics import random_statistics
+from helpers.statistics import random_coding
 from sgl_kvevict.config import HOST_PER_POOL, Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import NO_POLICY
@@ -84,8 +84,8 @@ def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0) -> TreeSe
     params = _params(num_slots)
     geometry = KVGeometry(1, 1, 1, 128, num_slots + 1)
     k, v = (torch.zeros(geometry.arena_shape, dtype=torch.bfloat16) for _ in range(2))
-    statistics = random_statistics(geometry) if bits not in (None, 16) else None
-    packer = SegmentPacker(geometry, k, v, None, statistics)
+    coding = random_coding(geometry, k) if bits not in (None, 16) else None
+    packer = SegmentPacker(geometry, k, v, None, coding)
     defaults = KVEvictConfig()
     config = KVEvictConfig(
         policy="none" if bits is None else defaults.policy,
