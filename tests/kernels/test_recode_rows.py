@@ -55,9 +55,9 @@ class Store:
         self.cells = torch.randperm(LAYERS * SLOTS * HEADS).tolist()
 
     @property
-    def arenas(self) -> list[Tensor]:
+    def arenas(self) -> tuple[Tensor, Tensor]:
         """Of keys and of values."""
-        return [self.k, self.v]
+        return self.k, self.v
 
     def places(self, count: int, bits: int) -> Tensor:
         """Row numbers of this width in head slots that nobody has."""
@@ -158,12 +158,12 @@ def test_rows_of_the_same_width_are_moved_bit_for_bit(device: str, bits: int, dt
 
 
 def test_rows_of_16_bits_are_moved_without_a_coding(device: str) -> None:
-    arenas = [torch.randn(LAYERS, SLOTS, HEADS, 48, device=device).bfloat16() for _ in "kv"]
+    k, v = (torch.randn(LAYERS, SLOTS, HEADS, 48, device=device).bfloat16() for _ in "kv")
     rows = torch.arange(30, dtype=torch.int32, device=device)
-    want = [read_rows(arena, rows) for arena in arenas]
+    want = [read_rows(arena, rows) for arena in (k, v)]
     widths = torch.full((30,), 16, dtype=torch.int8, device=device)
-    recode_rows(*arenas, rows, widths, runs_of(30, device), [(rows.roll(7), 16)], None)
-    for arena, expected in zip(arenas, want, strict=True):
+    recode_rows(k, v, rows, widths, runs_of(30, device), [(rows.roll(7), 16)], None)
+    for arena, expected in zip((k, v), want, strict=True):
         assert_same_bits("bytes", read_rows(arena, rows.roll(7)), expected)
 
 
@@ -298,7 +298,7 @@ def test_the_temporary_is_given_and_holds_one_arena(device: str) -> None:
     with pytest.raises(ValueError, match="temporary: expected 448 bytes, got 447"):
         recode_rows(store.k, store.v, rows, widths, runs, targets, store.coding, temporary[:-1])
     assert_same_bits("keys", store.k, before)
-    values = [store.expected(*(x[part] for x in (rows, widths, runs)), bits)[1] for part, bits in PARTS]
+    values = [store.expected(rows[part], widths[part], runs[part], bits)[1] for part, bits in PARTS]
     recode_rows(store.k, store.v, rows, widths, runs, targets, store.coding, temporary)
     values[0].check(temporary[: 7 * 18].view(7, 18))
     values[1].check(temporary[128:].view(5, 64))

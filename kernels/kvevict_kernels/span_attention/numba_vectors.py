@@ -317,8 +317,8 @@ def part_group(typing, row):
         found = [code.load(code.at(args[0], 4 * i)) for i in range(0, GROUP, LANES)]
         for odd in (0, 1):
             lanes = [2 * i + odd for i in range(LANES)]
-            for i, pair in enumerate(zip(found[::2], found[1::2], strict=True)):
-                code.store(code.pick(*pair, lanes), code.at(args[0], 4 * (odd * CODE_BYTES + i * LANES)))
+            for i, (left, right) in enumerate(zip(found[::2], found[1::2], strict=True)):
+                code.store(code.pick(left, right, lanes), code.at(args[0], 4 * (odd * CODE_BYTES + i * LANES)))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -332,10 +332,10 @@ def join_group(typing, row):
         code = _Code(builder)
         found = [code.load(code.at(args[0], 4 * i)) for i in range(0, GROUP, LANES)]
         half = len(found) // 2
-        for i, pair in enumerate(zip(found[:half], found[half:], strict=True)):
+        for i, (left, right) in enumerate(zip(found[:half], found[half:], strict=True)):
             for upper in (0, 1):
                 lanes = [(upper * LANES + j) // 2 + LANES * (j % 2) for j in range(LANES)]
-                code.store(code.pick(*pair, lanes), code.at(args[0], 4 * LANES * (2 * i + upper)))
+                code.store(code.pick(left, right, lanes), code.at(args[0], 4 * LANES * (2 * i + upper)))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -422,7 +422,7 @@ def encode_numbers(typing, source, step, target, sums):
             found.append(builder.fptosi(place, _INTS))
         code.store(products, sums)
         code.store(squares, code.at(sums, 4 * LANES))
-        even, odd = (code.pick(*found, [2 * i + first for i in range(LANES)]) for first in (0, 1))
+        even, odd = (code.pick(found[0], found[1], [2 * i + first for i in range(LANES)]) for first in (0, 1))
         code.store(builder.trunc(builder.or_(even, builder.shl(odd, _ints(4))), _BYTES), target)
         return context.get_dummy_value()
 
