@@ -88,6 +88,7 @@ class SpanAttention:
         self._zeros = np.zeros(head_dim, np.float32)
         self._sums = _Buffer()
         self._maxima, self._totals, self._scratch = _Buffer(), _Buffer(), _Buffer()
+        self._turned, self._offsets = _Buffer(), _Buffer()
         self._constants = {
             w.STAMP: _stamp(),
             w.K: k_arena.data_ptr(),
@@ -135,6 +136,9 @@ class SpanAttention:
         words[w.SUMS] = self._sums.take(4 * self._v_head_dim * num_partials)
         words[w.MAXIMA] = self._maxima.take(4 * num_partials)
         words[w.TOTALS] = self._totals.take(4 * num_partials)
+        num_turned = layout.num_turned * self._group * self._shape[2]
+        words[w.TURNED] = self._turned.take(4 * head_dim * num_turned) if num_turned else 0
+        words[w.OFFSETS] = self._offsets.take(4 * num_turned)
         words[w.SCRATCH_STRIDE] = scratch_bytes(head_dim, int(layout.num_tokens.max()) * self._group)
         self._num_threads = torch.get_num_threads()
         words[w.SCRATCH] = self._scratch.take(self._num_threads * int(words[w.SCRATCH_STRIDE]))

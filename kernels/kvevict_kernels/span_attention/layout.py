@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvevict_kernels.checks import check_positions, check_tensor
+from kvevict_kernels.row_codec import WIDTHS
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_runs import SpanReaders, SpanRuns
 
@@ -22,6 +23,9 @@ class Layout:
 
     Per request: ``paths``, its spans, each once; ``new_lens``, its new tokens, >= 1; ``first_tokens``, the row of its
     first new token in the forward. ``shape`` of the arenas: [num_layers, num_token_slots, num_kv_heads, head_dim].
+
+    Attributes:
+        num_turned: rows of the forward up to the last whose queries are turned, as rows of 4 bits need it; 0: none is.
 
     Raises:
         ValueError: a span whose lists have the wrong shape or dtype, or whose runs exceed its rows.
@@ -44,6 +48,8 @@ class Layout:
         parts = [*readers.rows, *own_tokens]
         self._first_tokens = list(first_tokens)
         self.num_tokens = np.array([len(part) for part in parts], np.int64)
+        has_codes = any(span.bits != WIDTHS[0] for span in self.spans)
+        self.num_turned = max(own.stop for own in own_tokens) if has_codes else 0
         lens = self._checked_lens(shape)
         self.max_span_partials = int((count_chunks(lens).sum(2).T @ self.num_tokens[: len(self.spans)]).max(initial=0))
 

@@ -84,15 +84,10 @@ def _first_seen_in(scratch, head_dim, num_rows):
     return scratch + _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * num_rows
 
 
-@njit
-def _offsets_in(scratch, head_dim, num_rows):
-    return _first_seen_in(scratch, head_dim, num_rows) + 8 * num_rows
-
-
 def scratch_bytes(head_dim: int, max_rows: int) -> int:
     """Bytes that a thread needs for units of up to ``max_rows`` q rows; whole cache lines."""
-    seen_and_offsets = -(-12 * max_rows // _LINE) * _LINE
-    return _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * max_rows + seen_and_offsets
+    first_seen = -(-8 * max_rows // _LINE) * _LINE
+    return _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * max_rows + first_seen
 
 
 @njit
@@ -134,31 +129,49 @@ def _statistics_of(words, which, head):
 def _load_queries(words, part, head, scratch):
     """Load the q rows of a unit, times the softmax scale: group after group of its tokens.
 
-    Keys of 4 bits are read as codes: their scale and rotation are applied to the queries instead, and their mean, the
-    same for all keys, is an offset of a row's scores.
+    Those that read codes are turned already (:func:`_turn_share`).
     """
     part_tokens, tokens = int64s(words[w.PART_TOKENS]), int64s(words[w.TOKENS])
-    group, kind, head_dim = words[w.GROUP], words[w.Q_KIND], words[w.HEAD_DIM]
-    scale = floats(words.ctypes.data + 8 * w.SCALE)[0]
-    target = _queries_in(scratch, head_dim)
+    group, head_dim = words[w.GROUP], words[w.HEAD_DIM]
+    target, is_narrow = _queries_in(scratch, head_dim), _bits_of(words, part) != 16
     for place in range(part_tokens[part], part_tokens[part + 1]):
-        source = words[w.Q] + (tokens[place] * words[w.Q_STRIDE] + head * group * head_dim) * item_bytes(kind)
-        for _ in range(group):
-            load_row(kind, head_dim, source, target, scale)
-            source += head_dim * item_bytes(kind)
-            target += 4 * head_dim
-    num_rows = _num_rows(words, part)
-    if _bits_of(words, part) == 16:
-        return
-    mean, scales = _statistics_of(words, w.K_MEAN, head), _statistics_of(words, w.K_SCALE, head)
-    offsets, queries = floats(_offsets_in(scratch, head_dim, num_rows)), _queries_in(scratch, head_dim)
-    for r in range(num_rows):
-        row = queries + 4 * r * head_dim
-        offsets[r] = product_of(head_dim, row, mean)
-        scale_row(head_dim, row, scales, mean, _ZERO)
-    turn_rows(num_rows, head_dim, queries, words[w.ROTATION], scratch + _KEYS_AT)
-    for r in range(num_rows):
-        part_row(head_dim, queries + 4 * r * head_dim)
+        if is_narrow:
+            first = (tokens[place] * words[w.NUM_HEADS] + head) * group
+            load_row(FLOAT32, group * head_dim, words[w.TURNED] + 4 * first * head_dim, target, _ONE)
+        else:
+            _load_group(words, tokens[place], head, target)
+        target += 4 * group * head_dim
+
+
+@njit
+def _load_group(words, token, head, target):
+    """Load the q rows of a token and KV head, times the softmax scale."""
+    kind, count = words[w.Q_KIND], words[w.GROUP] * words[w.HEAD_DIM]
+    source = words[w.Q] + (token * words[w.Q_STRIDE] + head * count) * item_bytes(kind)
+    load_row(kind, count, source, target, floats(words.ctypes.data + 8 * w.SCALE)[0])
+
+
+@njit
+def _turn_share(words, thread, num_threads, scratch):
+    """Turn the queries of every ``num_threads``-th pair of a new token and a KV head, for rows of 4 bits.
+
+    Their keys are read as codes: their scale and the rotation are applied to the queries, and their mean, the same for
+    all keys, is an offset of a row's scores.
+    """
+    part_tokens, tokens, num_spans = int64s(words[w.PART_TOKENS]), int64s(words[w.TOKENS]), words[w.NUM_SPANS]
+    group, head_dim, num_heads = words[w.GROUP], words[w.HEAD_DIM], words[w.NUM_HEADS]
+    offsets, num_parts = floats(words[w.OFFSETS]), num_spans + words[w.NUM_REQUESTS]
+    for pair in range(thread, (part_tokens[num_parts] - part_tokens[num_spans]) * num_heads, num_threads):
+        token, head = tokens[part_tokens[num_spans] + pair // num_heads], pair % num_heads
+        mean, scales = _statistics_of(words, w.K_MEAN, head), _statistics_of(words, w.K_SCALE, head)
+        first = (token * num_heads + head) * group
+        rows = words[w.TURNED] + 4 * first * head_dim
+        _load_group(words, token, head, rows)
+        for g in range(group):
+            offsets[first + g] = product_of(head_dim, rows + 4 * g * head_dim, mean)
+            scale_row(head_dim, rows + 4 * g * head_dim, scales, mean, _ZERO)
+        turn_rows(group, head_dim, rows, words[w.ROTATION], scratch)
+        part_row(group * head_dim, rows)
 
 
 @njit
@@ -236,20 +249,6 @@ def _load_narrow_keys(words, part, head, first, num_keys, num_next, scratch):
         for group in range(head_dim // GROUP):
             target = scratch + _KEYS_AT + 4 * (group * GROUP * _BLOCK + i)
             load_units_transposed(scratch + 8 * i, group, target, _BLOCK)
-
-
-@njit
-def _add_means(words, part, head, maxima, totals, sums, scratch):
-    """Turn a chunk's partial results from codes of keys and values into those of their numbers."""
-    head_dim, num_rows = words[w.HEAD_DIM], _num_rows(words, part)
-    mean, scales = _statistics_of(words, w.V_MEAN, head), _statistics_of(words, w.V_SCALE, head)
-    offsets = floats(_offsets_in(scratch, head_dim, num_rows))
-    for r in range(num_rows):
-        join_row(head_dim, sums + 4 * r * head_dim)
-    turn_rows(num_rows, head_dim, sums, words[w.ROTATION], scratch + _KEYS_AT)
-    for r in range(num_rows):
-        maxima[r] += offsets[r]
-        scale_row(head_dim, sums + 4 * r * head_dim, scales, mean, totals[r])
 
 
 @njit
@@ -357,35 +356,53 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                 totals[tile + r] = total
             target = sums + 4 * tile * v_head_dim
             multiply_columns(tile_rows, target, scores, _BLOCK, values, v_head_dim, num_keys)
-    if is_narrow:
-        _add_means(words, part, head, maxima, totals, sums, scratch)
 
 
 @njit
 def _merge_row(words, request, token, head, g, scratch):
-    """Merge one q row of a request's ``token``-th new token: along its path, then its own tokens."""
+    """Merge one q row of a request's ``token``-th new token: along its path, then its own tokens.
+
+    What is read of codes is added up beside the rest, and turned at the end.
+    """
     num_spans, num_heads, group = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.GROUP]
     v_head_dim = words[w.V_HEAD_DIM]
     paths, path_spans = int64s(words[w.PATHS]), int64s(words[w.PATH_SPANS])
     path_places, unit_rows = int64s(words[w.PATH_PLACES]), int64s(words[w.UNIT_ROWS])
     maxima, totals = floats(words[w.MAXIMA]), floats(words[w.TOTALS])
+    place = int64s(words[w.TOKENS])[int64s(words[w.PART_TOKENS])[num_spans + request] + token]
+    q_row = (place * num_heads + head) * group + g
     end = paths[request + 1]
-    largest, total = _LOWEST, _ZERO
-    fill(scratch, v_head_dim, _ZERO)
+    largest, total, code_total, codes = _LOWEST, _ZERO, _ZERO, scratch + 4 * v_head_dim
+    fill(scratch, 2 * v_head_dim, _ZERO)
     for i in range(paths[request], end + 1):
         part, place = num_spans + request, token
         if i < end:
             part, place = path_spans[i], path_places[i] + token
+        is_narrow = _bits_of(words, part) != 16
+        offset = floats(words[w.OFFSETS])[q_row] if is_narrow else _ZERO
         row = unit_rows[part * num_heads + head] + place * group + g
         unit_len = _num_keys(words, part, head)
         for _ in range(0, unit_len, max(_chunk_len(unit_len), 1)):
             if totals[row] != _ZERO:
-                before = largest
-                largest = max(before, maxima[row])
-                keep, factor = np.float32(math.exp(before - largest)), np.float32(math.exp(maxima[row] - largest))
+                before, maximum = largest, maxima[row] + offset
+                largest = max(before, maximum)
+                keep, factor = np.float32(math.exp(before - largest)), np.float32(math.exp(maximum - largest))
                 total = total * keep + totals[row] * factor
-                add_row(v_head_dim, words[w.SUMS] + 4 * row * v_head_dim, scratch, factor, keep)
+                code_total *= keep
+                if is_narrow:
+                    code_total += totals[row] * factor
+                added = words[w.SUMS] + 4 * row * v_head_dim
+                add_row(v_head_dim, added, codes if is_narrow else scratch, factor, keep)
+                if keep != _ONE:
+                    other = scratch if is_narrow else codes
+                    add_row(v_head_dim, other, other, _ZERO, keep)
             row += _num_rows(words, part)
+    if code_total != _ZERO:
+        mean, scales = _statistics_of(words, w.V_MEAN, head), _statistics_of(words, w.V_SCALE, head)
+        join_row(v_head_dim, codes)
+        turn_rows(1, v_head_dim, codes, words[w.ROTATION], codes + 4 * v_head_dim)
+        scale_row(v_head_dim, codes, scales, mean, code_total)
+        add_row(v_head_dim, codes, scratch, _ONE, _ONE)
     if words[w.SINK_LOGITS] != 0:
         sink = floats(words[w.SINK_LOGITS])[head * group + g]
         before = largest
@@ -393,8 +410,6 @@ def _merge_row(words, request, token, head, g, scratch):
         keep = np.float32(math.exp(before - largest))
         total = total * keep + np.float32(math.exp(sink - largest))
         add_row(v_head_dim, scratch, scratch, _ZERO, keep)
-    place = int64s(words[w.TOKENS])[int64s(words[w.PART_TOKENS])[num_spans + request] + token]
-    q_row = (place * num_heads + head) * group + g
     floats(words[w.LSE])[q_row] = largest + np.float32(math.log(total))
     kind = words[w.Q_KIND]
     store_row(kind, v_head_dim, scratch, words[w.OUT] + item_bytes(kind) * q_row * v_head_dim, _ONE / total)
@@ -467,6 +482,9 @@ def compile_call(team: Team, stamp: int, *, is_cached: bool) -> Any:
             return
         thread, num_threads = np.int64(_thread_number()), np.int64(_thread_count())
         scratch = words[w.SCRATCH] + thread * words[w.SCRATCH_STRIDE]
+        if words[w.TURNED] != 0:
+            _turn_share(words, thread, num_threads, scratch)
+            _barrier()
         _attend_share(words, thread, num_threads, scratch)
         _barrier()
         _merge_share(words, thread, num_threads, scratch)

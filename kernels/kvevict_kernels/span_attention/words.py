@@ -39,6 +39,8 @@ NO_SLOT = 1 << 62
     K_STEPS,  # address [rows of 4 bits], bfloat16: steps of the arena's keys
     V_STEPS,  # likewise, of its values
     ROTATION,  # address [head_dim, head_dim], float32
+    TURNED,  # address [num_tokens, num_qo_heads, head_dim], float32: queries for rows of 4 bits; 0: no span has any
+    OFFSETS,  # address [num_tokens, num_qo_heads], float32: of their scores
     HEAD_DIM,  # number
     V_HEAD_DIM,  # number, at most HEAD_DIM
     NUM_HEADS,  # number of KV heads
@@ -70,4 +72,4 @@ NO_SLOT = 1 << 62
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
     NUM_WORDS,
-) = range(51)
+) = range(53)
