@@ -18,7 +18,6 @@ from kvevict_kernels.numba_cache import compiled, stamp_of
 from kvevict_kernels.row_codec import LEAST_STEP, MIDDLE, REACH
 from kvevict_kernels.span_attention import numba_rows, numba_vectors
 from kvevict_kernels.span_attention.numba_rows import (
-    copy_codes,
     fill,
     floats,
     int8s,
@@ -32,8 +31,8 @@ from kvevict_kernels.span_attention.numba_vectors import (
     LANES,
     encode_numbers,
     keep_largest,
-    largest_number,
     normalise_numbers,
+    row_maximum,
     sum_of_numbers,
 )
 
@@ -43,9 +42,9 @@ _SOURCES = [__file__, numba_rows.__file__, numba_vectors.__file__, row_codec.__f
 
 
 @njit
-def _copy_words(source, target, num_bytes):
-    from_words, to_words = int32s(source), int32s(target)
-    for i in range(num_bytes // 4):
+def _copy(source, target, num_bytes):
+    from_words, to_words = uint16s(source), uint16s(target)
+    for i in range(num_bytes // 2):
         to_words[i] = from_words[i]
 
 
@@ -59,7 +58,7 @@ def _encode_row(numbers, head_dim, mean, scales, rotation, target, scratch):
     fill(sums, LANES, _ZERO)
     for i in range(0, 4 * head_dim, 4 * LANES):
         keep_largest(numbers + i, sums)
-    first_step = max(largest_number(sums) * _FIRST_STEP, _LEAST_STEP)
+    first_step = max(row_maximum(LANES, sums) * _FIRST_STEP, _LEAST_STEP)
     fill(sums, 2 * LANES, _ZERO)
     for i in range(0, head_dim, 2 * LANES):
         encode_numbers(numbers + 4 * i, first_step, target + i // 2, sums)
@@ -105,9 +104,9 @@ def calls() -> tuple[Any, Any, int]:
             for i in range(num_rows):
                 row, target = np.int64(rows[i]), staging + i * row_bytes
                 if bits == 16:
-                    _copy_words(arena + row * row_bytes, target, row_bytes)
+                    _copy(arena + row * row_bytes, target, row_bytes)
                 elif widths[i] == bits:
-                    copy_codes(head_dim, arena + row * (head_dim // 2), target)
+                    _copy(arena + row * (head_dim // 2), target, head_dim // 2)
                     uint16s(target + head_dim // 2)[0] = uint16s(steps)[row]
                 else:
                     load_row(kind, head_dim, arena + row * head_dim * item_bytes(kind), numbers, _ONE)
@@ -122,9 +121,9 @@ def calls() -> tuple[Any, Any, int]:
             for i in range(num_rows):
                 row, source = np.int64(rows[i]), staging + i * row_bytes
                 if steps == 0:
-                    _copy_words(source, arena + row * row_bytes, row_bytes)
+                    _copy(source, arena + row * row_bytes, row_bytes)
                 else:
-                    copy_codes(head_dim, source, arena + row * (head_dim // 2))
+                    _copy(source, arena + row * (head_dim // 2), head_dim // 2)
                     uint16s(steps)[row] = uint16s(source + head_dim // 2)[0]
 
         return encode, write, stamp

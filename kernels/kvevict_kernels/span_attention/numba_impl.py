@@ -28,7 +28,6 @@ from kvevict_kernels.span_attention.numba_rows import (
     int32s,
     int64s,
     item_bytes,
-    join_row,
     load_codes,
     load_row,
     multiply,
@@ -49,7 +48,6 @@ from kvevict_kernels.span_attention.numba_vectors import (
     exponentials,
     load_transposed,
     load_units_transposed,
-    multiply_numbers,
     prefetch,
     row_maximum,
 )
@@ -63,6 +61,7 @@ _head_slot_of = njit(head_slot_of)
 _LOWEST, _ZERO, _ONE, _MINUS_INFINITY = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _BLOCK, _CHUNK, _MAX_CHUNKS, _KEY_COST = w.BLOCK, w.CHUNK, w.MAX_CHUNKS, w.KEY_COST
 _LINE = 64
+_TIMES_TO_JOIN = 4  # five times part_row change nothing
 _K_STEPS_AT = 8 * _BLOCK
 _V_STEPS_AT = 12 * _BLOCK
 _SCORES_AT = 16 * _BLOCK
@@ -332,7 +331,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                     num_seen = min(num_keys, unit_len - (num_rows - tile - r - 1) // group - start)
                 row = scores + 4 * r * _BLOCK
                 if is_narrow:
-                    multiply_numbers(_BLOCK, row, scratch + _K_STEPS_AT)
+                    scale_row(_BLOCK, row, scratch + _K_STEPS_AT, scratch + _K_STEPS_AT, _ZERO)
                 num_seen = max(num_seen, 0)
                 fill(row + 4 * num_seen, _BLOCK - num_seen, _MINUS_INFINITY)
                 if is_own and words[w.VISIBLE] != 0:
@@ -344,7 +343,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                 largest = max(before, row_maximum(_BLOCK, row))
                 total = exponentials(_BLOCK, row, largest)
                 if is_narrow:
-                    multiply_numbers(_BLOCK, row, scratch + _V_STEPS_AT)
+                    scale_row(_BLOCK, row, scratch + _V_STEPS_AT, scratch + _V_STEPS_AT, _ZERO)
                 if largest > before:
                     keep = np.float32(math.exp(before - largest))
                     maxima[tile + r] = largest
@@ -399,7 +398,8 @@ def _merge_row(words, request, token, head, g, scratch):
             row += _num_rows(words, part)
     if code_total != _ZERO:
         mean, scales = _statistics_of(words, w.V_MEAN, head), _statistics_of(words, w.V_SCALE, head)
-        join_row(v_head_dim, codes)
+        for _ in range(_TIMES_TO_JOIN):
+            part_row(v_head_dim, codes)
         turn_rows(1, v_head_dim, codes, words[w.ROTATION], codes + 4 * v_head_dim)
         scale_row(v_head_dim, codes, scales, mean, code_total)
         add_row(v_head_dim, codes, scratch, _ONE, _ONE)

@@ -21,8 +21,6 @@ from kvevict_kernels.span_attention.numba_vectors import (
     TILE_ROWS,
     TILE_VECTORS,
     add_numbers,
-    copy_group,
-    join_group,
     load_numbers,
     load_units,
     multiply_tile,
@@ -97,13 +95,6 @@ def load_row(kind, head_dim, source, target, factor):
 
 
 @njit
-def copy_codes(head_dim, source, target):
-    """Copy a row of codes."""
-    for i in range(0, head_dim // 2, CODE_BYTES):
-        copy_group(source + i, target + i)
-
-
-@njit
 def load_codes(head_dim, source, target):
     """Write a row of codes as float32, less the code of 0, in the order of :func:`part_row`."""
     for i in range(0, head_dim // 2, CODE_BYTES):
@@ -112,16 +103,9 @@ def load_codes(head_dim, source, target):
 
 @njit
 def part_row(head_dim, row):
-    """Order a row as codes are read: of every group even places, then odd ones."""
+    """Order a row as codes are read: of every group even places, then odd ones. The fifth time undoes it."""
     for i in range(0, 4 * head_dim, 4 * GROUP):
         part_group(row + i)
-
-
-@njit
-def join_row(head_dim, row):
-    """Undo :func:`part_row`."""
-    for i in range(0, 4 * head_dim, 4 * GROUP):
-        join_group(row + i)
 
 
 @njit

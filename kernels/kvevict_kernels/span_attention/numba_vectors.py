@@ -297,18 +297,6 @@ def load_units(typing, source, target):
 
 
 @intrinsic(prefer_literal=True)
-def copy_group(typing, source, target):
-    """Copy the bytes of a group of codes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        code.store(code.load(args[0], _CODES), args[1])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)
 def part_group(typing, row):
     """Order the numbers of a group as :func:`load_units_transposed` orders codes: even places, then odd ones."""
 
@@ -319,23 +307,6 @@ def part_group(typing, row):
             lanes = [2 * i + odd for i in range(LANES)]
             for i, (left, right) in enumerate(zip(found[::2], found[1::2], strict=True)):
                 code.store(code.pick(left, right, lanes), code.at(args[0], 4 * (odd * CODE_BYTES + i * LANES)))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)
-def join_group(typing, row):
-    """Undo :func:`part_group`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        found = [code.load(code.at(args[0], 4 * i)) for i in range(0, GROUP, LANES)]
-        half = len(found) // 2
-        for i, (left, right) in enumerate(zip(found[:half], found[half:], strict=True)):
-            for upper in (0, 1):
-                lanes = [(upper * LANES + j) // 2 + LANES * (j % 2) for j in range(LANES)]
-                code.store(code.pick(left, right, lanes), code.at(args[0], 4 * LANES * (2 * i + upper)))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -485,21 +456,6 @@ def scale_numbers(typing, target, factors, terms, weight):
 
 
 @intrinsic(prefer_literal=True)
-def multiply_numbers(typing, count, row, factors):
-    """Multiply ``count`` float32 numbers by others."""
-    size = count.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        for i in range(0, 4 * size, 4 * LANES):
-            place = code.at(args[1], i)
-            code.store(builder.fmul(code.load(place), code.load(code.at(args[2], i))), place)
-        return context.get_dummy_value()
-
-    return types.void(count, types.int64, types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)
 def sum_of_products(typing, left, right):
     """Sum of the products of ``LANES`` float32 numbers."""
 
@@ -508,17 +464,6 @@ def sum_of_products(typing, left, right):
         return code.halves(builder.fmul(code.load(args[0]), code.load(args[1])), builder.fadd)
 
     return types.float32(types.int64, types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)
-def largest_number(typing, row):
-    """The largest of ``LANES`` float32 numbers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        return code.halves(code.load(args[0]), code.maximum)
-
-    return types.float32(types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
