@@ -46,7 +46,7 @@ WORKERS = 4
 KEY = 4
 """So many columns name a row."""
 FEW_BITS_STACK = 8
-"""Bytes on the stack that are known of kernels on sm_100 that read rows of 8 and 4 bits; others have none."""
+"""Bytes on the stack that are known of kernels on sm_100 that read rows of 4 bits; others have none."""
 TEXT = """# What the compiler makes of every kernel
 
 Written by `make test-compile`, which needs no GPU. Registers and stack bytes are a thread's (what does not

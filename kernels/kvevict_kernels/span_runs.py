@@ -29,7 +29,7 @@ class SpanRuns:
     # [segment_entries], int32, logical position of each entry's token, ascending within a run. None: unknown, and only
     # layers without a window may read the span.
     positions: Tensor | None = None
-    bits: int = 16  # width of a number in a row: 16 (as the pool stores it), 8 or 4
+    bits: int = 16  # width of a number in a row: 16 (as the pool stores it) or 4
     is_counted: bool = True  # False: another span of the path has other rows of the same tokens, which count once
 
 

@@ -16,6 +16,7 @@ from kvevict_kernels.ragged_decode.tile_table import (
     LATENT_DIM,
     block_widths,
     few_bits_options,
+    narrow_keys,
     tiles_for,
 )
 
@@ -37,7 +38,7 @@ LATENT_HEADS: dict[str, Any] = {"H": 1, "G": 128}
 """Of DeepSeek V2 and V3."""
 LATENT_VALUE_DIM = 512
 
-BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
+BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "k_steps_ptr", "v_steps_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr", "statistics_ptr")
 INT64: tuple[str, ...] = (
     "addresses_ptr",
@@ -104,23 +105,13 @@ def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterato
 
 
 def few_bits_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
-    """The kernels with a loop of products that also read rows of 8 and 4 bits, and those that write such rows."""
+    """The kernels with a loop of products that also read rows of 4 bits, and those that write such rows."""
     for one in _attention_kernels(arch, head_dim, "bf16", has_few_bits=True):
-        if "statistics_ptr" in one["args"]:
+        if label(one).startswith(("split", "extend")):
             yield one
-    for bits in (8, 4):
-        row_bytes = {8: head_dim, 4: 5 * head_dim // 8}[bits]
-        sizes: Spec = {
-            "D": head_dim,
-            "BLOCK_D": head_dim,
-            "GROUP": 32,
-            "BITS": bits,
-            "ROW_BYTES": row_bytes,
-            "BLOCK": 16,
-        }
-        sizes |= {"staging_ptr": "*u8", "BLOCK_W": 1 << (row_bytes // 4 - 1).bit_length()}
-        for name in ("_encode_kernel", "_write_kernel"):
-            yield spec(f"recode_rows.triton_impl:{name}", arch, sizes)
+    sizes = {"D": head_dim, "BLOCK_D": head_dim, "BITS": 4, "BLOCK": 16, "staging_ptr": "*u8"}
+    for name in ("_encode_kernel", "_write_kernel"):
+        yield spec(f"recode_rows.triton_impl:{name}", arch, sizes)
 
 
 def _attention_kernels(
@@ -137,24 +128,23 @@ def _attention_kernels(
     kinds = {"has_window": has_window, "has_few_bits": has_few_bits, "is_fp8": stored == FP8}
     tiles = tiles_for(limits, head_dim, **kinds)
     visible = "*i64" if has_trees else None
-    statistics = "*fp32" if has_few_bits else None
+    coding: Spec = {} if has_few_bits else dict.fromkeys(("statistics_ptr", "k_steps_ptr", "v_steps_ptr"))
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}
     sizes = {**_sizes(head_dim), "UPCAST": False, "PDL": limits.launches_dependents}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
     for which, tile in enumerate(tiles):
-        block: dict[str, Any] = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        block: dict[str, Any] = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "NARROW_N": narrow_keys(tile)}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
             block |= {"visible_ptr": visible, "WINDOWED": has_window} | extras
-            for bits in (8, 4) if has_few_bits else (16,):
-                few = {"statistics_ptr": statistics, "BITS": bits}
-                yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block | few, options=options)
+            block |= coding | {"BITS": 4 if has_few_bits else 16}
+            yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "visible_ptr": visible, "WINDOWED": has_window, "statistics_ptr": statistics}
+            block |= {"CLASS": which, "visible_ptr": visible, "WINDOWED": has_window, **coding}
             options |= few_bits_options(which, head_dim) if has_few_bits else {}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
@@ -228,7 +218,7 @@ def label(one: Spec) -> str:
         return f"{name}, {args['BITS']} bits"
     if name in ("split", "extend"):
         more = ", window" if args["WINDOWED"] else ""
-        if args["statistics_ptr"]:
+        if "statistics_ptr" not in args:
             more += f", {args['BITS']} bits" if "BITS" in args else ", few bits"
         more += ", trees" if args["visible_ptr"] else ""
         return f"{name}, {args['BLOCK_M']} q rows{more}"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvevict_kernels.checks import FP8
 from kvevict_kernels.ragged_decode.host_lists import Sizes
+from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.span_runs import SpanRuns
 
 ITEM_WORDS = 4
@@ -119,15 +120,23 @@ class LayerInputs:
     sm_scale: float  # softmax scale, times the layer's FP8 scale of keys
     v_scale: float = 1.0  # FP8 scale of the layer's values; 1.0 for other dtypes
     window: int = 0  # tokens that a query of the layer sees, itself included; 0: all
-    # [num_layers, num_kv_heads, 4, head_dim], float32: means and deviations of keys, then of values, by which rows of
-    # fewer than 16 bits are read; None: no span of any batch has such rows
-    statistics: Tensor | None = None
+    coding: RowCoding | None = None  # by which rows of 4 bits are read; None: no span of any batch has such rows
     sink_logits: Tensor | None = None  # [num_qo_heads], any floating dtype: one more score per row, with value 0
 
     @property
     def v_head_dim(self) -> int:
         """Width of values and results; less than ``head_dim`` for latents."""
         return self.v_arena.shape[3]
+
+    @property
+    def statistics(self) -> Tensor | None:
+        """The table by which rows of 4 bits are read."""
+        return None if self.coding is None else self.coding.statistics.table()
+
+    @property
+    def steps(self) -> tuple[Tensor | None, Tensor | None]:
+        """Steps of the rows of keys and of values that have 4 bits."""
+        return (None, None) if self.coding is None else (self.coding.k_steps, self.coding.v_steps)
 
     @property
     def is_fp8(self) -> bool:

@@ -31,9 +31,9 @@ FAMILIES = (80, 89, 90, 100)
 SMALL_SHARED = 102400
 """Bytes of shared memory of a multiprocessor: up to this (sm_86, sm_89, sm_120) the tiles of sm_89 are used."""
 FEW_BITS_REGISTERS = 168
-"""Registers of a thread of the split kernel's small tile where it also reads rows of 8 and 4 bits, at most."""
+"""Registers of a thread of the split kernel's small tile where it also reads rows of 4 bits, at most."""
 WIDE_FEW_BITS_ROWS = 32
-"""Q rows of the split kernel's larger tile where head_dim is above 128 and rows may have 8 and 4 bits: with 64 it keeps
+"""Q rows of the split kernel's larger tile where head_dim is above 128 and rows may have 4 bits: with 64 it keeps
 312 to 1,480 bytes of a thread on the stack, whatever the keys and warps (compiled before codes were read in words).
 With these it keeps none."""
 KEYS = {
@@ -86,7 +86,7 @@ def tiles_for(
     """Tiles of a device: split kernel with 16 rows, with 64 or 128 rows (or 32), ``ragged_extend``.
 
     With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same. With
-    ``has_few_bits`` it also reads rows of 8 and 4 bits; at width 128 more warps keep up to 72 bytes of a thread on the
+    ``has_few_bits`` it also reads rows of 4 bits; at width 128 more warps keep up to 72 bytes of a thread on the
     stack, not 200 (compiled). ``is_fp8``: the arena holds float8.
 
     Raises:
@@ -111,12 +111,17 @@ def tiles_for(
 
 
 def few_bits_options(which: int, head_dim: int) -> dict[str, int]:
-    """More compilation options of the split kernel's class ``which`` where it also reads rows of 8 and 4 bits.
+    """More compilation options of the split kernel's class ``which`` where it also reads rows of 4 bits.
 
     With a bound on its registers three programs of the small tile are resident, not two, and none are spilled
     (compiled); wider rows need more.
     """
     return {"maxnreg": FEW_BITS_REGISTERS} if which == 0 and head_dim <= HEAD_DIMS[1] else {}
+
+
+def narrow_keys(tile: Tile) -> int:
+    """K and V rows of 4 bits per step of the split kernel's loop."""
+    return tile.keys * 2 if tile.rows == FEW_ROWS else tile.keys
 
 
 def _latent_tiles(limits: DeviceLimits, head_dim: int) -> tuple[Tile, Tile, Tile]:

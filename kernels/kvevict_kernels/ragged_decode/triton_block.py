@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvevict_kernels.triton_rows import load_narrow
+from kvevict_kernels.triton_rows import load_narrow, load_steps, reads_in_place
 
 LOG2_E = 1.4426950408889634
+_MIN_COLUMNS = tl.constexpr(16)
+"""Of a product."""
 
 
 @triton.jit
@@ -48,21 +50,12 @@ def attend_block(
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_ROT: tl.constexpr,
-    BITS: tl.constexpr,
 ):
     """One block of keys, online softmax; a row may see none of them. float8 rows are multiplied in q's dtype.
 
-    Of latents (``BLOCK_ROT`` > 0) the first ``DV`` columns of a key are loaded once, and are its value. With fewer than
-    16 ``BITS``, ``head_slot`` are row numbers, and keys and values are normalised ones.
+    Of latents (``BLOCK_ROT`` > 0) the first ``DV`` columns of a key are loaded once, and are its value.
     """
-    if BITS < 16:
-        BLOCK_N: tl.constexpr = head_slot.shape[0]
-        BLOCK_D: tl.constexpr = o_d.shape[0]
-        b_k = load_narrow(k_ptr, head_slot, m_n, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
-        b_v = load_narrow(v_ptr, head_slot, m_n, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
-        s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    else:
-        s, b_v = _score_block(b_q, b_rot, k_ptr, v_ptr, head_slot, m_n, o_d, scale_log2, D, DV, BLOCK_ROT)
+    s, b_v = _score_block(b_q, b_rot, k_ptr, v_ptr, head_slot, m_n, o_d, scale_log2, D, DV, BLOCK_ROT)
     s = tl.where(seen, s, float("-inf"))
     new_max = tl.maximum(b_max, tl.max(s, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -71,6 +64,52 @@ def attend_block(
     b_sum = b_sum * decay + tl.sum(p, 1)
     b_out = tl.dot(p.to(b_v.dtype), b_v, b_out * decay[:, None], input_precision="ieee")
     return new_max, b_sum, b_out
+
+
+@triton.jit
+def narrow_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What :func:`add_narrow_block` adds to, before the first block of rows of 4 bits.
+
+    Returns:
+        [BLOCK_M], maxima (base 2), finite; [BLOCK_M, parts], parts of the sums of weights; [BLOCK_M, MIN_COLUMNS], in
+        every column, sums of weights times the steps of values; [BLOCK_M, BLOCK_D], weighted sums of values as read.
+    """
+    # Warps of a tile of few q rows have keys of their own. To add up theirs in each block takes many instructions.
+    b_sum = tl.zeros([BLOCK_M, BLOCK_N if reads_in_place(BLOCK_M) else 1], dtype=tl.float32)
+    b_weight = tl.zeros([BLOCK_M, _MIN_COLUMNS], dtype=tl.float32)
+    b_max = tl.full([BLOCK_M], -3.0e38, dtype=tl.float32)
+    return b_max, b_sum, b_weight, tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+
+
+@triton.jit
+def score_narrow_block(b_q, b_zero, k_ptr, k_steps_ptr, number, ones, D: tl.constexpr):
+    """Scores (base 2) [BLOCK_M, BLOCK_N] of turned queries and rows of 4 bits with these numbers, [BLOCK_N].
+
+    ``b_q`` and ``b_zero`` are of :func:`kvevict_kernels.triton_rows.turned_queries`, ``ones`` is :func:`ones_of`.
+    """
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    BLOCK_N: tl.constexpr = number.shape[0]
+    b_k = load_narrow(k_ptr, number, ones, D, BLOCK_N, b_q.shape[1], False, reads_in_place(BLOCK_M)).to(b_q.dtype)
+    s = tl.broadcast_to(b_zero[:, None], (BLOCK_M, BLOCK_N))
+    return tl.dot(b_q, tl.trans(b_k), s, input_precision="ieee") * load_steps(k_steps_ptr, number)[None, :]
+
+
+@triton.jit
+def add_narrow_block(
+    b_max, b_sum, b_weight, b_out, s, v_ptr, v_steps_ptr, number, ones, dtype: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Add one block of scores to the sums, multiplied in ``dtype``; a row may see none of the keys."""
+    BLOCK_N: tl.constexpr = number.shape[0]
+    b_v = load_narrow(v_ptr, number, ones, D, BLOCK_N, b_out.shape[1], True, False).to(dtype)
+    new_max = tl.maximum(b_max, tl.max(s, 1))
+    p = tl.exp2(s - new_max[:, None])
+    decay = tl.exp2(b_max - new_max)[:, None]
+    b_sum = b_sum * decay + (p if b_sum.shape[1] > 1 else tl.sum(p, 1)[:, None])
+    p = (p * load_steps(v_steps_ptr, number)[None, :]).to(dtype)
+    # The sum of the weights as they are multiplied, by the same unit: else what is read for 0 would not give 0.
+    units = tl.full([BLOCK_N, _MIN_COLUMNS], 1.0, dtype=dtype)
+    b_weight = tl.dot(p, units, b_weight * decay, input_precision="ieee")
+    return new_max, b_sum, b_weight, tl.dot(p, b_v, b_out * decay, input_precision="ieee")
 
 
 @triton.jit

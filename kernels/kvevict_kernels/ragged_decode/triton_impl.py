@@ -18,14 +18,17 @@ from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_decode.tile_table import Tile, block_widths, few_bits_options, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import Tile, block_widths, few_bits_options, narrow_keys, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
+    add_narrow_block,
     attend_block,
     hidden_keys,
     hide_branches,
     load_queries,
     load_tree,
+    narrow_sums,
+    score_narrow_block,
 )
 from kvevict_kernels.ragged_decode.triton_items import (
     STEP_LISTS,
@@ -37,7 +40,7 @@ from kvevict_kernels.ragged_decode.triton_items import (
     suffix_work_kernel,
 )
 from kvevict_kernels.ragged_decode.triton_merge import run_merge
-from kvevict_kernels.triton_rows import head_slot_of, normalised_queries, with_values
+from kvevict_kernels.triton_rows import head_slot_of, ones_of, turned_queries, with_values
 
 INTERPRETER_PROGRAMS = 3
 REQUEST_BLOCK = 128
@@ -92,7 +95,6 @@ def _attend_keys(
     BLOCK_ROT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr,
-    BITS: tl.constexpr,
 ):
     """Attend to the keys of an item; maxima (base 2), sums of weights, and weighted sums of values."""
     BLOCK_M: tl.constexpr = b_q.shape[0]
@@ -103,18 +105,56 @@ def _attend_keys(
         m_n = n < num_kv
         # Before the window, rows of a window pool may hold other requests' slots: no index is read there.
         index = tl.maximum(n, first_key) if WINDOWED else n
-        row = tl.load(index_ptr + index, mask=m_n, other=0)
-        if BITS == 16:
-            row = row.to(tl.int64) * slot_scale + slot_shift
+        row = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
         seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n + to_new, is_suffix == 0)
         if WINDOWED:
             b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
             seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
         b_max, b_sum, b_out = attend_block(
             b_q, b_rot, b_max, b_sum, b_out, k_ptr, v_ptr, row, m_n, seen, o_d, scale_log2,
-            D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BITS=BITS,
+            D=D, DV=DV, BLOCK_ROT=BLOCK_ROT,
         )  # fmt: skip
     return b_max, b_sum, b_out
+
+
+@triton.jit
+def _attend_narrow_keys(
+    b_q,  # [BLOCK_M, BLOCK_D] turned
+    b_zero,  # [BLOCK_M] what products begin with
+    k_ptr,
+    v_ptr,
+    k_steps_ptr,
+    v_steps_ptr,
+    index_ptr,  # of the item's keys
+    position_ptr,  # likewise; read if WINDOWED
+    num_kv,
+    hidden,  # [BLOCK_M], last position that each row does not see; read if WINDOWED
+    is_cut,  # whether some row does not see all keys; read if WINDOWED
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """The same of a span's rows of 4 bits, which every new token sees; also sums of weights times steps of values.
+
+    :func:`kvevict_kernels.triton_rows.with_values` makes values of the sums.
+    """
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    b_max, b_sum, b_weight, b_out = narrow_sums(BLOCK_M, BLOCK_N, b_q.shape[1])
+    ones = ones_of(scale_log2, k_ptr.dtype.element_ty)
+    for start in range(0, num_kv, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        number = tl.load(index_ptr + tl.minimum(n, num_kv - 1))  # the last one again: no copy needs a mask
+        bias = tl.where(tl.arange(0, BLOCK_N) < num_kv - start, 0.0, float("-inf"))[None, :]
+        if WINDOWED:
+            b_position = tl.load(position_ptr + n, mask=(n < num_kv) & is_cut, other=2147483647)
+            bias = tl.where(b_position[None, :] > hidden[:, None], bias, float("-inf"))
+        s = score_narrow_block(b_q, b_zero, k_ptr, k_steps_ptr, number, ones, D=D) + bias
+        b_max, b_sum, b_weight, b_out = add_narrow_block(
+            b_max, b_sum, b_weight, b_out, s, v_ptr, v_steps_ptr, number, ones, b_q.dtype, D=D
+        )
+    b_sum = tl.sum(b_sum, 1)
+    return tl.where(b_sum > 0.0, b_max, float("-inf")), b_sum, tl.max(b_weight, 1), b_out
 
 
 @triton.jit(
@@ -126,11 +166,13 @@ def _split_kernel(
     q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
+    k_steps_ptr,  # [X] bfloat16, steps of rows of 4 bits; None: all rows have 16
+    v_steps_ptr,
     seq_lens_ptr,
     suffix_items_ptr,  # [bound, ITEM_WORDS] int64
     suffix_start_ptr,  # [num_requests + 1] int32
     visible_ptr,  # [N] int64, or None
-    statistics_ptr,  # [L, H, 4, D] float32; None: all rows have 16 bits
+    statistics_ptr,  # [D + 4 * L * H, D] float32; None: all rows have 16 bits
     layer,
     num_requests,  # of the class
     num_token_slots,
@@ -145,6 +187,7 @@ def _split_kernel(
     WINDOWED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NARROW_N: tl.constexpr,  # the same of rows of 4 bits
     BLOCK_D: tl.constexpr,  # at least DV
     BLOCK_ROT: tl.constexpr,  # at least D - DV; 0: not latents
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
@@ -193,29 +236,21 @@ def _split_kernel(
             from_key = tl.where(is_suffix > 0, to_key + depth - token - window, 0)
             first_key = tl.maximum(tl.min(tl.where(m_m, from_key, 2147483647), 0), 0)
             from_block = first_key // BLOCK_N * BLOCK_N
-        bits = bits_of(readers)
-        if statistics_ptr is None or bits == 16:
+        if statistics_ptr is None or bits_of(readers) == 16:
             b_max, b_sum, b_out = _attend_keys(
                 b_q, b_rot, k_ptr, v_ptr, index_ptr, position_ptr, visible_ptr, visible, from_block, num_kv, first_key,
                 from_key, limit, hidden, is_cut, is_suffix, slot_scale, slot_shift, count - to_last, o_d, scale_log2,
-                D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BLOCK_N=BLOCK_N, WINDOWED=WINDOWED, BITS=16,
+                D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BLOCK_N=BLOCK_N, WINDOWED=WINDOWED,
             )  # fmt: skip
         else:
-            b_norm, b_offset = normalised_queries(b_q, statistics_ptr, layer, head, o_d, H=H, D=D)
-            if bits == 8:
-                b_max, b_sum, b_out = _attend_keys(
-                    b_norm, b_rot, k_ptr, v_ptr, index_ptr, position_ptr, visible_ptr, visible, from_block, num_kv,
-                    first_key, from_key, limit, hidden, is_cut, is_suffix, 1, 0, count - to_last, o_d, scale_log2,
-                    D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BLOCK_N=BLOCK_N, WINDOWED=WINDOWED, BITS=8,
-                )  # fmt: skip
-            else:
-                b_max, b_sum, b_out = _attend_keys(
-                    b_norm, b_rot, k_ptr, v_ptr, index_ptr, position_ptr, visible_ptr, visible, from_block, num_kv,
-                    first_key, from_key, limit, hidden, is_cut, is_suffix, 1, 0, count - to_last, o_d, scale_log2,
-                    D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, BLOCK_N=BLOCK_N, WINDOWED=WINDOWED, BITS=4,
-                )  # fmt: skip
-            b_max += b_offset * scale_log2
-            b_out = with_values(b_out, b_sum, statistics_ptr, layer, head, o_d, H=H, D=D)
+            stored: tl.constexpr = k_ptr.dtype.element_ty
+            b_turned, b_zero, b_offset = turned_queries(b_q, statistics_ptr, layer, head, o_d, scale_log2, H=H, D=D)
+            b_max, b_sum, b_weight, b_out = _attend_narrow_keys(
+                b_turned, b_zero, k_ptr, v_ptr, k_steps_ptr, v_steps_ptr, index_ptr, position_ptr, num_kv, hidden,
+                is_cut, scale_log2, D=D, BLOCK_N=NARROW_N, WINDOWED=WINDOWED,
+            )  # fmt: skip
+            b_max += b_offset
+            b_out = with_values(b_out, b_weight, b_sum, statistics_ptr, layer, head, o_d, stored, H=H, D=D)
         _store_partials(addresses_ptr, low_of(last).to(tl.int64) + i_row, b_max, b_sum, b_out, o_d, m_m, DV=DV)
         index_address, keys, readers, last = load_item(
             item + tl.num_programs(0), num_suffix_items, suffix_items_ptr, layer, addresses_ptr, CLASS=CLASS
@@ -257,12 +292,12 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
     kinds = {
         "has_window": inputs.window > 0,
-        "has_few_bits": inputs.statistics is not None,
+        "has_few_bits": inputs.coding is not None,
         "is_fp8": inputs.is_fp8,
     }
     tile = tiles_for(limits_of(q.device), head_dim, **kinds)[which]
     args = (
-        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena),
+        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, *inputs.steps),
         *(step.seq_lens, step.items[which], step.item_start[which], step.visible, inputs.statistics),
         *(inputs.layer, class_tables.requests.numel(), inputs.k_arena.shape[1], q.stride(0)),
         *(inputs.sm_scale * LOG2_E, inputs.window),
@@ -275,12 +310,13 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
         "WINDOWED": inputs.window > 0,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
+        "NARROW_N": narrow_keys(tile),
         "UPCAST": not q.is_cuda,
         "PDL": dependent_launch(q.device)["PDL"],
         "num_stages": tile.stages,
         "num_warps": tile.warps,
     }
-    if inputs.statistics is not None:
+    if inputs.coding is not None:
         options |= few_bits_options(which, head_dim)
     num_programs = _num_programs(inputs, tile, args, options)
     if not addresses.is_captured:

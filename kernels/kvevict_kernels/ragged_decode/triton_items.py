@@ -12,7 +12,7 @@ word   bits 0 to 31                        bits 32 to 63
 =====  ==================================  =====================================================================
 
 Partial rows fit 32 bits: as many of them would take more memory than a device has. Readers take 26 bits of theirs; the
-others hold 16, 8 or 4 of what a row of a span has, or 16 in a suffix.
+others hold the 16 or 4 that a row of a span has, or 16 in a suffix.
 """
 
 from __future__ import annotations

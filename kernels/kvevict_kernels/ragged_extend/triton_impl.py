@@ -25,12 +25,15 @@ from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, block_widths, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
+    add_narrow_block,
     hidden_keys,
     hide_branches,
     load_queries,
     load_tree,
+    narrow_sums,
+    score_narrow_block,
 )
-from kvevict_kernels.triton_rows import head_slot_of, load_narrow, normalised_queries, with_values
+from kvevict_kernels.triton_rows import head_slot_of, ones_of, turned_queries, with_values
 
 COMBINE_ROWS = 16
 
@@ -178,17 +181,6 @@ def _load_block(rows_ptr, row, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _score_narrow_block(
-    b_q, k_ptr, v_ptr, number, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
-    """The same of normalised queries, keys and values, of rows with these numbers."""
-    every = number >= 0
-    b_k = load_narrow(k_ptr, number, every, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
-    b_v = load_narrow(v_ptr, number, every, b_q.dtype, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
-    return tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), b_v
-
-
-@triton.jit
 def _score_block(
     b_q, b_rot, k_ptr, v_ptr, row, o_d, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_ROT: tl.constexpr,
@@ -227,13 +219,15 @@ def _extend_kernel(
     q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
+    k_steps_ptr,  # [X] bfloat16, steps of rows of 4 bits; None: all rows have 16
+    v_steps_ptr,
     sink_logits_ptr,  # [H * G], or None
     out_ptr,  # [N, H * G, DV]
     lse_ptr,  # [N, H * G] float32, natural
     seq_lens_ptr,
     pool_rows_ptr,
     visible_ptr,  # [N] int64, or None
-    statistics_ptr,  # [L, H, 4, D] float32; None: all rows have 16 bits
+    statistics_ptr,  # [D + 4 * L * H, D] float32; None: all rows have 16 bits
     req_to_token,  # address of [rows, row_stride] int32
     layer,
     row_stride,
@@ -279,7 +273,10 @@ def _extend_kernel(
     shares = tl.load(at.int32s_at(addresses_ptr, at.TILE_SHARES) + i_tile)
     if BITS < 16:
         num_own = num_own * 0
-        b_q, b_offset = normalised_queries(b_q, statistics_ptr, layer, head, o_d, H=H, D=D)
+        stored: tl.constexpr = k_ptr.dtype.element_ty
+        b_q, b_zero, b_offset = turned_queries(b_q, statistics_ptr, layer, head, o_d, scale_log2, H=H, D=D)
+        b_max, b_sum, b_weight, b_out = narrow_sums(BLOCK_M, BLOCK_N, BLOCK_D)
+        ones = ones_of(scale_log2, stored)
     begin, end = _part_of(
         path_begin, path_end, first_unit, num_own, share, shares, addresses_ptr, H=H, BLOCK_N=BLOCK_N, BITS=OF_SPANS
     )
@@ -302,7 +299,7 @@ def _extend_kernel(
             n = start + tl.arange(0, BLOCK_N)
             slot = tl.load(index_ptr + tl.minimum(n, to_key - 1))
             if BITS < 16:
-                s, b_v = _score_narrow_block(b_q, k_ptr, v_ptr, slot, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BITS=BITS)
+                s = score_narrow_block(b_q, b_zero, k_ptr, k_steps_ptr, slot, ones, D=D)
             else:
                 row = (slot * stride).to(tl.int64) * D
                 s, b_v = _score_block(b_q, b_rot, k_ptr + shift, v_ptr + shift, row, o_d, D, DV, BLOCK_D, BLOCK_ROT)
@@ -313,11 +310,18 @@ def _extend_kernel(
                     b_position = tl.load(position_ptr + n, mask=(n < to_key) & is_cut, other=2147483647)
                     seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
                 s = tl.where(seen, s, float("-inf"))
-            b_max, b_sum, b_out = _add_block(b_max, b_sum, b_out, s, b_v, scale_log2)
+            if BITS < 16:
+                b_max, b_sum, b_weight, b_out = add_narrow_block(
+                    b_max, b_sum, b_weight, b_out, s, v_ptr, v_steps_ptr, slot, ones, b_q.dtype, D=D
+                )
+            else:
+                b_max, b_sum, b_out = _add_block(b_max, b_sum, b_out, s, b_v, scale_log2)
         passed += num_kv
     if BITS < 16:
-        b_max += b_offset * scale_log2
-        b_out = with_values(b_out, b_sum, statistics_ptr, layer, head, o_d, H=H, D=D)
+        b_max += b_offset
+        b_sum = tl.sum(b_sum, 1)
+        b_weight = tl.max(b_weight, 1)
+        b_out = with_values(b_out, b_weight, b_sum, statistics_ptr, layer, head, o_d, stored, H=H, D=D)
     # Read again: the numbers of the rows would take registers from the products.
     tile = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + i_tile, volatile=True)
     i_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -395,7 +399,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
     for bits, count in tables.tile_counts.items():
         if count:
             _extend_kernel[(count, sizes.num_kv_heads)](
-                *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.sink_logits, out, lse),
+                *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, *inputs.steps, inputs.sink_logits, out, lse),
                 *(step.seq_lens, step.pool_rows, step.visible, inputs.statistics, step.req_to_token.data_ptr()),
                 *(inputs.layer, step.req_to_token.stride(0), inputs.k_arena.shape[1], q.stride(0)),
                 *(inputs.sm_scale * LOG2_E, inputs.v_scale, inputs.window, first_tile),

@@ -3,157 +3,129 @@
 They are ordered by the stream.
 
 So nothing depends on the order of programs, however sources and targets overlap. The arithmetic is that of
-``row_codec.py``, bit for bit.
+``row_codec.py``, but for the order of sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.recode_rows import Encoding, Target, staged_rows
-from kvevict_kernels.row_codec import GROUP, RowStatistics, row_bytes
-from kvevict_kernels.triton_rows import eighths, narrow_row_at
+from kvevict_kernels import row_codec
+from kvevict_kernels.recode_rows import Encoding, Target, staged_rows, steps_of
+from kvevict_kernels.row_codec import WIDTHS, RowCoding, row_bytes
+from kvevict_kernels.triton_rows import row_at, turn
 
 ROW_BLOCK = 16
 """Rows of a program; it holds all of their numbers."""
-WORD = 4
-"""Bytes that are moved at once."""
+WORD = 2
+"""Bytes that are moved at once: outside of an arena rows of 4 bits are no multiple of 4 bytes long."""
 INDICES = ("source_rows_ptr", "source_bits_ptr", "runs_ptr", "places_ptr")
 """Not specialised on alignment, which varies by call and would cause recompilation."""
+_MIDDLE = tl.constexpr(row_codec.MIDDLE)
+_MAX_CODE = tl.constexpr(row_codec.MAX_CODE)
+_REACH = tl.constexpr(row_codec.REACH / row_codec.MIDDLE)
+_LEAST_STEP = tl.constexpr(row_codec.LEAST_STEP)
+_MAX_NUMBER = tl.constexpr(row_codec.MAX_NUMBER)
 
 
 @triton.jit
-def _encode_8(x):
-    """float8 e4m3fn, as int32, rounded to nearest, ties to even; larger numbers saturate."""
-    y = tl.minimum(tl.maximum(x, -448.0), 448.0)
-    sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-    size = tl.abs(y)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-    # Below 2**-6 all steps are 2**-9, as those of float32 from 2**14 on.
-    small = (size + 16384.0).to(tl.int32, bitcast=True) & 15
-    return sign | tl.where(size < 0.015625, small, normal)
-
-
-@triton.jit
-def _encode_4(x):
-    """Codes of groups [BLOCK, GROUPS, 2, GROUP / 2], as int32, and a word [BLOCK, GROUPS] of scale and minimum."""
-    x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-    low, high = tl.min(tl.min(x, 3), 2), tl.max(tl.max(x, 3), 2)
-    scale, minimum = tl.div_rn(high - low, 15.0).to(tl.float16), low.to(tl.float16)
-    step = scale.to(tl.float32)
-    step = tl.where(step > 0.0, step, float("inf"))
-    steps = tl.div_rn(x - minimum.to(tl.float32)[:, :, None, None], tl.broadcast_to(step[:, :, None, None], x.shape))
-    codes = tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), 15.0).to(tl.int32)
-    word = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return codes, word | (minimum.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+def _encode(x, m_d, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Words of four codes, [BLOCK, BLOCK_D / 4], and steps, [BLOCK], int16, of turned rows, 0 behind ``m_d``."""
+    first_step = tl.maximum(tl.max(tl.abs(x), 1) * _REACH, _LEAST_STEP)
+    steps = tl.div_rn(x, tl.broadcast_to(first_step[:, None], x.shape))
+    codes = tl.minimum(tl.maximum(tl.floor(steps + (_MIDDLE + 0.5)), 0.0), _MAX_CODE)
+    units = tl.where(m_d, codes - _MIDDLE, 0.0)
+    step = tl.div_rn(tl.sum(x * units, 1), tl.sum(units * units, 1))
+    shifts = tl.reshape(tl.arange(0, BLOCK_D) % 4 * 4, (1, BLOCK_D // 4, 4))
+    words = tl.sum(tl.reshape(codes.to(tl.int32), (BLOCK, BLOCK_D // 4, 4)) << shifts, 2)
+    # A bfloat16 is the upper half of a float32, rounded to nearest, ties to even.
+    bits = step.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return words.to(tl.int16), bits.to(tl.int16)
 
 
 @triton.jit(do_not_specialize=["num_rows", "statistic"], do_not_specialize_on_alignment=list(INDICES))
 def _encode_kernel(
     rows_ptr,  # an arena, [X, D]
+    steps_ptr,  # [X] bfloat16, of its rows of 4 bits; None: BITS is 16
     staging_ptr,  # [num_rows, row_bytes] uint8
     source_rows_ptr,  # [n] int32
     source_bits_ptr,  # [n] int8
     runs_ptr,  # [n] int32
-    statistics_ptr,  # [num_runs, 4, D] float32; not read with BITS == 16
+    statistics_ptr,  # [D + 4 * num_runs, D] float32; not read with BITS == 16
     num_rows,
     statistic,  # place of the means among the four
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
     BITS: tl.constexpr,  # of the target
-    ROW_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Encode the entries of one target."""
     i_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_row = i_row < num_rows
     source = tl.load(source_rows_ptr + i_row, mask=m_row, other=0)
-    bits = tl.load(source_bits_ptr + i_row, mask=m_row, other=0).to(tl.int32)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = (o_d < D)[None, :]
+    p_stored = rows_ptr + source.to(tl.int64)[:, None] * D + o_d[None, :]
     if BITS == 16:
-        o_d = tl.arange(0, BLOCK_D)
-        mask = m_row[:, None] & (o_d < D)[None, :]
-        b_rows = tl.load(rows_ptr + source.to(tl.int64)[:, None] * D + o_d[None, :], mask=mask)
         stored_ptr = staging_ptr.to(tl.pointer_type(rows_ptr.dtype.element_ty), bitcast=True)
-        tl.store(stored_ptr + i_row[:, None] * D + o_d[None, :], b_rows, mask=mask)
+        mask = m_row[:, None] & m_d
+        tl.store(stored_ptr + i_row[:, None] * D + o_d[None, :], tl.load(p_stored, mask=mask), mask=mask)
     else:
-        HALF: tl.constexpr = GROUP // 2
-        o_g, o_h, o_j = tl.arange(0, BLOCK_D // GROUP), tl.arange(0, 2), tl.arange(0, HALF)
-        o_d = o_g[:, None, None] * GROUP + o_h[None, :, None] * HALF + o_j[None, None, :]  # channels
-        m_g = (o_g < D // GROUP)[None, :]
-        m_stored, m_8 = (m_row & (bits == 16))[:, None] & m_g, (m_row & (bits == 8))[:, None] & m_g
-        p_stored = rows_ptr + source.to(tl.int64)[:, None, None, None] * D + o_d[None, :, :, :]
-        x = tl.load(p_stored, mask=m_stored[:, :, None, None], other=0.0).to(tl.float32)
+        is_moved = tl.load(source_bits_ptr + i_row, mask=m_row, other=0) == BITS
+        m_stored = (m_row & ~is_moved)[:, None] & m_d
+        x = tl.load(p_stored, mask=m_stored, other=0.0).to(tl.float32)
         run = tl.load(runs_ptr + i_row, mask=m_row, other=0).to(tl.int64)
-        p_mean = statistics_ptr + (run * 4 + statistic)[:, None, None, None] * D + o_d[None, :, :, :]
-        mean = tl.load(p_mean, mask=m_stored[:, :, None, None], other=0.0)
-        x = tl.div_rn(x - mean, tl.load(p_mean + D, mask=m_stored[:, :, None, None], other=1.0))
-        bytes_ptr = rows_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        p_8 = bytes_ptr + source.to(tl.int64)[:, None, None, None] * D + o_d[None, :, :, :]
-        codes_8 = tl.load(p_8, mask=m_8[:, :, None, None], other=0)
-        p_staging = staging_ptr + i_row * ROW_BYTES
-        m_out = m_row[:, None] & m_g
-        if BITS == 8:
-            codes = tl.where((bits == 8)[:, None, None, None], codes_8.to(tl.int32), _encode_8(x))
-            p_out = p_staging[:, None, None, None] + o_d[None, :, :, :]
-            tl.store(p_out, codes.to(tl.uint8), mask=m_out[:, :, None, None])
-        else:
-            codes, word = _encode_4(tl.where((bits == 8)[:, None, None, None], eighths(codes_8), x))
-            packed = tl.sum(codes << (o_h * 4)[None, None, :, None], 2)  # [BLOCK, GROUPS, HALF]
-            m_4 = (m_row & (bits == 4))[:, None] & m_g
-            p_codes, p_word = narrow_row_at(bytes_ptr, source, D=D, BITS=4)
-            o_byte = o_g[:, None] * HALF + o_j[None, :]
-            moved = tl.load(p_codes[:, None, None] + o_byte[None, :, :], mask=m_4[:, :, None], other=0)
-            p_word = (p_word[:, None] + o_g[None, :] * 4).to(tl.pointer_type(tl.int32), bitcast=True)
-            moved_word = tl.load(p_word, mask=m_4, other=0)
-            packed = tl.where((bits == 4)[:, None, None], moved.to(tl.int32), packed)
-            word = tl.where((bits == 4)[:, None], moved_word, word)
-            tl.store(p_staging[:, None, None] + o_byte[None, :, :], packed.to(tl.uint8), mask=m_out[:, :, None])
-            p_word_out = p_staging[:, None] + D // 2 + o_g[None, :] * 4
-            tl.store(p_word_out.to(tl.pointer_type(tl.int32), bitcast=True), word, mask=m_out)
-
-
-@triton.jit
-def _move_bytes(p_from, p_to, m_row, NUM: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Copy ``NUM`` bytes from and to each of the addresses [BLOCK], in words."""
-    o = tl.arange(0, BLOCK_W)
-    mask = m_row[:, None] & (o < NUM // 4)[None, :]
-    p_from = p_from.to(tl.pointer_type(tl.int32), bitcast=True)
-    p_to = p_to.to(tl.pointer_type(tl.int32), bitcast=True)
-    words = tl.load(p_from[:, None] + o[None, :], mask=mask)
-    tl.store(p_to[:, None] + o[None, :], words, mask=mask)
+        p_mean = statistics_ptr + (run * 4 + statistic + D)[:, None] * D + o_d[None, :]
+        mean = tl.load(p_mean, mask=m_stored, other=0.0)
+        x = tl.div_rn(x - mean, tl.load(p_mean + D, mask=m_stored, other=1.0))
+        x = tl.where(x == x, tl.minimum(tl.maximum(x, -_MAX_NUMBER), _MAX_NUMBER), 0.0)
+        words, step = _encode(turn(x, statistics_ptr, BLOCK, D, BLOCK_D), m_d, BLOCK=BLOCK, BLOCK_D=BLOCK_D)
+        o_w = tl.arange(0, BLOCK_D // 4)
+        m_w = m_row[:, None] & (o_w < D // 4)[None, :]
+        m_moved = m_row & is_moved
+        p_codes = row_at(rows_ptr.to(tl.pointer_type(tl.uint8), bitcast=True), source, D=D)
+        p_codes = p_codes.to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + o_w[None, :]
+        moved = tl.load(p_codes, mask=m_moved[:, None] & m_w, other=0)
+        moved_step = tl.load(steps_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + source, mask=m_moved, other=0)
+        p_out = staging_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + i_row * (D // 4 + 1)
+        tl.store(p_out[:, None] + o_w[None, :], tl.where(is_moved[:, None], moved, words), mask=m_w)
+        tl.store(p_out + D // 4, tl.where(is_moved, moved_step, step), mask=m_row)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=list(INDICES))
 def _write_kernel(
     rows_ptr,  # an arena, [X, D]
+    steps_ptr,  # [X] bfloat16, of its rows of 4 bits; None: BITS is 16
     staging_ptr,  # [num_rows, row_bytes] uint8
     places_ptr,  # [num_rows] int32
     num_rows,
     D: tl.constexpr,
     BITS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    BLOCK_W: tl.constexpr,  # words of a row, at least
+    WORDS: tl.constexpr,  # of a row, without its step
+    BLOCK_W: tl.constexpr,  # at least as many
     BLOCK: tl.constexpr,
 ):
     """Write encoded rows to their places."""
     i_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_row = i_row < num_rows
-    number = tl.load(places_ptr + i_row, mask=m_row, other=0)
-    bytes_ptr = rows_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    p_staging = staging_ptr + i_row * ROW_BYTES
-    if BITS == 4:
-        p_codes, p_header = narrow_row_at(bytes_ptr, number, D=D, BITS=4)
-        _move_bytes(p_staging, p_codes, m_row, NUM=D // 2, BLOCK_W=BLOCK_W)
-        _move_bytes(p_staging + D // 2, p_header, m_row, NUM=ROW_BYTES - D // 2, BLOCK_W=BLOCK_W)
+    number = tl.load(places_ptr + i_row, mask=m_row, other=0).to(tl.int64)
+    o_w = tl.arange(0, BLOCK_W)
+    m_w = m_row[:, None] & (o_w < WORDS)[None, :]
+    p_from = staging_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    p_to = rows_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    if BITS == 16:
+        p_from += i_row * WORDS
     else:
-        _move_bytes(p_staging, bytes_ptr + number.to(tl.int64) * ROW_BYTES, m_row, NUM=ROW_BYTES, BLOCK_W=BLOCK_W)
+        p_from += i_row * (WORDS + 1)
+        p_step = (p_from + WORDS).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        tl.store(steps_ptr + number, tl.load(p_step, mask=m_row), mask=m_row)
+    words = tl.load(p_from[:, None] + o_w[None, :], mask=m_w)
+    tl.store(p_to + number[:, None] * WORDS + o_w[None, :], words, mask=m_w)
 
 
 def recode_rows_triton(
@@ -163,7 +135,7 @@ def recode_rows_triton(
     source_bits: Tensor,
     runs: Tensor,
     targets: Sequence[Target],
-    statistics: RowStatistics | None,
+    coding: RowCoding | None,
     temporary: Tensor,
 ) -> None:
     """Device path of :func:`kvevict_kernels.recode_rows.recode_rows`: two launches per arena and target."""
@@ -174,42 +146,36 @@ def recode_rows_triton(
             entries = slice(first, first := first + places.numel())
             own = (source_rows[entries], source_bits[entries], runs[entries])
             if places.numel():
-                encode_triton(Encoding(arena, is_v, *own, bits, statistics, staging))
+                encode_triton(Encoding(arena, is_v, *own, bits, coding, staging))
         for staging, (places, bits) in zip(staged, targets, strict=True):
             if places.numel():
-                write_triton(arena, places, bits, staging)
+                write_triton(arena, places, staging, steps_of(coding, bits, is_v))
 
 
 def encode_triton(encoding: Encoding) -> None:
     """Device path of :func:`kvevict_kernels.recode_rows.encode_cpu`: one launch."""
-    arena, num_rows, head_dim = encoding.arena, encoding.rows.numel(), encoding.arena.shape[3]
-    by_run = torch.empty(0, device=arena.device) if encoding.statistics is None else encoding.statistics.by_run()
+    arena, num_rows, coding = encoding.arena, encoding.rows.numel(), encoding.coding
+    steps, table = steps_of(coding, encoding.bits, encoding.is_v), None if coding is None else coding.statistics.table()
     _encode_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
-        *(
-            arena,
-            encoding.out,
-            encoding.rows,
-            encoding.bits_of_rows,
-            encoding.runs,
-            by_run,
-            num_rows,
-            2 * encoding.is_v,
-        ),
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        GROUP=GROUP,
-        **_sizes(head_dim, encoding.bits, arena.element_size()),
+        *(arena, steps, encoding.out, encoding.rows, encoding.bits_of_rows, encoding.runs, table),
+        *(num_rows, 2 * encoding.is_v),
+        D=arena.shape[3],
+        BLOCK_D=triton.next_power_of_2(arena.shape[3]),
+        BITS=encoding.bits,
+        BLOCK=ROW_BLOCK,
     )
 
 
-def write_triton(arena: Tensor, places: Tensor, bits: int, encoded: Tensor) -> None:
-    """Device path of :func:`kvevict_kernels.recode_rows.write_cpu`: one launch."""
-    num_rows, sizes = places.numel(), _sizes(arena.shape[3], bits, arena.element_size())
+def write_triton(arena: Tensor, places: Tensor, encoded: Tensor, steps: Tensor | None) -> None:
+    """Device path of :func:`kvevict_kernels.recode_rows.write_cpu`: one launch; without steps rows have 16 bits."""
+    num_rows, head_dim = places.numel(), arena.shape[3]
+    bits = WIDTHS[steps is not None]
+    words = (row_bytes(bits, head_dim, arena.element_size()) - (bits != WIDTHS[0]) * row_codec.STEP_BYTES) // WORD
     _write_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
-        *(arena, encoded, places, num_rows), BLOCK_W=triton.next_power_of_2(sizes["ROW_BYTES"] // WORD), **sizes
+        *(arena, steps, encoded, places, num_rows),
+        D=head_dim,
+        BITS=bits,
+        WORDS=words,
+        BLOCK_W=triton.next_power_of_2(words),
+        BLOCK=ROW_BLOCK,
     )
-
-
-def _sizes(head_dim: int, bits: int, itemsize: int) -> dict[str, int]:
-    """Constants of both kernels."""
-    num_bytes = row_bytes(bits, head_dim, itemsize)
-    return {"D": head_dim, "BITS": bits, "ROW_BYTES": num_bytes, "BLOCK": ROW_BLOCK, "num_warps": 4}

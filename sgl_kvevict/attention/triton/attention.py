@@ -13,7 +13,7 @@ from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on, start_step
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.row_codec import WIDTHS, RowStatistics, check_statistics
+from kvevict_kernels.row_codec import WIDTHS, RowCoding, check_statistics
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey, RecentBatches, require_widths
@@ -47,7 +47,7 @@ class TritonAttention:
         q_dtype: of queries and results, where the arena holds float8 (default: bfloat16); otherwise the arena's dtype.
         plain_prefill: FlashInfer's attention for long prefills that read no span; None: our kernel computes them.
         verifies: some batches are trees (:attr:`AttentionBatch.visible`), whose kernels are warmed up as well.
-        statistics: by which rows of fewer than 16 bits are read; None: there are none.
+        coding: by which rows of 4 bits are read; None: there are none.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena or of statistics.
@@ -63,7 +63,7 @@ class TritonAttention:
         plain_prefill: PlainPrefill | None = None,
         *,
         verifies: bool = False,
-        statistics: RowStatistics | None = None,
+        coding: RowCoding | None = None,
     ) -> None:
         is_latent = geometry.is_latent
         require(KERNELS, kernels_for("triton", k_arena.device, k_arena.dtype, geometry.head_dim, is_latent=is_latent))
@@ -72,9 +72,9 @@ class TritonAttention:
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.plain_prefill = plain_prefill
-        check_statistics(k_arena, statistics)
+        check_statistics(k_arena, None if coding is None else coding.statistics)
         self._verifies = verifies
-        self._statistics = None if statistics is None else statistics.by_run()
+        self._coding = coding
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
         self._recent: RecentBatches[BatchKey, _PlannedBatch] = RecentBatches()
@@ -86,7 +86,7 @@ class TritonAttention:
             group_size=geometry.group_size,
             head_dim=geometry.head_dim,
             has_windows=geometry.has_windows,
-            has_few_bits=statistics is not None,
+            has_few_bits=coding is not None,
             is_fp8=is_fp8,
         )
         self._partials = self._scratch(0)
@@ -104,7 +104,7 @@ class TritonAttention:
         new_lens = [1, max(few, 1), max(many, 2), max(many, 2)]
         empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
         nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        widths = WIDTHS[:1] if self._statistics is None else WIDTHS
+        widths = WIDTHS[:1] if self._coding is None else WIDTHS
         path = tuple(SpanRuns(nothing, empty, empty, 1, nothing, bits, bits == WIDTHS[0]) for bits in widths)
         length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
         batch = AttentionBatch(
@@ -205,7 +205,7 @@ class TritonAttention:
             sm_scale * k_scale,
             v_scale,
             geometry.window(layer),
-            self._statistics,
+            self._coding,
             None if sink_logits is None else sink_logits.contiguous(),
         )
         run_layer(planned.addresses, planned.step, inputs, out=out, lse=lse)
@@ -217,7 +217,7 @@ class TritonAttention:
         return self._recent.get(key, lambda: self._build(key))
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
-        require_widths(key.paths, has_statistics=self._statistics is not None)
+        require_widths(key.paths, has_statistics=self._coding is not None)
         plain_requests = self._plain_requests(key)
         tables = plan_batch(
             key.paths,
