@@ -181,7 +181,8 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
 def test_command(capsys, model):
     code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
     assert code == 0
-    assert re.search(r"budget +0\.2 +826 +108\.3 MB +54% +4\.8 ", out) and "because" not in out
+    assert re.search(r"budget +0\.2 +826 +108\.3 MB +8\.4 MB +80% +4\.0 ", out) and "because" not in out
+    assert "beside the pool: 536.9 MB for the steps of all rows of 4 bits" in out
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "826" in out
     assert "host: 34.4 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 2,139,391 tokens." in out
@@ -196,6 +197,7 @@ def test_command(capsys, model):
         "entries": {"16": 516 * 256},
         "prefix_slots": 516,
         "prefix_bytes": 516 * 131072,
+        "beside_bytes": 516 * 2560,
         "prefixes": (131072 - 4128) // 516 + 1,
         "host_prefixes": 2 * 131072 * 131072 // (516 * 132608),
         "load_bytes": 516 * 132608,
