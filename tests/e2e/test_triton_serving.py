@@ -62,9 +62,7 @@ class Interpreted(TritonAttention):
         super().follow(batch, num_requests)
         print("FOLLOW", sharers(batch), "of", num_requests, flush=True)
 
-backend.TorchAttention = lambda geometry, k, v, statistics=None: Interpreted(
-    geometry, k, v, torch.float32, statistics=statistics
-)
+backend.TorchAttention = lambda geometry, k, v, coding=None: Interpreted(geometry, k, v, torch.float32, coding=coding)
 del support.AFTER_LOAD["dtype on a CPU"]  # float8 is refused there, where nobody would serve with this
 """
 

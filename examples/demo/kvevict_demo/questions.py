@@ -37,8 +37,12 @@ class Question:
 #: point at the place it read; the answer itself is never part of them. A lead ends where the
 #: model's next word is clearly ahead of any other; else what is computed in the same batch could decide the answer.
 BRANCH_QUESTIONS: Sequence[Question] = (
-    Question("Who is the keeper of the station?", ("Tomas Brandt",), "The keeper of the station is"),
-    Question("Who is the captain of the Grey Heron?", ("Annika",), "The captain of the Grey Heron is"),
+    Question(
+        "Who is the keeper of the station?",
+        ("Tomas Brandt",),
+        "Five people live at Skerrin Point. The keeper of the station is",
+    ),
+    Question("Who is the captain of the Grey Heron?", ("Annika",), "The captain's name is"),
     Question(
         "What is the name of the goat?",
         ("Clover",),
