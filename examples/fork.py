@@ -17,7 +17,7 @@ from station import API_KEY, HANDBOOK, TASK, cache_line, cache_of, server_url
 # A question, and the words that the answer begins with: they show a very small model what kind of answer is wanted.
 QUESTIONS = (
     ("Who is the keeper of the station?", "Five people live at Skerrin Point. The keeper of the station is"),
-    ("Where does the drinking water come from?", "Drinking water comes from"),
+    ("Where does the drinking water come from?", "Drinking water comes from a spring on the"),
     ("What do three long blasts mean?", "Three long blasts mean that everybody must"),
     ("What is the name of the jar?", "The jar has a name, which is"),
     ("Where do we meet in case of fire?", "The meeting point in case of fire is"),

@@ -21,7 +21,10 @@ from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.paths import cache_folder, replace_file
 
-FORMAT = "sgl-kvevict score weights 3"
+_VERSION = 3
+FORMAT = f"sgl-kvevict score weights {_VERSION}"
+_FOLDER = f"score-weights/{_VERSION}"
+"""In the user's cache; versions of this package that write other formats leave each other's files alone."""
 _SCORES = ("cache", "window")
 ROTARY_TOLERANCE = 0.01
 """Some models store their tables in bfloat16."""
@@ -159,12 +162,12 @@ def file_name(model: ModelIdentity) -> str:
 
 def weights_folders() -> list[Path]:
     """Folders to search: the user's cache, then the weights shipped with this package."""
-    return [cache_folder("score-weights"), Path(__file__).with_name("known")]
+    return [cache_folder(_FOLDER), Path(__file__).with_name("known")]
 
 
 def cached_file(model: ModelIdentity) -> Path:
     """The file in which servers keep the weights of a model."""
-    return cache_folder("score-weights") / file_name(model)
+    return cache_folder(_FOLDER) / file_name(model)
 
 
 def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: ModelIdentity) -> list[str]:

@@ -154,6 +154,11 @@ def test_statistics_that_no_row_can_be_written_with_are_refused(tmp_path: Path) 
         load_learned(path, MODEL)
 
 
+def test_versions_with_other_formats_share_no_file_of_the_users_cache() -> None:
+    assert files.cached_file(MODEL).parent == files.weights_folders()[0]
+    assert files.weights_folders()[0].name == files.FORMAT.rpartition(" ")[2]
+
+
 def test_weights_are_found_by_fingerprint_in_the_first_folder_that_has_them(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     assert find_weights(MODEL, folders) is None
