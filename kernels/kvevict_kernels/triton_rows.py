@@ -124,7 +124,9 @@ def load_steps(steps_ptr, number):
     """
     pairs = tl.load(steps_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (number >> 1))
     bits = (pairs >> ((number & 1) << 4)) << 16  # a bfloat16 is the upper half of a float32
-    return bits.to(tl.float32, bitcast=True)
+    steps = bits.to(tl.float32, bitcast=True)
+    # Each of them once: else every thread would do this for all columns of its scores (see load_narrow).
+    return tl.reduce(tl.reshape(steps, (number.shape[0], 1)), 1, _the_only)
 
 
 @triton.jit
@@ -147,14 +149,20 @@ def _out_of_order(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 def turn(x, table_ptr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows [ROWS, BLOCK_D], float32, times the rotation; what is behind ``D`` may be any finite number, and is 0 then.
 
-    That of Hadamard is sums and differences of pairs, one bit of the columns' numbers after the other: each step takes
-    the lowest bit, and makes it the highest one.
+    That of Hadamard is sums and differences of pairs, one bit of the columns' numbers after the other.
     """
-    if D == BLOCK_D:
+    if D == BLOCK_D and ROWS == 16:  # each step makes the lowest bit the highest one
         for i in tl.static_range(16):
             if (1 << i) < D:
                 one, other = tl.split(tl.reshape(x, (ROWS, D // 2, 2)))
                 x = tl.reshape(tl.permute(tl.join(one + other, one - other), (0, 2, 1)), (ROWS, D))
+        x = x * (D**-0.5)
+    elif D == BLOCK_D:  # numbers stay in their threads: of large tiles, to move them takes the registers of all
+        for i in tl.static_range(16):
+            if (1 << i) < D:
+                pairs = tl.reshape(x, (ROWS, D // (2 << i), 2, 1 << i))
+                twice = tl.reshape(tl.where(tl.arange(0, 2) > 0, 2.0, 0.0), (1, 1, 2, 1))
+                x = tl.reshape(tl.expand_dims(tl.sum(pairs, 2), 2) - pairs * twice, (ROWS, D))
         x = x * (D**-0.5)
     else:
         o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, _SLICE)

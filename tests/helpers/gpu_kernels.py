@@ -15,7 +15,6 @@ from kvevict_kernels.ragged_decode.tile_table import (
     EXTEND,
     LATENT_DIM,
     block_widths,
-    few_bits_options,
     narrow_keys,
     tiles_for,
 )
@@ -38,7 +37,7 @@ LATENT_HEADS: dict[str, Any] = {"H": 1, "G": 128}
 """Of DeepSeek V2 and V3."""
 LATENT_VALUE_DIM = 512
 
-BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "k_steps_ptr", "v_steps_ptr", "out_ptr", "rows_ptr", "staging_ptr")
+BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "k_steps_ptr", "v_steps_ptr", "steps_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr", "statistics_ptr")
 INT64: tuple[str, ...] = (
     "addresses_ptr",
@@ -110,6 +109,7 @@ def few_bits_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
         if label(one).startswith(("split", "extend")):
             yield one
     sizes = {"D": head_dim, "BLOCK_D": head_dim, "BITS": 4, "BLOCK": 16, "staging_ptr": "*u8"}
+    sizes |= {"WORDS": head_dim // 4, "BLOCK_W": head_dim // 4}
     for name in ("_encode_kernel", "_write_kernel"):
         yield spec(f"recode_rows.triton_impl:{name}", arch, sizes)
 
@@ -139,13 +139,13 @@ def _attention_kernels(
         if which == EXTEND:
             block |= {"visible_ptr": visible, "WINDOWED": has_window} | extras
             block |= coding | {"BITS": 4 if has_few_bits else 16}
+            block["BLOCK_N"] = narrow_keys(tile) if has_few_bits else tile.keys
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
             block |= {"CLASS": which, "visible_ptr": visible, "WINDOWED": has_window, **coding}
-            options |= few_bits_options(which, head_dim) if has_few_bits else {}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
         yield spec(

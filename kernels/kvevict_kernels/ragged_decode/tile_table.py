@@ -30,8 +30,6 @@ HEAD_DIMS = (64, 128, 256)
 FAMILIES = (80, 89, 90, 100)
 SMALL_SHARED = 102400
 """Bytes of shared memory of a multiprocessor: up to this (sm_86, sm_89, sm_120) the tiles of sm_89 are used."""
-FEW_BITS_REGISTERS = 168
-"""Registers of a thread of the split kernel's small tile where it also reads rows of 4 bits, at most."""
 WIDE_FEW_BITS_ROWS = 32
 """Q rows of the split kernel's larger tile where head_dim is above 128 and rows may have 4 bits: with 64 it keeps
 312 to 1,480 bytes of a thread on the stack, whatever the keys and warps (compiled before codes were read in words).
@@ -110,18 +108,9 @@ def tiles_for(
     return Tile(FEW_ROWS, keys[0], warps=4), many, Tile(64 if is_wide else 128, keys[EXTEND], warps=8)
 
 
-def few_bits_options(which: int, head_dim: int) -> dict[str, int]:
-    """More compilation options of the split kernel's class ``which`` where it also reads rows of 4 bits.
-
-    With a bound on its registers three programs of the small tile are resident, not two, and none are spilled
-    (compiled); wider rows need more.
-    """
-    return {"maxnreg": FEW_BITS_REGISTERS} if which == 0 and head_dim <= HEAD_DIMS[1] else {}
-
-
 def narrow_keys(tile: Tile) -> int:
-    """K and V rows of 4 bits per step of the split kernel's loop."""
-    return tile.keys * 2 if tile.rows == FEW_ROWS else tile.keys
+    """K and V rows of 4 bits per step of the loop: with more than 64, a thread's numbers do not fit its registers."""
+    return min(tile.keys * 2 if tile.rows == FEW_ROWS else tile.keys, 64)
 
 
 def _latent_tiles(limits: DeviceLimits, head_dim: int) -> tuple[Tile, Tile, Tile]:

@@ -10,6 +10,8 @@ from kvevict_kernels.triton_rows import load_narrow, load_steps, reads_in_place
 LOG2_E = 1.4426950408889634
 _MIN_COLUMNS = tl.constexpr(16)
 """Of a product."""
+_WARP_KEYS = tl.constexpr(32)
+"""Keys that four warps multiply at once."""
 
 
 @triton.jit
@@ -75,7 +77,7 @@ def narrow_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.conste
         every column, sums of weights times the steps of values; [BLOCK_M, BLOCK_D], weighted sums of values as read.
     """
     # Warps of a tile of few q rows have keys of their own. To add up theirs in each block takes many instructions.
-    b_sum = tl.zeros([BLOCK_M, BLOCK_N if reads_in_place(BLOCK_M) else 1], dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_M, min(BLOCK_N, _WARP_KEYS) if reads_in_place(BLOCK_M) else 1], dtype=tl.float32)
     b_weight = tl.zeros([BLOCK_M, _MIN_COLUMNS], dtype=tl.float32)
     b_max = tl.full([BLOCK_M], -3.0e38, dtype=tl.float32)
     return b_max, b_sum, b_weight, tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -104,7 +106,8 @@ def add_narrow_block(
     new_max = tl.maximum(b_max, tl.max(s, 1))
     p = tl.exp2(s - new_max[:, None])
     decay = tl.exp2(b_max - new_max)[:, None]
-    b_sum = b_sum * decay + (p if b_sum.shape[1] > 1 else tl.sum(p, 1)[:, None])
+    PARTS: tl.constexpr = b_sum.shape[1]
+    b_sum = b_sum * decay + tl.sum(tl.reshape(p, (p.shape[0], BLOCK_N // PARTS, PARTS)), 1)
     p = (p * load_steps(v_steps_ptr, number)[None, :]).to(dtype)
     # The sum of the weights as they are multiplied, by the same unit: else what is read for 0 would not give 0.
     units = tl.full([BLOCK_N, _MIN_COLUMNS], 1.0, dtype=dtype)

@@ -18,7 +18,7 @@ from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_decode.tile_table import Tile, block_widths, few_bits_options, narrow_keys, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import Tile, block_widths, narrow_keys, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
     add_narrow_block,
@@ -316,8 +316,6 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
         "num_stages": tile.stages,
         "num_warps": tile.warps,
     }
-    if inputs.coding is not None:
-        options |= few_bits_options(which, head_dim)
     num_programs = _num_programs(inputs, tile, args, options)
     if not addresses.is_captured:
         num_programs = min(num_programs, class_tables.max_items + class_tables.max_suffix_items)

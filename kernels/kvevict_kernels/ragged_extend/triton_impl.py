@@ -22,7 +22,7 @@ from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_decode.tile_table import EXTEND, block_widths, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import EXTEND, block_widths, narrow_keys, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
     add_narrow_block,
@@ -33,6 +33,7 @@ from kvevict_kernels.ragged_decode.triton_block import (
     narrow_sums,
     score_narrow_block,
 )
+from kvevict_kernels.row_codec import WIDTHS
 from kvevict_kernels.triton_rows import head_slot_of, ones_of, turned_queries, with_values
 
 COMBINE_ROWS = 16
@@ -404,7 +405,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
                 *(inputs.layer, step.req_to_token.stride(0), inputs.k_arena.shape[1], q.stride(0)),
                 *(inputs.sm_scale * LOG2_E, inputs.v_scale, inputs.window, first_tile),
                 WINDOWED=inputs.window > 0,
-                BLOCK_N=tile.keys,
+                BLOCK_N=tile.keys if bits == WIDTHS[0] else narrow_keys(tile),
                 BITS=bits,
                 UPCAST=not q.is_cuda,
                 num_stages=tile.stages,
