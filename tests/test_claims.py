@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvevict import widths
+from kvevict_kernels import row_codec
 from sgl_kvevict.cache import pressure, recency
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import learner, row_sums, texts
@@ -149,9 +149,9 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
         "NUM_TEXTS": texts.NUM_TEXTS,
         "ANSWERS": pressure.ANSWERS,
         "LOSS_OF_LOADING": recency.LOSS_OF_LOADING,
-        "POWER": row_sums.POWER,
+        "REACH": row_codec.REACH,
+        "MIN_SHARE": row_sums.MIN_SHARE,
         "SPREAD_POSITIONS": row_sums.SPREAD_POSITIONS,
-        "WIDE_SHARE": float(widths.WIDE_SHARE),
         "floor_share": AllLayersBudget().floor_share,
         **{name: getattr(config, name) for name in KVEvictConfig.model_fields},
     }

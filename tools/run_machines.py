@@ -2,7 +2,7 @@
 
 Runs the machines of one kind of model in turn, each with seeds of its own, until so many operations were done (default
 100,000). POOLS is ``one``, ``windows`` (layers with a sliding window have a pool of their own), ``states`` (recurrent
-layers have one), ``images``, ``latents`` (values are a part of the keys' rows), ``bits`` (rows of 8 and 4 bits), or
+layers have one), ``images``, ``latents`` (values are a part of the keys' rows), ``bits`` (rows of 4 bits), or
 ``host`` (those of the others whose prefixes move to the host's memory). After each operation the harness checks
 contents, conservation and SGLang's own `sanity_check`. Stops at the first failure with the smallest sequence that shows
 it.

@@ -32,7 +32,7 @@ C = [number * 13 % 43 + 150 for number in range(1150)]
 """Shares nothing with A, and needs a few slots more than are free beside A and B."""
 PROMPTS = (A, B, C, [], A, A, A)
 """Of the steps; [] drops everything."""
-TITLES = "step|slots held|free|evictable|reclaimable|entries read: 16 bits|8 bits|4 bits|tokens in ordinary slots"
+TITLES = "step|slots held|free|evictable|reclaimable|entries read: 16 bits|4 bits|tokens in ordinary slots"
 
 
 def example() -> str:
@@ -57,16 +57,16 @@ def example() -> str:
             record.least_share, record.is_exact = float("complete" in step), "exact" in step
             assert harness.admit(req) and harness.prefill(req)
             (path,) = tree.read_paths([req])
-            row = [sum(int(runs.lens.sum()) for runs in path if runs.bits == bits) for bits in (16, 8, 4)]
+            row = [sum(int(runs.lens.sum()) for runs in path if runs.bits == bits) for bits in (16, 4)]
             row.append(len(tokens) - sum(runs.num_tokens for runs in path if runs.is_counted))
         left, reclaimable = harness.allocator.available_size(), prefixes.pressure.reclaimable()
         cells = [f"{number:,}" for number in (POOL - left, left, tree.evictable_size(), reclaimable, *row)]
-        rows.append("|".join(["", step, *cells, *[""] * (8 - len(cells)), ""]))
+        rows.append("|".join(["", step, *cells, *[""] * (7 - len(cells)), ""]))
         facts |= {"reclaimable": reclaimable, "moved": prefixes.totals.moved_out_segments}
         if segments := list(prefixes.table.packed):
             a, b = segments[0], segments[-1]
             facts |= {"a": a, "b": b, "all": a.num_tokens * harness.geometry.num_runs, "grown": a.num_slots - slots}
-            facts |= {"back": a.num_entries - entries, "shared": sum(row[:3]) - b.num_entries}
+            facts |= {"back": a.num_entries - entries, "shared": sum(row[:2]) - b.num_entries}
             slots, entries = a.num_slots, a.num_entries
         told.append(f"{i + 1}. {sentence.format(**facts)}")
         if "asked" in step:

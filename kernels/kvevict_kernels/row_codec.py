@@ -23,6 +23,7 @@ Source: rotation before rounding as QuaRot (arXiv 2404.00456) and TurboQuant (ar
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
@@ -174,7 +175,7 @@ def rotation(head_dim: int, device: torch.device) -> Tensor:
         numbers = torch.arange(head_dim, dtype=torch.float64)
         angles = 2 * torch.pi / head_dim * (numbers[:, None] * numbers % head_dim)
         matrix = angles.cos() + angles.sin()
-    return (matrix.double() / head_dim**0.5).float().to(device)
+    return (matrix.double() / math.sqrt(head_dim)).float().to(device)
 
 
 def rows_per_slot(bits: int, itemsize: int) -> int:
@@ -206,7 +207,7 @@ def encode_rows(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     codes = (turned / first_step + (MIDDLE + 0.5)).floor().clamp(0, MAX_CODE)
     units = codes - MIDDLE
     step = (turned * units).sum(1, keepdim=True) / units.square().sum(1, keepdim=True)
-    low, high = codes.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    low, high = codes.to(torch.uint8).view(-1, x.shape[1] // 2, 2).unbind(2)
     return torch.cat([low | high << 4, step.bfloat16().view(torch.uint8)], dim=1)
 
 

@@ -33,7 +33,7 @@ LOST_PER_NAT = 1.8
 """Part of the answers that is lost where the next tokens diverge by a nat: the 6 % at 20 % and 14 % at 10 % above, with
 rows of 16 bits, over the 0.0320 and 0.0803 nats that were measured there (docs/results/quality/bits.md)."""
 DIVERGENCE = {0.2: 0.0036, 0.125: 0.0162, 0.05: 0.0597}
-"""Nats a token by which they diverge with rows of 8 and 4 bits, by share of the bytes (``benchmarks/quality/bits.py``,
+"""Nats a token by which they diverge with rows of 4 bits, by share of the bytes (``benchmarks/quality/bits.py``,
 format "auto", SmolLM2, mean of three texts)."""
 
 

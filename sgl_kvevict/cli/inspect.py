@@ -22,7 +22,7 @@ from sgl_kvevict.events.client import InspectClient, check_endpoint
 from sgl_kvevict.events.questions import Description, KeptReport, StatusReport, TreeNode, TreeReport
 
 Decode = Callable[[Sequence[int]], list[str]]
-HEAD_COLUMNS = ("layer", "head", "entries", "of the tokens", "16 bits", "8 bits", "4 bits")
+HEAD_COLUMNS = ("layer", "head", "entries", "of the tokens", "16 bits", "4 bits")
 T = TypeVar("T")
 
 

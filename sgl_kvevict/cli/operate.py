@@ -142,7 +142,7 @@ def size(
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one prefix.")],
     budget: Annotated[float, typer.Option(help="Share of the bytes to keep.")] = 0.2,
     bits: Annotated[
-        Literal["auto", "16", "8", "4"], typer.Option(help="Bits of a number in compressed rows, as of 'serve'.")
+        Literal["auto", "16"], typer.Option(help="Bits of a number in compressed rows, as of 'serve'.")
     ] = "auto",
     pool_tokens: Annotated[int | None, typer.Option(min=1, help="Token slots of the pool.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Or the memory of the pool: 40GB, 512MiB.")] = None,

@@ -52,7 +52,7 @@ def show_dial(about: Description) -> str:
 
 
 def show_entries(entries: Mapping[int, int]) -> str:
-    """Describe entries by the bits of their rows: ``16 entries of 16 bits, 256 of 8, 1,008 of 4``."""
+    """Describe entries by the bits of their rows: ``16 entries of 16 bits, 1,008 of 4``."""
     (first, *others) = sorted(((bits, count) for bits, count in entries.items() if count), reverse=True) or [(16, 0)]
     texts = [f"{first[1]:,} {'entry' if first[1] == 1 else 'entries'} of {first[0]} bits"]
     return ", ".join([*texts, *(f"{count:,} of {bits}" for bits, count in others)])

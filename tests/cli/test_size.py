@@ -99,21 +99,22 @@ def test_every_share_of_the_default_keeps_the_entries_that_its_bits_leave_room_f
         (0.125, ""),
         (0.05, "min_budget"),
     ]
-    assert rows[0].kept == 1 and rows[1].kept == pytest.approx(0.54, abs=0.01)
+    assert rows[0].kept == 1 and rows[1].kept == pytest.approx(0.795, abs=0.005)
     for row in rows[1:]:
         slots = row.prefix_slots
-        assert sum(-(-count // {16: 1, 8: 2, 4: 3}[bits]) for bits, count in row.entries.items()) <= slots * 256
-        assert row.entries[16] == 4 * 256 and row.load_bytes == slots * 131072 + 6 * sum(row.entries.values())
-    assert rows[1].entries[4] == pytest.approx(4 * rows[1].entries[8], rel=0.01)
+        assert sum(-(-count // {16: 1, 4: 4}[bits]) for bits, count in row.entries.items()) == slots * 256
+        assert row.entries.keys() == {16, 4} and row.entries[16] == 4 * 256
+        assert row.beside_bytes == 10 * sum(row.entries.values())
+        assert row.load_bytes == slots * 131072 + 6 * sum(row.entries.values()) + 4 * row.entries[4]
 
 
 @pytest.mark.parametrize(
     ("config", "sizes", "reason"),
     [
         (KVEvictConfig(), ModelSizes(2, 2, 80, 2), "head_dim is 80"),
-        (KVEvictConfig(bits=4), ModelSizes(2, 1, 576, 2, is_latent=True), "latents (MLA)"),
+        (KVEvictConfig(), ModelSizes(2, 1, 576, 2, is_latent=True), "latents (MLA)"),
         (KVEvictConfig(bits=16), ModelSizes(2, 2, 80, 2), ""),
-        (KVEvictConfig(bits=8), LLAMA_8B, ""),
+        (KVEvictConfig(), LLAMA_8B, ""),
     ],
 )
 def test_rows_of_16_bits_are_planned_where_others_cannot_be(config, sizes, reason):
@@ -180,7 +181,8 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
 def test_command(capsys, model):
     code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
     assert code == 0
-    assert re.search(r"budget +0\.2 +826 +108\.3 MB +54% +4\.8 ", out) and "because" not in out
+    assert re.search(r"budget +0\.2 +826 +108\.3 MB +8\.4 MB +80% +4\.0 ", out) and "because" not in out
+    assert "beside the pool: 536.9 MB for the steps of all rows of 4 bits" in out
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "826" in out
     assert "host: 34.4 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 2,139,391 tokens." in out
@@ -195,6 +197,7 @@ def test_command(capsys, model):
         "entries": {"16": 516 * 256},
         "prefix_slots": 516,
         "prefix_bytes": 516 * 131072,
+        "beside_bytes": 516 * 2560,
         "prefixes": (131072 - 4128) // 516 + 1,
         "host_prefixes": 2 * 131072 * 131072 // (516 * 132608),
         "load_bytes": 516 * 132608,

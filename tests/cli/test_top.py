@@ -49,8 +49,8 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> S
             share_of_bytes=0.2,
             share_of_entries=0.45,
             entries_16=24,
-            entries_8=540,
-            entries_4=2136,
+            entries_4=2676,
+            beside_bytes=27_000,
             spans=3,
             segments=2,
             dead_entries=5,
@@ -70,7 +70,7 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> S
         ),
         totals=Totals(compressions=compressions, compressed_tokens=100 * compressions),
         prefixes=[
-            Prefix(7, 0, 1200, 240, 240 * 512, 0.5, {16: 24, 8: 540, 4: 1836}, 2, 3),
+            Prefix(7, 0, 1200, 240, 240 * 512, 0.5, {16: 300, 4: 2100}, 2, 3),
             Prefix(9, 1200, 300, 60, 60 * 512, 0.25, {4: 300}, 1, 0),
         ],
     )
@@ -93,11 +93,11 @@ def test_the_screen_shows_pool_prefixes_and_rates():
     assert "compressed 300" in text and "uncompressed 200" in text and "in requests 100" in text
     assert "1,700 tokens held in 500 slots, 256.0 KB (3.40 a slot)" in text
     assert "1,500 of these tokens compressed to 153.6 KB: 20% of their bytes, 45% of their entries" in text
-    assert "(24 entries of 16 bits, 540 of 8, 2,136 of 4)" in " ".join(text.split())
+    assert "(24 entries of 16 bits, 2,676 of 4), and 27.0 KB beside the pool" in " ".join(text.split())
     words = " ".join(text.split())
     assert "keeps 0.3, bits auto" in words and "of 1,000 token slots (512.0 KB)" in words
     assert "compressions 3.0/s" in text and "tokens compressed 300/s" in text
-    assert "7 0 1,200 240 20% 50% 5.0 3 2" in " ".join(text.split())
+    assert "7 0 1,200 240 20% 50% 5.5 3 2" in " ".join(text.split())
     assert "slots ▼" in text
     assert "[q] quit" in text
     assert "up 1 min" in text

@@ -1,7 +1,8 @@
-"""The machines with rows of 8 and 4 bits, of both, and with what else shares a pool with them."""
+"""The machines with rows of 4 bits beside those of 16, and with what else shares a pool with them."""
 
 from __future__ import annotations
 
+from helpers.harness import CONFIG
 from helpers.long_machine import LongMachine, PrefillBudgetMachine, RetainLongMachine
 from helpers.machines import (
     BesideMachine,
@@ -18,18 +19,21 @@ from helpers.machines import (
     SessionMachine,
 )
 from helpers.verify_machines import PairsHostMachine, PairsStoreMachine, VerifyPressureMachine
-from sgl_kvevict.config import Bits
+
+SHARES = {"": 0.15, "Whole": 0.3}
+"""A share at which entries are evicted at once, and one at which all have a row of 4 bits, by the machines' names."""
 
 
-def with_bits(machine: type[CacheMachine], bits: Bits) -> type[CacheMachine]:
-    """A machine whose compressed rows have these bits."""
-    fields = {"options": machine.options | {"bits": bits}, "__doc__": machine.__doc__}
-    return type(f"{machine.__name__}{str(bits).title()}", (machine,), fields)
+def with_few_bits(machine: type[CacheMachine], suffix: str = "") -> type[CacheMachine]:
+    """A machine whose compressed rows have 4 bits, but the first tokens' 16."""
+    config = machine.options.get("config", CONFIG).model_copy(update={"budget": SHARES[suffix]})
+    fields = {"options": machine.options | {"bits": "auto", "config": config}, "__doc__": machine.__doc__}
+    return type(f"{machine.__name__}FewBits{suffix}", (machine,), fields)
 
 
 BITS_MACHINES = (
     *(
-        with_bits(machine, "auto")
+        with_few_bits(machine)
         for machine in (
             CacheMachine,
             PressureMachine,
@@ -51,5 +55,5 @@ BITS_MACHINES = (
             PairsStoreMachine,
         )
     ),
-    *(with_bits(machine, bits) for bits in (8, 4) for machine in (PressureMachine, GrowthMachine, LongMachine)),
+    *(with_few_bits(machine, "Whole") for machine in (PressureMachine, GrowthMachine, LongMachine)),
 )

@@ -71,6 +71,7 @@ TINY_LLAMA = {
 
 LEAST_SHARE = {"share": 0.001}
 """Options of a request whose own prompt stays uncompressed until slots are short; it reads any prefix as it is."""
+CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
 WINDOWS = (1000, 0)
 """Of a harness whose compressed segments cannot be split."""
 NO_ROTARY = Rotary(torch.empty(512, 0), is_neox=True)
@@ -101,9 +102,7 @@ class Harness:
     num_slots: int = 120
     num_rows: int = 8
     max_tokens: int = 512
-    config: KVEvictConfig = field(
-        default_factory=lambda: KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
-    )
+    config: KVEvictConfig = CONFIG
     policy: PseudoRandomPolicy | Policy | None = field(default_factory=PseudoRandomPolicy)
     group: ProcessGroup | None = None
     eviction_policy: str = "lru"

@@ -15,7 +15,7 @@ from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
-from sgl_kvevict.config import Bits, KVEvictConfig
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.segments import (
@@ -42,11 +42,10 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 STORED = pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=str)
 
 
-@pytest.mark.parametrize("bits", ["auto", 8, 4])
-def test_rows_of_few_bits_of_other_lengths(bits: Bits) -> None:
+def test_rows_of_few_bits_of_other_lengths() -> None:
     """From 16 bits to the least share, of prompts with and without sinks, cut and repacked on the way, and read."""
     geometry = replace(GEOMETRY, head_dim=32)
-    config = KVEvictConfig(policy="snapkv", bits=bits)
+    config = KVEvictConfig(policy="snapkv")
     policy = build_policy(config.policy, {})
     assert policy is not None
     rows = torch.randn(2, *geometry.arena_shape).half()

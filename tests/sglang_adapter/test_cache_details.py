@@ -85,7 +85,6 @@ def test_what_was_found_compressed():
         "host": 0,
         "kvevict_compressed": COMPRESSED,
         "kvevict_percent_16_bits": 30,
-        "kvevict_percent_8_bits": 0,
         "kvevict_percent_4_bits": 0,
     }
     read = harness.tree.prefixes.readers[req].report.compressed
@@ -101,7 +100,7 @@ def test_rows_of_few_bits():
     req = ask(harness, [*DOCUMENT, 1, 1])
     sizes = {part.bits: part.num_entries / (COMPRESSED * RUNS) for part in segment.packed.parts}
     assert len(sizes) > 1 and min(sizes) < 16
-    assert told(harness, req).compressed.shares == pytest.approx([sizes.get(bits, 0) for bits in (16, 8, 4)], abs=0.005)
+    assert told(harness, req).compressed.shares == pytest.approx([sizes.get(bits, 0) for bits in (16, 4)], abs=0.005)
     assert told(harness, req).compressed.bits < 16
 
 

@@ -12,7 +12,7 @@ import torch
 from helpers.event_sockets import ipc_config
 from helpers.harness import WINDOWS, Harness
 from helpers.watched import DOCUMENT, WatchedHarness
-from sgl_kvevict.config import EventsConfig
+from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.client import InspectClient, RequestFailedError
 from sgl_kvevict.events.questions import (
     Kept,
@@ -123,7 +123,7 @@ def test_totals_of_traffic_add_up(watched):
     counted, gauges = report.totals, report.gauges
     assert counted.compressions > 10 and counted.splits > 0 and counted.resizes > 0 and counted.dropped_spans > 0
     assert counted.dropped_spans < counted.dropped_nodes
-    live = gauges.entries_16 + gauges.entries_8 + gauges.entries_4
+    live = gauges.entries_16 + gauges.entries_4
     assert gauges.spans > 0 and 0 < live <= counted.kept_entries + counted.returned_entries
     evicted_at_once = counted.compressed_tokens * 4 - counted.kept_entries
     assert counted.evicted_entries > evicted_at_once > 0  # the others went in resizes
@@ -145,10 +145,10 @@ def test_status_adds_up_and_sorts(watched):
         harness.finish(req)
 
 
-@pytest.mark.parametrize("bits", ["auto", 8])
-def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path, bits):
+def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path):
     """What the tree, its nodes and its prefixes tell of rows of several widths adds up."""
-    harness = Harness(num_slots=240, bits=bits)
+    config = KVEvictConfig(budget=0.2, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    harness = Harness(num_slots=240, bits="auto", config=config)
     with WatchedHarness(ipc_config(tmp_path), harness) as watched:
         reader = harness.run([*DOCUMENT, 1])
         harness.finish(harness.run(DOCUMENT[:20] + [9] * 5))
@@ -159,12 +159,13 @@ def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path, bits):
     gauges, (segment,) = status.gauges, harness.tree.prefixes.table.packed
     counts = {part.bits: part.num_entries for part in segment.packed.parts}
     assert counts == segment.entries_by_bits and segment.num_bytes == segment.num_slots * gauges.slot_bytes
-    assert counts.keys() == ({16, 8, 4} if bits == "auto" else {16, 8})
+    assert counts.keys() == {16, 4}
     (row,) = status.prefixes
     assert (row.entries, row.bytes, row.kept) == (counts, segment.num_bytes, sum(counts.values()) / (61 * 4))
-    assert (gauges.entries_16, gauges.entries_8, gauges.entries_4) == tuple(counts.get(each, 0) for each in (16, 8, 4))
+    assert (gauges.entries_16, gauges.entries_4) == (counts[16], counts[4])
+    assert gauges.beside_bytes == 10 * sum(counts.values()) + harness.tree.packer.coding.num_bytes
     assert (gauges.span_bytes, gauges.share_of_bytes) == (row.bytes, row.slots / row.tokens)
-    assert gauges.share_of_entries == row.kept and len(compressed) == 2
+    assert gauges.share_of_entries == row.kept < 1 and len(compressed) == 2
     for each in counts:
         assert sum(node.entries.get(each, 0) for node in compressed) == counts[each]
         assert sum(sum(report.entries[each]) for report in kept) == counts[each]

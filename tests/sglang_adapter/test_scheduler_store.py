@@ -136,25 +136,26 @@ def share_of(server, prompt):
     return prefixes.spans.compressed_read(path, len(prompt)).share
 
 
-@pytest.mark.parametrize("bits", [16, "auto"])
-def test_what_was_evicted_outlives_its_server(tmp_path, bits):
+@pytest.mark.parametrize(("bits", "budget"), [(16, 0.3), ("auto", 0.15)])
+def test_what_was_evicted_outlives_its_server(tmp_path, bits, budget):
     """A request that asks for all entries gets them; others read what the pool had. The harness checks each entry."""
-    assert complete_server(tmp_path, bits).serve(DOCUMENT) == 0
-    second = complete_server(tmp_path, bits)
+    server = partial(complete_server, tmp_path, bits, config=COMPLETE.model_copy(update={"budget": budget}))
+    assert server().serve(DOCUMENT) == 0
+    second = server()
     (key,) = keys_in(second.segments)
     assert second.segments.get(key).is_complete
     assert second.serve([*DOCUMENT, 9, 9, 9]) == 60
     assert share_of(second, DOCUMENT) < 0.9 and second.loaded == (1, 60)
     assert second.serve([*DOCUMENT, 8, 8, 8], share=1.0) == 60
     assert share_of(second, DOCUMENT) == 1.0 and second.harness.host.used_bytes == 0
-    third = complete_server(tmp_path, bits)  # the first request that it gets asks for all
+    third = server()  # the first request that it gets asks for all
     assert third.serve([*DOCUMENT, 9, 9, 9], share=1.0) == 60 and share_of(third, DOCUMENT) == 1.0
-    fourth = complete_server(tmp_path, bits)
+    fourth = server()
     assert fourth.serve([*DOCUMENT[:30], *[9] * 5], share=1.0) == 30  # of a prompt that leaves it in the middle
     assert share_of(fourth, DOCUMENT[:30]) == 1.0
-    for server in (second, third, fourth):
-        assert cache_state(server.harness.tree)["leaked_slots"] == 0
-        assert not any(server.harness.tree.guard.errors.values())
+    for each in (second, third, fourth):
+        assert cache_state(each.harness.tree)["leaked_slots"] == 0
+        assert not any(each.harness.tree.guard.errors.values())
 
 
 def test_files_hold_what_the_host_still_has(tmp_path):
@@ -187,7 +188,7 @@ def test_rows_of_other_bits_than_this_servers_are_left_out(tmp_path):
     server = complete_server(tmp_path)
     (key,) = keys_in(server.segments)
     made_up = server.segments.get(key)
-    made_up = replace(made_up, evicted=replace(made_up.evicted, bits=8))
+    made_up = replace(made_up, evicted=replace(made_up.evicted, bits=4))
     server.reader._recent[key] = made_up
     assert server.serve([*DOCUMENT, 9, 9], share=1.0) == 60 and share_of(server, DOCUMENT) < 0.5
     assert server.harness.host.used_bytes == 0 and not any(server.harness.tree.guard.errors.values())
@@ -518,7 +519,7 @@ def test_the_order_of_a_queue_that_was_sorted_is_kept():
 
 
 def test_segments_of_other_statistics_are_not_found(tmp_path):
-    """Rows of 8 and 4 bits are read with the statistics that they were written with, which may be learned late."""
+    """Rows of 4 bits are read with the statistics that they were written with, which may be learned late."""
 
     def server(statistics):
         made = Server(tmp_path, num_slots=200)

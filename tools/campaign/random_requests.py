@@ -27,7 +27,7 @@ LONG, MIXED = (1, 40, 150, 300, 400, 400), (0, 1, 8, 40, 150, 300)
 """New tokens of their requests: long answers of a crowd do not fit, and SGLang retracts some."""
 POLICIES = ("distilled", "snapkv", "ada-snapkv", "k-vec")
 HEAD_DIM = 64
-"""Of the model that ``distilled`` serves: large enough for rows of 8 and 4 bits."""
+"""Of the model that ``distilled`` serves: large enough for rows of 4 bits."""
 SCHEMA = {
     "type": "object",
     "properties": {"found": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}},
