@@ -132,13 +132,6 @@ def test_quality_is_that_of_the_tables_and_the_first_screen_says_what_is_lost() 
     assert lost in text
 
 
-def test_needles_under_pressure_are_those_of_the_pressure_benchmark() -> None:
-    table = table_under(RESULTS / "serving" / "pressure.md", "Needle score")
-    (point,) = [row for row in table if row[""] == "4x the pool, all rounds"]
-    ratio = float(re.findall(r"\*\*([\d.]+)x\*\*", point["default"])[0])
-    assert readme_row("needle questions when contexts are 4 times the pool")[2] == f"{100 * ratio:.0f} %"
-
-
 def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
     config = KVEvictConfig()
     current = {
