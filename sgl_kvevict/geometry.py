@@ -153,7 +153,7 @@ class KVGeometry:
 
     def rows_per_slot(self, bits: int) -> int:
         """Rows of a width that a head slot holds, as :func:`kvevict_kernels.row_codec.rows_per_slot` says."""
-        return 1 if bits == 16 else 2 * self.itemsize
+        return 1 if bits == 16 else 4
 
     def head_slots_for(self, parts: Iterable[tuple[int, int]]) -> int:
         """Head slots that packed entries take; of each part the bits of its rows, and how many entries it has."""

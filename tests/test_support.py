@@ -119,6 +119,7 @@ SIXTEEN = {
     "whole": loaded(KVEvictConfig(budget=1.0)),
     "merging": loaded(policy=build_policy("d2o", {})),
     "latents": loaded(is_latent=True, head_dim=576),
+    "float32": loaded(dtype="float32", **ON_CPU),
     "float8": loaded(dtype="float8_e4m3fn", capability=(9, 0)),
     "flashinfer": loaded(**FLASHINFER),
     "windows": loaded(windows=(8, 0)),

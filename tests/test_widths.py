@@ -14,15 +14,13 @@ from sgl_kvevict.widths import rows_that_fit
 SETTINGS: tuple[Bits, ...] = ("auto", 16)
 
 
-def geometry(num_runs: int = 6, itemsize: int = 2) -> KVGeometry:
-    return KVGeometry(num_runs, 1, 1, 32, 4096, itemsize=itemsize)
+def geometry(num_runs: int = 6) -> KVGeometry:
+    return KVGeometry(num_runs, 1, 1, 32, 4096)
 
 
-def in_place(
-    num_slots: int, num_tokens: int, bits: Bits = "auto", *, itemsize: int = 2, num_sinks: int = 0
-) -> dict[int, int]:
+def in_place(num_slots: int, num_tokens: int, bits: Bits = "auto", *, num_sinks: int = 0) -> dict[int, int]:
     """What a range with all its entries in rows of 16 bits gets; entries per run."""
-    of = geometry(itemsize=itemsize)
+    of = geometry()
     count = num_tokens * of.num_runs
     parts = rows_that_fit(of, num_slots, count, bits, num_sinks=num_sinks * of.num_runs)
     return {width: number // of.num_runs for width, number in parts}
@@ -37,15 +35,9 @@ def test_bits_go_before_entries_do(num_slots: int, kept: dict[int, int]) -> None
     assert in_place(num_slots, 1000) == kept
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_a_head_slot_holds_as_many_rows_as_the_kernels_say(itemsize: int) -> None:
-    of = geometry(itemsize=itemsize)
-    assert [of.rows_per_slot(bits) for bits in WIDTHS] == [rows_per_slot(bits, itemsize) for bits in WIDTHS]
-
-
-def test_a_slot_of_float32_holds_twice_as_many() -> None:
-    assert in_place(125, 1000, itemsize=4) == {4: 1000}
-    assert in_place(100, 1000, itemsize=4) == {4: 800}
+def test_a_head_slot_holds_as_many_rows_as_the_kernels_say() -> None:
+    of = geometry()
+    assert [of.rows_per_slot(bits) for bits in WIDTHS] == [rows_per_slot(bits) for bits in WIDTHS]
 
 
 def test_rows_of_16_bits_alone() -> None:
@@ -72,12 +64,11 @@ def test_no_entry_gets_wider_rows_than_it_has() -> None:
     num_entries=st.integers(0, 1200),
     data=st.data(),
     bits=st.sampled_from(SETTINGS),
-    itemsize=st.sampled_from([2, 4]),
 )
 def test_what_fits_is_never_more_and_hardly_less_than_the_slots_hold(
-    num_runs: int, num_slots: int, num_entries: int, data: st.DataObject, bits: Bits, itemsize: int
+    num_runs: int, num_slots: int, num_entries: int, data: st.DataObject, bits: Bits
 ) -> None:
-    of = geometry(num_runs, itemsize)
+    of = geometry(num_runs)
     num_whole = data.draw(st.sampled_from([0, num_entries // 2, num_entries]))
     num_sinks = min(data.draw(st.integers(0, 4)) * num_runs, num_entries)
 

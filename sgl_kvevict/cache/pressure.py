@@ -29,10 +29,10 @@ WITH_16_BITS = Losses(budget=ANSWERS * 0.06 / 0.8, between=ANSWERS * 0.08 / 0.1 
 """6 % of the answers are lost at 20 %, where dropping it costs 5 tokens of prefill a slot, and another 8 % at 10 %.
 Scores of shorter texts lost 7 and 14 % by the last step on two seeds; the shipped ones lose 14 and 19 %, for which 8 %
 was not chosen anew."""
-LOST_PER_NAT = 1.8
+LOST_PER_NAT = 1.4
 """Part of the answers that is lost where the next tokens diverge by a nat: the 6 % at 20 % and 14 % at 10 % above, with
-rows of 16 bits, over the 0.0320 and 0.0803 nats that were measured there (docs/results/quality/bits.md)."""
-DIVERGENCE = {0.2: 0.0036, 0.125: 0.0162, 0.05: 0.0597}
+rows of 16 bits, over the 0.0370 and 0.1158 nats that were measured there (docs/results/quality/bits.md)."""
+DIVERGENCE = {0.2: 0.0032, 0.125: 0.0072, 0.05: 0.0423}
 """Nats a token by which they diverge with rows of 4 bits, by share of the bytes (``benchmarks/quality/bits.py``,
 format "auto", SmolLM2, mean of three texts)."""
 
