@@ -53,7 +53,7 @@ PAGE = Page(
         "What the tree's operations cost with 10,000 compressed prefixes of 32 tokens, beside "
         "the same prompts in SGLang's `UnifiedRadixCache`; and how they grow with the number of nodes on a path. "
         "`compress` ranks a prefix and packs it at the budget, at the sizes of SmolLM2-135M (30 layers, 3 KV heads), "
-        "with the default's rows of 8 and 4 bits and with rows of 16. "
+        "with the default's rows of 4 bits and with rows of 16. "
         "The first eviction puts all leaves, and all that can shrink, into heaps that are kept; "
         "its calls are those of the second one."
     ),

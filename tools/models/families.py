@@ -305,8 +305,8 @@ which this table is written; settings that are refused whatever the model is are
 
 ## Rows of 16 bits only
 
-Compressed prefixes have rows of 8 and 4 bits ([design](design/prefix.md#packing)), but for these reasons, with which
-`bits: auto` means 16, and `bits: 8` or `4` is refused:
+Compressed prefixes have rows of 4 bits ([design](design/prefix.md#packing)), but for these reasons, with which
+`bits: auto` means 16:
 
 | what | reason |
 |---|---|
