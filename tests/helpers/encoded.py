@@ -8,12 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.row_codec import MAX_CODE, STEP_BYTES, decode_rows, encode_rows
+from kvevict_kernels.row_codec import (
+    LEAST_STEP,
+    MAX_CODE,
+    MIDDLE,
+    REACH,
+    STEP_BYTES,
+    decode_rows,
+    encode_rows,
+    normalised,
+)
 
 LEAST_EQUAL = 0.995
 """Part of all codes that are those of the definition."""
 ERROR_FACTOR, ERROR_NOISE = 1.001, 1e-6
 """Of a row's squared error, in normalised numbers, beside the definition's."""
+BOUNDARY = 1e-5
+"""Numbers so near to the boundary of two codes, in codes, may get either, and their row the step that fits to it."""
 STEP_FACTOR = 0.01
 """By which steps may differ."""
 
@@ -37,8 +48,19 @@ def squared_errors(found: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 def read_as_near(found: Tensor, numbers: Tensor, mean: Tensor, scale: Tensor) -> bool:
     """Whether rows that are read are as near to what was written, [n, head_dim], as those of the definition."""
     wanted = decode_rows(encode_rows(numbers, mean, scale), mean, scale)
-    least = ERROR_FACTOR * squared_errors(wanted, numbers, scale) + ERROR_NOISE
-    return bool((squared_errors(found, numbers, scale) <= least).all())
+    errors = squared_errors(wanted, numbers, scale)
+    for moved in (-BOUNDARY, BOUNDARY):
+        errors = errors.maximum(_errors_of_moved(numbers, mean, scale, moved))
+    return bool((squared_errors(found, numbers, scale) <= ERROR_FACTOR * errors + ERROR_NOISE).all())
+
+
+def _errors_of_moved(numbers: Tensor, mean: Tensor, scale: Tensor, moved: float) -> Tensor:
+    """The definition's squared errors, [n], where numbers lie a little beside the boundaries of their codes."""
+    turned = normalised(numbers, mean, scale)
+    first_step = (turned.abs().amax(1, keepdim=True) * (REACH / MIDDLE)).clamp_min(LEAST_STEP)
+    units = (turned / first_step + (MIDDLE + 0.5) + moved).floor().clamp(0, MAX_CODE) - MIDDLE
+    step = (turned * units).sum(1, keepdim=True) / units.square().sum(1, keepdim=True)
+    return (turned - units * step.bfloat16()).square().sum(1)
 
 
 def assert_as_near(got: Tensor, want: Tensor, numbers: Tensor, mean: Tensor, scale: Tensor) -> None:
