@@ -29,16 +29,15 @@ from sgl_kvevict.segments import (
 
 NUM_TOKENS, START, SLOTS = 40, 100, 64
 RUNS = 4
-DTYPES = [torch.bfloat16, torch.float32]
 
 
 class World:
     """A packer with statistics, and what was in the arenas at first, as it was and in rows of 4 bits."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.geometry = KVGeometry(2, 4, 2, 32, SLOTS, itemsize=dtype.itemsize)
+    def __init__(self) -> None:
+        self.geometry = KVGeometry(2, 4, 2, 32, SLOTS)
         random = torch.Generator().manual_seed(5)
-        self.arenas = [torch.randn(self.geometry.arena_shape, generator=random).to(dtype) for _ in range(2)]
+        self.arenas = [torch.randn(self.geometry.arena_shape, generator=random).bfloat16() for _ in range(2)]
         self.before = [arena.clone() for arena in self.arenas]
         self.coding = random_coding(self.geometry, self.arenas[0])
         self.packer = SegmentPacker(self.geometry, *self.arenas, coding=self.coding)
@@ -107,21 +106,20 @@ def check_places(geometry: KVGeometry, packed: Packed) -> None:
     assert all(count == 1 for (_, place), count in owned.items() if place != -2)
 
 
-@pytest.fixture(params=DTYPES, ids=["16", "32"])
-def world(request: pytest.FixtureRequest) -> World:
-    return World(request.param)
+@pytest.fixture
+def world() -> World:
+    return World()
 
 
 def test_each_resize_takes_bits_first_then_entries(world: World) -> None:
     """Of 40 tokens: all with 16 bits, then all with 4, then fewer; the same as from the whole range at once."""
-    double = world.geometry.itemsize // 2
     segment = world.segment(NUM_TOKENS, "auto")
     assert world.check(segment) == {16: 160}
-    assert world.resize(segment, 12 // double).numel() == 40 - 12 // double
+    assert world.resize(segment, 12).numel() == 40 - 12
     assert world.check(segment) == {4: 160}
     best = world.keys.flatten().sort(descending=True).values
-    for num_slots, want in ((8 // double, {4: 128}), (4 // double, {4: 64})):
-        assert world.resize(segment, num_slots).numel() == 4 // double
+    for num_slots, want in ((8, {4: 128}), (4, {4: 64})):
+        assert world.resize(segment, num_slots).numel() == 4
         assert world.check(segment) == want
         assert segment.keys is not None
         assert segment.keys.sort(descending=True).values.equal(best[: segment.num_entries])
@@ -171,30 +169,28 @@ def test_a_repack_moves_bytes_and_keeps_widths(world: World, bits: Bits) -> None
 
 def test_segments_of_several_widths_become_one(world: World) -> None:
     """Rows of one width come together; then the best of both are kept, in rows no wider than they were."""
-    double = world.geometry.itemsize // 2
-    upper, lower = world.segment(20, "auto", 0, 20), world.segment(4 // double, "auto", 20)
+    upper, lower = world.segment(20, "auto", 0, 20), world.segment(4, "auto", 20)
     views = [upper.live_view, lower.live_view]
     num_slots = upper.num_slots + lower.num_slots
     written = world.packer.rewrite(Sources(world.geometry, views), num_slots)
     joined = Segment(world.geometry, START, START + NUM_TOKENS, written.packed, written.kept.keys)
     assert world.check(joined) == {16: 80, 4: 64}
-    world.resize(joined, 8 // double)
-    assert world.check(joined) == {4: 128} and joined.num_slots == 8 // double
+    world.resize(joined, 8)
+    assert world.check(joined) == {4: 128} and joined.num_slots == 8
 
 
 def test_after_another_order_no_row_gets_more_bits(world: World) -> None:
     """More tokens are sinks, and the order is turned around: of what has 4 bits the best are kept, and stay so."""
-    double = world.geometry.itemsize // 2
-    segment = world.segment(8 // double, "auto", num_sink_tokens=START + 2)
+    segment = world.segment(8, "auto", num_sink_tokens=START + 2)
     wide = segment.packed.parts[0].num_entries
-    assert world.check(segment) == {16: wide, 4: (32 // double - 8) * 4 * double} and wide == 8
+    assert world.check(segment) == {16: wide, 4: (32 - 8) * 4} and wide == 8
     world.keys = -world.keys
     assert segment.keys is not None
     segment.keys = -segment.keys
     sinks, others = (keys.sort(descending=True).values for keys in segment.keys.tensor_split([wide]))
-    world.resize(segment, 6 // double, START + 20)
+    world.resize(segment, 6, START + 20)
     kept = world.check(segment)
-    assert kept == {16: 8, 4: (24 // double - 8) * 4 * double} and segment.keys is not None
+    assert kept == {16: 8, 4: (24 - 8) * 4} and segment.keys is not None
     own, rest = segment.keys.tensor_split([8])
     assert own.sort(descending=True).values.equal(sinks)
     assert rest.sort(descending=True).values.equal(others[: kept[4]])
@@ -208,21 +204,20 @@ def test_without_statistics_rows_have_16_bits(world: World) -> None:
     with pytest.raises(InvariantError, match="numbers of 2 bytes, expected 4"):
         SegmentPacker(
             KVGeometry(2, 4, 2, 32, SLOTS, itemsize=4),
-            *(arena.bfloat16() for arena in world.arenas),
+            *world.arenas,
             coding=world.coding,
         )
 
 
 def test_sinks_have_16_bits_in_every_head(world: World) -> None:
     """Whatever the order says of them; a segment that begins later has none."""
-    double = world.geometry.itemsize // 2
     world.keys[..., :2] = 2**15 - 1
     world.keys[..., 20:24] = 2**15 - 1
     tokens = TokenRange(world.token_slots, 0, world.keys)
-    sources = Sources(world.geometry, [tokens]).best(8 // double + 2, "auto", 2)
+    sources = Sources(world.geometry, [tokens]).best(8 + 2, "auto", 2)
     written = world.packer.rewrite(sources, sources.fewest_slots)
     segment = Segment(world.geometry, 0, NUM_TOKENS, written.packed, written.kept.keys)
-    for num_slots in (8 // double + 2, 4 // double + 2):
+    for num_slots in (8 + 2, 4 + 2):
         small = Sources(world.geometry, [segment.live_view]).best(min(num_slots, segment.num_slots), "auto", 2)
         segment.pack((again := world.packer.rewrite(small, small.fewest_slots)).packed, NUM_TOKENS, again.kept)
         first = segment.packed.parts[0]
@@ -235,7 +230,7 @@ def test_sinks_have_16_bits_in_every_head(world: World) -> None:
 
 def test_ranks_that_have_rows_of_different_widths_count_equally_many_bytes(world: World) -> None:
     """After a cut one rank may have rows of 16 bits alone, and another one some of 4: what has room is up to slots."""
-    wide, narrow = world.segment(NUM_TOKENS, "auto"), world.segment(28 // world.geometry.itemsize, "auto")
+    wide, narrow = world.segment(NUM_TOKENS, "auto"), world.segment(14, "auto")
     assert [part.bits for part in wide.packed.parts] == [16] and narrow.packed.parts[-1].bits == 4
     num_bytes = world.packer.bytes_of
     assert num_bytes(wide) * narrow.num_slots == num_bytes(narrow) * wide.num_slots
