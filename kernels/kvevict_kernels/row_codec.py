@@ -30,12 +30,14 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_tensor
+from kvevict_kernels.checks import check_tensor
 
 GROUP = 32
 """head_dim is a multiple of it where rows have 4 bits: kernels read so many codes at once."""
 WIDTHS = (16, 4)
-"""Bits of a number in a row."""
+"""Bits of a number in a row; 16 stands for whatever the pool's dtype has."""
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of pools that may have rows of 4 bits."""
 ROWS_IN_PLACE = 4
 """Rows of 4 bits in the place of one of 16."""
 MAX_CODE = 15
@@ -71,15 +73,8 @@ class RowStatistics:
     v_mean: Tensor
     v_scale: Tensor
 
-    def of_run(self, layer: int, head: int) -> tuple[MeanAndScale, MeanAndScale]:
-        """Those of keys and of values of a layer and KV head, [head_dim] each."""
-        return (
-            (self.k_mean[layer, head], self.k_scale[layer, head]),
-            (self.v_mean[layer, head], self.v_scale[layer, head]),
-        )
-
     def of_runs(self, runs: Tensor) -> tuple[MeanAndScale, MeanAndScale]:
-        """The same of runs ``layer * num_kv_heads + head`` ([n], int): [n, head_dim] each."""
+        """Those of keys and of values of runs ``layer * num_kv_heads + head`` ([n], int): [n, head_dim] each."""
         k_mean, k_scale, v_mean, v_scale = (
             found.flatten(0, 1).index_select(0, runs)
             for found in (self.k_mean, self.k_scale, self.v_mean, self.v_scale)
@@ -87,24 +82,21 @@ class RowStatistics:
         return (k_mean, k_scale), (v_mean, v_scale)
 
     @cached_property
-    def _table(self) -> Tensor:
+    def table(self) -> Tensor:
+        """[head_dim + 4 * num_runs, head_dim], for kernels: the rotation, then four rows of each run.
+
+        These are mean and scale of keys, then of values.
+        """
         return torch.cat([rotation(self.k_mean.shape[-1], self.k_mean.device), self._by_run()])
 
     def _by_run(self) -> Tensor:
         return torch.stack([self.k_mean, self.k_scale, self.v_mean, self.v_scale], dim=2).flatten(0, 2)
 
-    def table(self) -> Tensor:
-        """[head_dim + 4 * num_runs, head_dim], for kernels: the rotation, then four rows of each run.
-
-        These are mean and scale of keys, then of values. The same tensor each time.
-        """
-        return self._table
-
     def assign(self, other: RowStatistics) -> None:
         """Take over other numbers of the same shape, in place: who reads these reads those from now on."""
         for field in fields(self):
             getattr(self, field.name).copy_(getattr(other, field.name))
-        self._table[self.k_mean.shape[-1] :].copy_(self._by_run())
+        self.table[self.k_mean.shape[-1] :].copy_(self._by_run())
 
     def __post_init__(self) -> None:
         shape, device = tuple(self.k_mean.shape), self.k_mean.device
@@ -139,12 +131,12 @@ class RowCoding:
         """One for an arena of keys and its twin of values, whose rows of 4 bits are yet to be written.
 
         Raises:
-            ValueError: statistics that do not fit the arena (:func:`check_statistics`).
+            ValueError: as :func:`check_coding`.
         """
-        check_statistics(arena, statistics)
-        num_rows = arena.shape[:3].numel() * rows_per_slot(WIDTHS[1], arena.element_size())
-        k_steps, v_steps = torch.zeros(2, num_rows, dtype=torch.bfloat16, device=arena.device)
-        return cls(statistics, k_steps, v_steps)
+        num_rows = arena.shape[:3].numel() * ROWS_IN_PLACE
+        coding = cls(statistics, *torch.zeros(2, num_rows, dtype=torch.bfloat16, device=arena.device))
+        check_coding(arena, coding)
+        return coding
 
     def steps(self, is_v: int) -> Tensor:
         """Those of keys' rows (0) or of values' (1)."""
@@ -178,13 +170,13 @@ def rotation(head_dim: int, device: torch.device) -> Tensor:
     return (matrix.double() / math.sqrt(head_dim)).float().to(device)
 
 
-def rows_per_slot(bits: int, itemsize: int) -> int:
-    """Rows of a head slot; ``itemsize`` is of the pool's dtype, in bytes."""
-    return 1 if bits == WIDTHS[0] else ROWS_IN_PLACE * itemsize // 2
+def rows_per_slot(bits: int) -> int:
+    """Rows of a head slot."""
+    return 1 if bits == WIDTHS[0] else ROWS_IN_PLACE
 
 
-def row_bytes(bits: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of a row outside of an arena: of 4 bits its codes, then its step."""
+def row_bytes(bits: int, head_dim: int, itemsize: int = 2) -> int:
+    """Bytes of a row outside of an arena: of 16 bits numbers of so many bytes, of 4 bits its codes, then its step."""
     return head_dim * itemsize if bits == WIDTHS[0] else head_dim // 2 + STEP_BYTES
 
 
@@ -223,7 +215,8 @@ def read_rows(arena: Tensor, rows: Tensor, steps: Tensor | None = None) -> Tenso
     """Bytes of rows: [n, :func:`row_bytes`], uint8.
 
     Args:
-        arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, of 2 or 4 bytes a number.
+        arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous; numbers have 2 bytes, or 4 where no
+            row has 4 bits.
         rows: [n], int, row numbers of this width.
         steps: of rows of 4 bits in this arena; None: the rows have 16 bits.
     """
@@ -248,32 +241,22 @@ def _bytes(arena: Tensor, width: int) -> Tensor:
     return arena.view(-1).view(torch.uint8).view(-1, width)
 
 
-def check_statistics(arena: Tensor, statistics: RowStatistics | None) -> None:
-    """Require statistics that fit an arena: float16, bfloat16 or float32, and a head_dim that is a multiple of 32.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if statistics is None:
-        return
-    num_layers, _, num_kv_heads, head_dim = arena.shape
-    if arena.dtype not in KV_DTYPES or head_dim % GROUP:
-        raise ValueError(
-            f"statistics: rows of 4 bits need a pool of 16 or 32 bits and a head_dim that is a multiple of "
-            f"{GROUP}, got {str(arena.dtype).removeprefix('torch.')} and {head_dim}"
-        )
-    check_tensor("statistics", statistics.k_mean, (num_layers, num_kv_heads, head_dim), torch.float32, arena.device)
-
-
 def check_coding(arena: Tensor, coding: RowCoding | None) -> None:
-    """Require a coding that fits an arena: statistics as for :func:`check_statistics`, and a step for every row.
+    """Require a coding that fits an arena: float16 or bfloat16, and a head_dim that is a multiple of 32.
 
     Raises:
         ValueError: it does not.
     """
     if coding is None:
         return
-    check_statistics(arena, coding.statistics)
-    num_rows = arena.shape[:3].numel() * rows_per_slot(WIDTHS[1], arena.element_size())
+    num_layers, num_token_slots, num_kv_heads, head_dim = arena.shape
+    if arena.dtype not in DTYPES or head_dim % GROUP:
+        raise ValueError(
+            f"statistics: rows of 4 bits need a pool of bfloat16 or float16 and a head_dim that is a multiple of "
+            f"{GROUP}, got {str(arena.dtype).removeprefix('torch.')} and {head_dim}"
+        )
+    shape = (num_layers, num_kv_heads, head_dim)
+    check_tensor("statistics", coding.statistics.k_mean, shape, torch.float32, arena.device)
     for name in ("k_steps", "v_steps"):
-        check_tensor(name, getattr(coding, name), (num_rows,), torch.bfloat16, arena.device)
+        steps = (num_layers * num_token_slots * num_kv_heads * ROWS_IN_PLACE,)
+        check_tensor(name, getattr(coding, name), steps, torch.bfloat16, arena.device)

@@ -40,8 +40,7 @@ def ones_of(positive, dtype: tl.constexpr):
 
     What the compiler does not know stays in a register: then one instruction masks a code and sets these bits.
     """
-    ONES: tl.constexpr = 0x3F803F80 if dtype == tl.bfloat16 else (0x3C003C00 if dtype == tl.float16 else 0x3F800000)
-    return tl.where(positive > 0, ONES, 0)
+    return tl.where(positive > 0, 0x3F803F80 if dtype == tl.bfloat16 else 0x3C003C00, 0)
 
 
 @triton.jit
@@ -59,22 +58,14 @@ def _units_of(o_d, dtype: tl.constexpr):
 def _two_numbers(words, ones, first: tl.constexpr, dtype: tl.constexpr, OF_V: tl.constexpr):
     """Numbers of the codes ``first`` (below 4) and ``first + 4`` of each word.
 
-    A code becomes the upper bits of a mantissa. Converting it would take long: few lanes of a multiprocessor can.
+    A code becomes the upper bits of a mantissa, in both halves of a word at once. Converting it would take long: few
+    lanes of a multiprocessor can.
     """
-    if dtype == tl.float32:
-        low = words << (19 - 4 * first)
-        high = words << 3 if first == 0 else words >> (4 * first - 3)
-        low = ((low & 0x780000) | ones).to(tl.float32, bitcast=True)
-        high = ((high & 0x780000) | ones).to(tl.float32, bitcast=True)
-    else:
-        # Both at once, in the halves of a word.
-        PLACE: tl.constexpr = 6 if dtype == tl.float16 else (0 if first == 0 and OF_V else 3)
-        MOVE: tl.constexpr = PLACE - 4 * first
-        both = words << MOVE if MOVE >= 0 else words >> -MOVE
-        both = (both & (0x000F000F << PLACE)) | ones
-        low = both.to(tl.int16).to(dtype, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(dtype, bitcast=True)
-    return low, high
+    PLACE: tl.constexpr = 6 if dtype == tl.float16 else (0 if first == 0 and OF_V else 3)
+    MOVE: tl.constexpr = PLACE - 4 * first
+    both = words << MOVE if MOVE >= 0 else words >> -MOVE
+    both = (both & (0x000F000F << PLACE)) | ones
+    return both.to(tl.int16).to(dtype, bitcast=True), (both >> 16).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit

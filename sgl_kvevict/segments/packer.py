@@ -175,7 +175,7 @@ class SegmentPacker(ArenaRows):
         assert self.coding is not None
         if before is None:
             before = torch.full_like(rows, 16, dtype=torch.int8)
-        return encoded_rows(*self._moved, rows, before, runs.int(), bits, self.coding)
+        return encoded_rows(*self._moved, rows, before, runs.int(), self.coding)
 
     def copy_shadow(self, sources: Sources) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive ranges of one path; None: there is no draft.
@@ -201,7 +201,7 @@ class SegmentPacker(ArenaRows):
                     of_arena.to(arena.device) for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True)
                 )
                 assert self.coding is not None
-                write_encoded(*self._moved, part.rows, part.bits, k, v, self.coding)
+                write_encoded(*self._moved, part.rows, k, v, self.coding)
                 continue
             for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True):
                 rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena.contiguous()).to(arena.device)

@@ -69,7 +69,7 @@ class World:
         """
         geometry = self.geometry
         num_entries = int(lens.sum())
-        per_slot = rows_per_slot(bits, self.dtype.itemsize)
+        per_slot = rows_per_slot(bits)
         num_slots = geometry.slots_for(-(-num_entries // per_slot))
         slots = torch.tensor([self.free.pop() for _ in range(num_slots)], dtype=torch.int64)
         layers = torch.arange(geometry.num_layers).view(-1, 1, 1)

@@ -212,12 +212,12 @@ def test_where_nothing_can_be_learned_all_tokens_score_alike(made, why, caplog):
 def test_statistics_are_written_into_the_tensors_that_are_read():
     read, found = plain_statistics(), RowStatistics(*(torch.rand(2, 2, 8) + 0.5 for _ in range(4)))
     made = distilling(needs_scores=False, statistics=read)
-    read.table()
+    table = read.table
     assert made.lacks_statistics and not made.lacks_scores and made.digest == ""
     made._use(Learned(None, found))
     assert not made.lacks_statistics and not made.learned.is_known and len(made.digest) == 64
     assert torch.equal(read.k_mean, found.k_mean) and torch.equal(read.v_scale, found.v_scale)
-    assert torch.equal(read.table()[8:].view(2, 2, 4, 8)[:, :, 1], found.k_scale)  # what kernels read
+    assert torch.equal(table[8:].view(2, 2, 4, 8)[:, :, 1], found.k_scale)  # what kernels read
 
 
 def test_statistics_are_learned_where_scores_cannot_be():

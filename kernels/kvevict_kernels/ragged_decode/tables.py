@@ -131,7 +131,7 @@ class LayerInputs:
     @property
     def statistics(self) -> Tensor | None:
         """The table by which rows of 4 bits are read."""
-        return None if self.coding is None else self.coding.statistics.table()
+        return None if self.coding is None else self.coding.statistics.table
 
     @property
     def steps(self) -> tuple[Tensor | None, Tensor | None]:

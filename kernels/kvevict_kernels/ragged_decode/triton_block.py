@@ -57,7 +57,22 @@ def attend_block(
 
     Of latents (``BLOCK_ROT`` > 0) the first ``DV`` columns of a key are loaded once, and are its value.
     """
-    s, b_v = _score_block(b_q, b_rot, k_ptr, v_ptr, head_slot, m_n, o_d, scale_log2, D, DV, BLOCK_ROT)
+    p_kv = head_slot[:, None] * D + o_d[None, :]
+    m_kv = m_n[:, None] & (o_d < DV)[None, :]
+    b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
+    if BLOCK_ROT > 0:
+        o_r = tl.arange(0, BLOCK_ROT)
+        p_rot = head_slot[:, None] * D + DV + o_r[None, :]
+        b_key_rot = tl.load(k_ptr + p_rot, mask=m_n[:, None] & (o_r < D - DV)[None, :], other=0.0).to(b_q.dtype)
+        b_k = b_k.to(b_q.dtype)
+        b_v = b_k
+        s = tl.dot(b_rot, tl.trans(b_key_rot), input_precision="ieee")
+        s = scale_log2 * tl.dot(b_q, tl.trans(b_k), s, input_precision="ieee")
+    else:
+        b_v = tl.load(v_ptr + p_kv, mask=m_kv, other=0.0)
+        b_k = b_k.to(b_q.dtype)
+        b_v = b_v.to(b_q.dtype)
+        s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     s = tl.where(seen, s, float("-inf"))
     new_max = tl.maximum(b_max, tl.max(s, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -113,31 +128,6 @@ def add_narrow_block(
     units = tl.full([BLOCK_N, _MIN_COLUMNS], 1.0, dtype=dtype)
     b_weight = tl.dot(p, units, b_weight * decay, input_precision="ieee")
     return new_max, b_sum, b_weight, tl.dot(p, b_v, b_out * decay, input_precision="ieee")
-
-
-@triton.jit
-def _score_block(
-    b_q, b_rot, k_ptr, v_ptr, head_slot, m_n, o_d, scale_log2, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_ROT: tl.constexpr,
-):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N] and values of rows as they are stored."""
-    p_kv = head_slot[:, None] * D + o_d[None, :]
-    m_kv = m_n[:, None] & (o_d < DV)[None, :]
-    b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
-    if BLOCK_ROT > 0:
-        o_r = tl.arange(0, BLOCK_ROT)
-        p_rot = head_slot[:, None] * D + DV + o_r[None, :]
-        b_key_rot = tl.load(k_ptr + p_rot, mask=m_n[:, None] & (o_r < D - DV)[None, :], other=0.0).to(b_q.dtype)
-        b_k = b_k.to(b_q.dtype)
-        b_v = b_k
-        s = tl.dot(b_rot, tl.trans(b_key_rot), input_precision="ieee")
-        s = scale_log2 * tl.dot(b_q, tl.trans(b_k), s, input_precision="ieee")
-    else:
-        b_v = tl.load(v_ptr + p_kv, mask=m_kv, other=0.0)
-        b_k = b_k.to(b_q.dtype)
-        b_v = b_v.to(b_q.dtype)
-        s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    return s, b_v
 
 
 @triton.jit

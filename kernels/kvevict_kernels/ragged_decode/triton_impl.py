@@ -290,12 +290,10 @@ def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
 def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
-    kinds = {
-        "has_window": inputs.window > 0,
-        "has_few_bits": inputs.coding is not None,
-        "is_fp8": inputs.is_fp8,
-    }
-    tile = tiles_for(limits_of(q.device), head_dim, **kinds)[which]
+    has_window, has_few_bits = inputs.window > 0, inputs.coding is not None
+    tile = tiles_for(
+        limits_of(q.device), head_dim, has_window=has_window, has_few_bits=has_few_bits, is_fp8=inputs.is_fp8
+    )[which]
     args = (
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, *inputs.steps),
         *(step.seq_lens, step.items[which], step.item_start[which], step.visible, inputs.statistics),
@@ -307,7 +305,7 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
         "H": tables.sizes.num_kv_heads,
         "G": tables.sizes.group_size,
         **block_widths(head_dim, inputs.v_head_dim),
-        "WINDOWED": inputs.window > 0,
+        "WINDOWED": has_window,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
         "NARROW_N": narrow_keys(tile),

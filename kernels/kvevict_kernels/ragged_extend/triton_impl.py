@@ -390,11 +390,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, sizes = addresses.tables, addresses.tables.sizes
     tile = tiles_for(limits_of(q.device), head_dim, has_window=inputs.window > 0)[EXTEND]
-    constants = {
-        "H": sizes.num_kv_heads,
-        "G": sizes.group_size,
-        "BLOCK_M": tile.rows,
-    }
+    constants = {"H": sizes.num_kv_heads, "G": sizes.group_size, "BLOCK_M": tile.rows}
     widths = block_widths(head_dim, inputs.v_head_dim)
     first_tile = 0
     for bits, count in tables.tile_counts.items():

@@ -38,27 +38,16 @@ Target = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class Encoding:
-    """Rows of one arena to be written with ``bits`` bits, one after the other.
-
-    Attributes:
-        arena: as in :func:`recode_rows`, like the other arguments of these names.
-        is_v: 1 for values, 0 for keys.
-        rows: [n], int32, row numbers to read.
-        bits_of_rows: [n], int8, bits of each of them.
-        runs: [n], int32.
-        bits: 16 or 4, of the rows that are written.
-        coding: None: ``bits`` is 16.
-        out: [n, row_bytes], uint8, where they are written.
-    """
+    """Rows of one arena to be written with ``bits`` bits, one after the other; see :func:`recode_rows`."""
 
     arena: Tensor
-    is_v: int
-    rows: Tensor
-    bits_of_rows: Tensor
-    runs: Tensor
-    bits: int
-    coding: RowCoding | None
-    out: Tensor
+    is_v: int  # 1 for values, 0 for keys
+    rows: Tensor  # [n], int32, row numbers to read
+    bits_of_rows: Tensor  # [n], int8, bits of each of them
+    runs: Tensor  # [n], int32
+    bits: int  # 16 or 4, of the rows that are written
+    coding: RowCoding | None  # None: ``bits`` is 16
+    out: Tensor  # [n, row_bytes], uint8, where they are written
 
 
 def temporary_bytes(arena: Tensor, targets: Sequence[Target]) -> int:
@@ -70,7 +59,7 @@ def _target_bytes(arena: Tensor, targets: Sequence[Target]) -> list[int]:
     return [rows.numel() * row_bytes(bits, arena.shape[-1], arena.element_size()) for rows, bits in targets]
 
 
-def staged_rows(arena: Tensor, targets: Sequence[Target], temporary: Tensor) -> list[Tensor]:
+def _staged_rows(arena: Tensor, targets: Sequence[Target], temporary: Tensor) -> list[Tensor]:
     """The encoded rows of each target in the temporary: [n, row_bytes], uint8."""
     staged, first = [], 0
     for (rows, _), num_bytes in zip(targets, _target_bytes(arena, targets), strict=True):
@@ -116,20 +105,30 @@ def recode_rows(
         sync; deterministic, no atomics. The temporary is not cut into chunks: an entry's place may hold the source of
         any other, and which of them only the device knows.
     """
-    device, num_entries = k_arena.device, source_rows.numel()
+    device = k_arena.device
     _check_entries(k_arena, v_arena, source_rows, source_bits, runs, targets, coding)
-    if sum(rows.numel() for rows, _ in targets) != num_entries:
-        counts = [rows.numel() for rows, _ in targets]
-        raise ValueError(f"targets: expected {num_entries} rows, as many as source_rows, got {counts}")
+    counts = [rows.numel() for rows, _ in targets]
+    if sum(counts) != source_rows.numel():
+        raise ValueError(f"targets: expected {source_rows.numel()} rows, as many as source_rows, got {counts}")
+    parts = list(zip(*(torch.split(x, counts) for x in (source_rows, source_bits, runs)), targets, strict=True))
+    if device.type == "cpu":
+        for rows, bits_of_rows, _, (places, bits) in parts:
+            _check_different("targets", places)
+            _check_sources(k_arena, rows, bits_of_rows, bits)
     needed = temporary_bytes(k_arena, targets)
     if temporary is None:
         temporary = torch.empty(needed, dtype=torch.uint8, device=device)
     check_tensor("temporary", temporary, (None,), torch.uint8, device)
     if temporary.numel() < needed:
         raise ValueError(f"temporary: expected {needed} bytes, got {temporary.numel()}")
-    if num_entries:
-        run = implementation(device, recode_rows_cpu, "recode_rows")
-        run(k_arena, v_arena, source_rows, source_bits, runs, targets, coding, temporary)
+    staged = _staged_rows(k_arena, targets, temporary)
+    encode = implementation(device, encode_cpu, "recode_rows")
+    write = implementation(device, write_cpu, "recode_rows")
+    for is_v, arena in enumerate((k_arena, v_arena)):
+        for (rows, bits_of_rows, own_runs, (_, bits)), out in zip(parts, staged, strict=True):
+            encode(Encoding(arena, is_v, rows, bits_of_rows, own_runs, bits, coding, out))
+        for (places, bits), encoded in zip(targets, staged, strict=True):
+            write(arena, places, encoded, steps_of(coding, bits, is_v))
 
 
 def encoded_rows(
@@ -138,7 +137,6 @@ def encoded_rows(
     source_rows: Tensor,
     source_bits: Tensor,
     runs: Tensor,
-    bits: int,
     coding: RowCoding,
 ) -> tuple[Tensor, Tensor]:
     """Copy rows out of both arenas, encoded in 4 bits: what :func:`recode_rows` writes to its places.
@@ -147,9 +145,8 @@ def encoded_rows(
         k_arena: as in :func:`recode_rows`, like all other arguments.
         v_arena: like ``k_arena``.
         source_rows: row numbers to read.
-        source_bits: bits of each of them.
+        source_bits: bits of each of them; a row that has 4 keeps its bytes.
         runs: of each entry.
-        bits: 4; a row to read that has as many keeps its bytes.
         coding: of the arenas' rows of 4 bits.
 
     Returns:
@@ -160,29 +157,24 @@ def encoded_rows(
 
     Cost: reads the rows and writes them encoded, without a float copy; one launch per arena on a device, no host sync.
     """
-    _check_narrow(bits)
-    _check_entries(k_arena, v_arena, source_rows, source_bits, runs, [(source_rows[:0], bits)], coding)
+    _check_entries(k_arena, v_arena, source_rows, source_bits, runs, [], coding)
     if source_rows.device.type == "cpu":
-        _check_sources(k_arena, source_rows, source_bits, bits)
-    num_bytes = row_bytes(bits, k_arena.shape[-1], k_arena.element_size())
-    k, v = (source_rows.new_empty(source_rows.numel(), num_bytes, dtype=torch.uint8) for _ in "kv")
-    if source_rows.numel():
-        encode = implementation(source_rows.device, encode_cpu, "recode_rows")
-        for is_v, (arena, out) in enumerate(((k_arena, k), (v_arena, v))):
-            encode(Encoding(arena, is_v, source_rows, source_bits, runs, bits, coding, out))
+        _check_sources(k_arena, source_rows, source_bits, WIDTHS[1])
+    shape = (source_rows.numel(), row_bytes(WIDTHS[1], k_arena.shape[-1]))
+    k, v = (torch.empty(shape, dtype=torch.uint8, device=source_rows.device) for _ in "kv")
+    encode = implementation(source_rows.device, encode_cpu, "recode_rows")
+    for is_v, (arena, out) in enumerate(((k_arena, k), (v_arena, v))):
+        encode(Encoding(arena, is_v, source_rows, source_bits, runs, WIDTHS[1], coding, out))
     return k, v
 
 
-def write_encoded(
-    k_arena: Tensor, v_arena: Tensor, places: Tensor, bits: int, k: Tensor, v: Tensor, coding: RowCoding
-) -> None:
+def write_encoded(k_arena: Tensor, v_arena: Tensor, places: Tensor, k: Tensor, v: Tensor, coding: RowCoding) -> None:
     """Write rows of 4 bits, as :func:`encoded_rows` returns them, to places of both arenas.
 
     Args:
         k_arena: as in :func:`recode_rows`.
         v_arena: like ``k_arena``.
         places: [n], int32, row numbers of this width, all different.
-        bits: 4.
         k: [n, :func:`~kvevict_kernels.row_codec.row_bytes`], uint8, on the arenas' device.
         v: like ``k``.
         coding: of the arenas' rows of 4 bits.
@@ -190,22 +182,16 @@ def write_encoded(
     Raises:
         ValueError: wrong shape, dtype, device or bits; on the CPU also a place outside of the arena, or repeated.
     """
-    check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
-    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
-    _check_narrow(bits)
-    check_coding(k_arena, coding)
-    check_tensor("places", places, (None,), torch.int32, k_arena.device)
-    per_slot = rows_per_slot(bits, k_arena.element_size())
-    check_index_range("places", places, k_arena.shape[:3].numel() * per_slot)
-    shape = (places.numel(), row_bytes(bits, k_arena.shape[-1], k_arena.element_size()))
+    _check_arenas(k_arena, v_arena, coding)
+    _check_rows("places", places, WIDTHS[1], k_arena)
+    shape = (places.numel(), row_bytes(WIDTHS[1], k_arena.shape[-1]))
     check_tensor("k", k, shape, torch.uint8, k_arena.device)
     check_tensor("v", v, shape, torch.uint8, k_arena.device)
     if places.device.type == "cpu":
         _check_different("places", places)
-    if places.numel():
-        write = implementation(places.device, write_cpu, "recode_rows")
-        for arena, encoded, steps in ((k_arena, k, coding.k_steps), (v_arena, v, coding.v_steps)):
-            write(arena, places, encoded, steps)
+    write = implementation(places.device, write_cpu, "recode_rows")
+    write(k_arena, places, k, coding.k_steps)
+    write(v_arena, places, v, coding.v_steps)
 
 
 def prepare_on_cpu(head_dim: int) -> None:
@@ -216,9 +202,15 @@ def prepare_on_cpu(head_dim: int) -> None:
         calls()
 
 
-def _check_narrow(bits: int) -> None:
-    if bits != WIDTHS[1]:
-        raise ValueError(f"bits: expected {WIDTHS[1]}, got {bits}")
+def _check_arenas(k_arena: Tensor, v_arena: Tensor, coding: RowCoding | None) -> None:
+    check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
+    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
+    check_coding(k_arena, coding)
+
+
+def _check_rows(name: str, rows: Tensor, bits: int, arena: Tensor) -> None:
+    check_tensor(name, rows, (None,), torch.int32, arena.device)
+    check_index_range(name, rows, arena.shape[:3].numel() * rows_per_slot(bits))
 
 
 def _check_entries(
@@ -231,50 +223,18 @@ def _check_entries(
     coding: RowCoding | None,
 ) -> None:
     """What every call requires of its arguments, whatever the device."""
-    check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
+    _check_arenas(k_arena, v_arena, coding)
     device = k_arena.device
-    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, device)
     check_tensor("source_rows", source_rows, (None,), torch.int32, device)
     check_tensor("source_bits", source_bits, (source_rows.numel(),), torch.int8, device)
     check_tensor("runs", runs, (source_rows.numel(),), torch.int32, device)
-    check_coding(k_arena, coding)
     check_index_range("runs", runs, k_arena.shape[0] * k_arena.shape[2])
-    num_head_slots = k_arena.shape[:3].numel()
     for rows, bits in targets:
         if bits not in WIDTHS:
             raise ValueError(f"targets: expected rows of 16 or 4 bits, got {bits}")
         if bits != WIDTHS[0] and coding is None:
             raise ValueError(f"coding: rows of {bits} bits need one, got None")
-        check_tensor("targets", rows, (None,), torch.int32, device)
-        check_index_range("targets", rows, num_head_slots * rows_per_slot(bits, k_arena.element_size()))
-
-
-def recode_rows_cpu(
-    k_arena: Tensor,
-    v_arena: Tensor,
-    source_rows: Tensor,
-    source_bits: Tensor,
-    runs: Tensor,
-    targets: Sequence[Target],
-    coding: RowCoding | None,
-    temporary: Tensor,
-) -> None:
-    """CPU path of :func:`recode_rows`: loops compiled by numba, or torch where numba cannot run.
-
-    Raises:
-        ValueError: a target row repeats, a source row is outside of the arena, or bits would grow.
-    """
-    counts = [rows.numel() for rows, _ in targets]
-    parts = list(zip(*(torch.split(x, counts) for x in (source_rows, source_bits, runs)), targets, strict=True))
-    for rows, bits_of_sources, _, (places, bits) in parts:
-        _check_different("targets", places)
-        _check_sources(k_arena, rows, bits_of_sources, bits)
-    staged = staged_rows(k_arena, targets, temporary)
-    for is_v, arena in enumerate((k_arena, v_arena)):
-        for (rows, bits_of_sources, own_runs, (_, bits)), out in zip(parts, staged, strict=True):
-            encode_cpu(Encoding(arena, is_v, rows, bits_of_sources, own_runs, bits, coding, out))
-        for (places, bits), encoded in zip(targets, staged, strict=True):
-            write_cpu(arena, places, encoded, steps_of(coding, bits, is_v))
+        _check_rows("targets", rows, bits, k_arena)
 
 
 def steps_of(coding: RowCoding | None, bits: int, is_v: int) -> Tensor | None:
@@ -309,8 +269,7 @@ def _check_sources(arena: Tensor, rows: Tensor, bits_of_sources: Tensor, bits: i
     if wrong.numel():
         raise ValueError(f"source_bits: expected {' or '.join(map(str, allowed))}, got {int(wrong[0])}")
     for width in allowed:
-        size = arena.shape[:3].numel() * rows_per_slot(width, arena.element_size())
-        check_index_range("source_rows", rows[bits_of_sources == width], size)
+        _check_rows("source_rows", rows[bits_of_sources == width], width, arena)
 
 
 def _compiled_encode(encoding: Encoding) -> None:

@@ -84,8 +84,8 @@ def calls() -> tuple[Any, Any, int]:
             arena,
             kind,
             head_dim,
-            source_rows,
-            source_bits,
+            sources,
+            bits_of,
             runs,
             means,
             scales,
@@ -94,14 +94,14 @@ def calls() -> tuple[Any, Any, int]:
             bits,
             staging,
             row_bytes,
-            num_rows,
+            n,
         ):
             if given != stamp:
                 return
             memory = np.empty(2 * head_dim + 2 * LANES, np.float32)
             numbers, scratch = memory.ctypes.data, memory.ctypes.data + 4 * head_dim
-            rows, widths, own_runs = int32s(source_rows), int8s(source_bits), int32s(runs)
-            for i in range(num_rows):
+            rows, widths, own_runs = int32s(sources), int8s(bits_of), int32s(runs)
+            for i in range(n):
                 row, target = np.int64(rows[i]), staging + i * row_bytes
                 if bits == 16:
                     _copy(arena + row * row_bytes, target, row_bytes)

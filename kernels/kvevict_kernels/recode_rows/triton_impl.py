@@ -1,22 +1,18 @@
 """recode_rows on the device: for K, then V, launches that encode into a temporary, then launches that write.
 
-They are ordered by the stream.
-
-So nothing depends on the order of programs, however sources and targets overlap. The arithmetic is that of
-``row_codec.py``, but for the order of sums.
+They are ordered by the stream, so nothing depends on the order of programs, however sources and targets overlap. The
+arithmetic is that of ``row_codec.py``, but for the order of sums.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvevict_kernels import row_codec
-from kvevict_kernels.recode_rows import Encoding, Target, staged_rows, steps_of
-from kvevict_kernels.row_codec import WIDTHS, RowCoding, row_bytes
+from kvevict_kernels.recode_rows import Encoding, steps_of
+from kvevict_kernels.row_codec import WIDTHS, row_bytes
 from kvevict_kernels.triton_rows import row_at, turn
 
 ROW_BLOCK = 16
@@ -128,34 +124,12 @@ def _write_kernel(
     tl.store(p_to + number[:, None] * WORDS + o_w[None, :], words, mask=m_w)
 
 
-def recode_rows_triton(
-    k_arena: Tensor,
-    v_arena: Tensor,
-    source_rows: Tensor,
-    source_bits: Tensor,
-    runs: Tensor,
-    targets: Sequence[Target],
-    coding: RowCoding | None,
-    temporary: Tensor,
-) -> None:
-    """Device path of :func:`kvevict_kernels.recode_rows.recode_rows`: two launches per arena and target."""
-    staged = staged_rows(k_arena, targets, temporary)
-    for is_v, arena in enumerate((k_arena, v_arena)):
-        first = 0
-        for staging, (places, bits) in zip(staged, targets, strict=True):
-            entries = slice(first, first := first + places.numel())
-            own = (source_rows[entries], source_bits[entries], runs[entries])
-            if places.numel():
-                encode_triton(Encoding(arena, is_v, *own, bits, coding, staging))
-        for staging, (places, bits) in zip(staged, targets, strict=True):
-            if places.numel():
-                write_triton(arena, places, staging, steps_of(coding, bits, is_v))
-
-
 def encode_triton(encoding: Encoding) -> None:
     """Device path of :func:`kvevict_kernels.recode_rows.encode_cpu`: one launch."""
     arena, num_rows, coding = encoding.arena, encoding.rows.numel(), encoding.coding
-    steps, table = steps_of(coding, encoding.bits, encoding.is_v), None if coding is None else coding.statistics.table()
+    steps, table = steps_of(coding, encoding.bits, encoding.is_v), None if coding is None else coding.statistics.table
+    if not num_rows:
+        return
     _encode_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
         *(arena, steps, encoding.out, encoding.rows, encoding.bits_of_rows, encoding.runs, table),
         *(num_rows, 2 * encoding.is_v),
@@ -171,6 +145,8 @@ def write_triton(arena: Tensor, places: Tensor, encoded: Tensor, steps: Tensor |
     num_rows, head_dim = places.numel(), arena.shape[3]
     bits = WIDTHS[steps is not None]
     words = (row_bytes(bits, head_dim, arena.element_size()) - (bits != WIDTHS[0]) * row_codec.STEP_BYTES) // WORD
+    if not num_rows:
+        return
     _write_kernel[(triton.cdiv(num_rows, ROW_BLOCK),)](
         *(arena, steps, encoded, places, num_rows),
         D=head_dim,

@@ -90,12 +90,6 @@ def scratch_bytes(head_dim: int, max_rows: int) -> int:
 
 
 @njit
-def _add_scores(num_rows, target, queries, keys, head_dim):
-    for i in range(0, 4 * _BLOCK, 4 * WIDTH):
-        multiply(num_rows, target + i, _BLOCK, queries, head_dim, keys + i, _BLOCK, head_dim)
-
-
-@njit
 def _num_rows(words, part):
     part_tokens = int64s(words[w.PART_TOKENS])
     return (part_tokens[part + 1] - part_tokens[part]) * words[w.GROUP]
@@ -175,79 +169,58 @@ def _turn_share(words, thread, num_threads, scratch):
 
 @njit
 def _load_keys(words, part, head, first, num_keys, num_next, scratch):
-    """Load a block of keys: rows of K transposed, rows of V as they are."""
-    if _bits_of(words, part) != 16:
-        _load_narrow_keys(words, part, head, first, num_keys, num_next, scratch)
-        return
+    """Load a block of keys: rows of K transposed, rows of V as they are. Rows of 4 bits: codes, and the rows' steps."""
     num_spans, num_heads, layer = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.LAYER]
     kind, head_dim, v_head_dim = words[w.KIND], words[w.HEAD_DIM], words[w.V_HEAD_DIM]
     if part < num_spans:
         start = int32s(int64s(words[w.SPAN_STARTS])[part])[layer * num_heads + head]
-        slots = int32s(int64s(words[w.SPAN_ROWS])[part] + 4 * (start + first))
+        numbers = int32s(int64s(words[w.SPAN_ROWS])[part] + 4 * (start + first))
         factor, shift = 1, 0
     else:
-        slots = int32s(int64s(words[w.SUFFIX_SLOTS])[part - num_spans] + 4 * first)
+        numbers = int32s(int64s(words[w.SUFFIX_SLOTS])[part - num_spans] + 4 * first)
         factor, shift = num_heads, _head_slot_of(layer, 0, head, words[w.NUM_TOKEN_SLOTS], num_heads)
-    rows, values = int64s(scratch), _values_in(scratch, head_dim)
-    row_bytes, to_values = head_dim * item_bytes(kind), words[w.V] - words[w.K]
-    for i in range(num_keys):
-        slot = shift + factor * np.int64(slots[i])
-        if slot < 0 or slot >= words[w.NUM_HEAD_SLOTS]:
-            words[w.WRONG_SLOT] = slot
-            slot = np.int64(0)
-        rows[i] = words[w.K] + slot * row_bytes
-        load_row(kind, v_head_dim, rows[i] + to_values, values + 4 * i * v_head_dim, _ONE)
-    for i in range(num_keys, num_keys + num_next):
-        row = words[w.K] + (shift + factor * np.int64(slots[i])) * row_bytes
-        for line in range(row, row + row_bytes, _LINE):
-            prefetch(line)
-            prefetch(line + to_values)
-    for i in range(num_keys, _BLOCK):
-        rows[i] = words[w.ZEROS]
-    for i in range(0, num_keys, LANES):
-        for column in range(0, head_dim, LANES):
-            target = scratch + _KEYS_AT + 4 * (column * _BLOCK + i)
-            if kind == BFLOAT16:
-                load_transposed(BFLOAT16, scratch + 8 * i, 2 * column, target, _BLOCK)
-            elif kind == FLOAT16:
-                load_transposed(FLOAT16, scratch + 8 * i, 2 * column, target, _BLOCK)
-            else:
-                load_transposed(FLOAT32, scratch + 8 * i, 4 * column, target, _BLOCK)
-
-
-@njit
-def _load_narrow_keys(words, part, head, first, num_keys, num_next, scratch):
-    """The same of a span with rows of 4 bits: codes, and the steps of rows."""
-    head_dim = words[w.HEAD_DIM]
-    start = int32s(int64s(words[w.SPAN_STARTS])[part])[words[w.LAYER] * words[w.NUM_HEADS] + head]
-    numbers = int32s(int64s(words[w.SPAN_ROWS])[part] + 4 * (start + first))
-    per_slot, row_bytes = ROWS_IN_PLACE * item_bytes(words[w.KIND]) // 2, head_dim // 2
+    is_narrow, per_slot, row_bytes = False, 1, head_dim * item_bytes(kind)
+    if _bits_of(words, part) != 16:
+        is_narrow, per_slot, row_bytes = True, ROWS_IN_PLACE, head_dim // 2
     rows, values, to_values = int64s(scratch), _values_in(scratch, head_dim), words[w.V] - words[w.K]
     k_steps, v_steps = uint16s(words[w.K_STEPS]), uint16s(words[w.V_STEPS])
     k_bits, v_bits = int32s(scratch + _K_STEPS_AT), int32s(scratch + _V_STEPS_AT)  # of float32 numbers
     for i in range(num_keys):
-        number = np.int64(numbers[i])
+        number = shift + factor * np.int64(numbers[i])
         if number < 0 or number >= words[w.NUM_HEAD_SLOTS] * per_slot:
             words[w.WRONG_SLOT] = number // per_slot
             number = np.int64(0)
         rows[i] = words[w.K] + number * row_bytes
-        k_bits[i], v_bits[i] = np.int32(k_steps[number]) << 16, np.int32(v_steps[number]) << 16
-        load_codes(head_dim, rows[i] + to_values, values + 4 * i * head_dim)
+        if is_narrow:
+            k_bits[i], v_bits[i] = np.int32(k_steps[number]) << 16, np.int32(v_steps[number]) << 16
+            load_codes(head_dim, rows[i] + to_values, values + 4 * i * head_dim)
+        else:
+            load_row(kind, v_head_dim, rows[i] + to_values, values + 4 * i * v_head_dim, _ONE)
     for i in range(num_keys, num_keys + num_next):
-        number = np.int64(numbers[i])
+        number = shift + factor * np.int64(numbers[i])
         row = words[w.K] + number * row_bytes
         for line in range(row, row + row_bytes, _LINE):
             prefetch(line)
             prefetch(line + to_values)
-        prefetch(words[w.K_STEPS] + 2 * number)
-        prefetch(words[w.V_STEPS] + 2 * number)
+        if is_narrow:
+            prefetch(words[w.K_STEPS] + 2 * number)
+            prefetch(words[w.V_STEPS] + 2 * number)
     for i in range(num_keys, _BLOCK):
         rows[i] = words[w.ZEROS]
         k_bits[i] = v_bits[i] = 0
     for i in range(0, num_keys, LANES):
-        for group in range(head_dim // GROUP):
-            target = scratch + _KEYS_AT + 4 * (group * GROUP * _BLOCK + i)
-            load_units_transposed(scratch + 8 * i, group, target, _BLOCK)
+        target = scratch + _KEYS_AT + 4 * i
+        if is_narrow:
+            for group in range(head_dim // GROUP):
+                load_units_transposed(scratch + 8 * i, group, target + 4 * group * GROUP * _BLOCK, _BLOCK)
+            continue
+        for column in range(0, head_dim, LANES):
+            if kind == BFLOAT16:
+                load_transposed(BFLOAT16, scratch + 8 * i, 2 * column, target + 4 * column * _BLOCK, _BLOCK)
+            elif kind == FLOAT16:
+                load_transposed(FLOAT16, scratch + 8 * i, 2 * column, target + 4 * column * _BLOCK, _BLOCK)
+            else:
+                load_transposed(FLOAT32, scratch + 8 * i, 4 * column, target + 4 * column * _BLOCK, _BLOCK)
 
 
 @njit
@@ -324,7 +297,9 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
         for tile in range(0, num_rows, TILE_ROWS):
             tile_rows = min(TILE_ROWS, num_rows - tile)
             fill(scores, tile_rows * _BLOCK, _ZERO)
-            _add_scores(tile_rows, scores, queries + 4 * tile * head_dim, keys, head_dim)
+            rows = queries + 4 * tile * head_dim
+            for i in range(0, 4 * _BLOCK, 4 * WIDTH):
+                multiply(tile_rows, scores + i, _BLOCK, rows, head_dim, keys + i, _BLOCK, head_dim)
             for r in range(tile_rows):
                 num_seen = num_keys
                 if is_own and words[w.VISIBLE] == 0:  # a new token sees its predecessors and itself

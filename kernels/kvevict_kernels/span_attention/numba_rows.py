@@ -38,34 +38,17 @@ WIDTH = LANES * TILE_VECTORS
 _ANY_COUNT = 1 << 40
 
 
-@njit
-def int64s(address):
-    """The int64 numbers from an address on."""
-    return carray(numbers_at(address, np.int64), _ANY_COUNT)
+def _numbers_from(dtype):
+    """The function that finds the numbers of this type from an address on."""
+
+    @njit
+    def numbers(address):
+        return carray(numbers_at(address, dtype), _ANY_COUNT)
+
+    return numbers
 
 
-@njit
-def int8s(address):
-    """The int8 numbers from an address on."""
-    return carray(numbers_at(address, np.int8), _ANY_COUNT)
-
-
-@njit
-def uint16s(address):
-    """The uint16 numbers from an address on."""
-    return carray(numbers_at(address, np.uint16), _ANY_COUNT)
-
-
-@njit
-def int32s(address):
-    """The int32 numbers from an address on."""
-    return carray(numbers_at(address, np.int32), _ANY_COUNT)
-
-
-@njit
-def floats(address):
-    """The float32 numbers from an address on."""
-    return carray(numbers_at(address, np.float32), _ANY_COUNT)
+int64s, int32s, uint16s, int8s, floats = map(_numbers_from, (np.int64, np.int32, np.uint16, np.int8, np.float32))
 
 
 @njit

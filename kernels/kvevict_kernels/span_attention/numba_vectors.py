@@ -6,6 +6,7 @@ literal: bfloat16 (numba has no such type), float16, float32. LLVM splits vector
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from llvmlite import binding, ir
@@ -23,6 +24,7 @@ TILE_VECTORS = 4 if _HAS_AVX512 else 2
 """Vectors per row of a tile: with ``TILE_ROWS`` rows, sums and operands fit the machine's registers."""
 TILE_ROWS = 4
 
+_INT, _FLOAT = types.int64, types.float32
 _I64, _I32, _I16, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _FLOATS = ir.VectorType(_F32, LANES)
@@ -44,10 +46,13 @@ _EXP_LOWEST = -87.0
 
 
 class _Code:
-    """A thin layer over llvmlite's builder."""
+    """A thin layer over llvmlite's builder, whose other methods it has, too."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.builder, name)
 
     def at(self, address: Any, offset: int = 0) -> Any:
         return self.builder.add(address, ir.Constant(_I64, offset)) if offset else address
@@ -57,6 +62,12 @@ class _Code:
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=_align(value.type))
+
+    def store_rows(self, values: list[Any], target: Any, stride: Any) -> None:
+        """Store vectors ``stride`` numbers apart."""
+        row_step = self.mul(stride, ir.Constant(_I64, 4))
+        for i, value in enumerate(values):
+            self.store(value, self.add(target, self.mul(row_step, ir.Constant(_I64, i))))
 
     def widened(self, address: Any, kind: int) -> Any:
         """One vector of a cache row, as float32."""
@@ -112,23 +123,20 @@ class _Code:
         return self.builder.shuffle_vector(first, ir.Constant(_FLOATS, ir.Undefined), mask)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        return self._call(f"llvm.fmuladd.v{LANES}f32", _FLOATS, a, b, c)
+        return self.each("fmuladd", a, b, c)
 
     def maximum(self, a: Any, b: Any) -> Any:
         """Element-wise maximum; ``b`` where ``a`` is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
-    def minimum(self, a: Any, b: Any) -> Any:
-        """Element-wise minimum; ``b`` where ``a`` is NaN."""
-        return self.builder.select(self.builder.fcmp_ordered("<", a, b), a, b)
+    def clamped(self, a: Any, low: float, high: float) -> Any:
+        """Numbers, none of them NaN, within limits."""
+        a = self.select(self.fcmp_ordered("<", a, _floats(high)), a, _floats(high))
+        return self.maximum(a, _floats(low))
 
-    def size(self, a: Any) -> Any:
-        """Element-wise absolute value."""
-        return self._call(f"llvm.fabs.v{LANES}f32", _FLOATS, a)
-
-    def floor(self, a: Any) -> Any:
-        """Element-wise floor."""
-        return self._call(f"llvm.floor.v{LANES}f32", _FLOATS, a)
+    def each(self, name: str, *args: Any) -> Any:
+        """A function of LLVM, element by element."""
+        return self.call_named(f"llvm.{name}.v{LANES}f32", _FLOATS, *args)
 
     def pick(self, a: Any, b: Any, lanes: list[int]) -> Any:
         """Lanes of two vectors, those of the second from ``LANES`` on."""
@@ -148,7 +156,7 @@ class _Code:
         builder = self.builder
         is_zero = builder.fcmp_ordered("<", x, _floats(_EXP_LOWEST))
         x = builder.select(is_zero, _floats(_EXP_LOWEST), x)
-        n = self._call(f"llvm.rint.v{LANES}f32", _FLOATS, builder.fmul(x, _floats(_LOG2_E)))
+        n = self.each("rint", builder.fmul(x, _floats(_LOG2_E)))
         r = self.multiply_add(n, _floats(-_LN2_HIGH), x)
         r = self.multiply_add(n, _floats(-_LN2_LOW), r)
         series = _floats(_EXP_TERMS[0])
@@ -158,7 +166,8 @@ class _Code:
         power = builder.shl(builder.add(builder.fptosi(n, _INTS), _ints(127)), _ints(23))
         return builder.select(is_zero, _floats(0.0), builder.fmul(series, builder.bitcast(power, _FLOATS)))
 
-    def _call(self, name: str, result: Any, *args: Any) -> Any:
+    def call_named(self, name: str, result: Any, *args: Any) -> Any:
+        """Call a function of LLVM."""
         module = self.builder.module
         function = module.globals.get(name)
         if function is None:
@@ -179,335 +188,239 @@ def _ints(value: int) -> Any:
     return ir.Constant(_INTS, [value] * LANES)
 
 
-@intrinsic(prefer_literal=True)
-def multiply_tile(typing, rows, vectors, c, c_stride, a, a_stride, b, b_stride, depth):
+def _instructions(*kinds: Any, result: Any = types.void) -> Any:
+    """Make of a function that emits instructions one that compiled code calls, with arguments of these types.
+
+    None as a type: a literal, which the function gets as a number.
+    """
+
+    def wrap(emit: Any) -> Any:
+        @intrinsic(prefer_literal=True)
+        @wraps(emit)
+        def typed(_typing, *given):
+            def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+                known = (
+                    of.literal_value if kind is None else arg for of, kind, arg in zip(given, kinds, args, strict=True)
+                )
+                found = emit(_Code(builder), *known)
+                return context.get_dummy_value() if found is None else found
+
+            return result(*(of if kind is None else kind for of, kind in zip(given, kinds, strict=True))), codegen
+
+        return typed
+
+    return wrap
+
+
+@_instructions(None, None, *[_INT] * 7)
+def multiply_tile(code, rows, vectors, c, c_stride, a, a_stride, b, b_stride, depth):
     """``c[rows, vectors * LANES] += a[rows, depth] @ b[depth, vectors * LANES]``; sums stay in registers."""
-    num_rows, num_vectors = rows.literal_value, vectors.literal_value
+    four = ir.Constant(_I64, 4)
+    a_step, b_step, c_step = (code.mul(stride, four) for stride in (a_stride, b_stride, c_stride))
+    c_rows = [code.add(c, code.mul(c_step, ir.Constant(_I64, r))) for r in range(rows)]
+    a_rows = [code.add(a, code.mul(a_step, ir.Constant(_I64, r))) for r in range(rows)]
+    places = [(r, v) for r in range(rows) for v in range(vectors)]
+    initial = {(r, v): code.load(code.at(c_rows[r], 4 * LANES * v)) for r, v in places}
+    before = code.block
+    loop, after = code.append_basic_block("depth"), code.append_basic_block("done")
+    code.cbranch(code.icmp_signed(">", depth, ir.Constant(_I64, 0)), loop, after)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        c, c_stride, a, a_stride, b, b_stride, depth = args[2:]
-        four = ir.Constant(_I64, 4)
-        a_step, b_step = builder.mul(a_stride, four), builder.mul(b_stride, four)
-        c_step = builder.mul(c_stride, four)
-        c_rows = [builder.add(c, builder.mul(c_step, ir.Constant(_I64, r))) for r in range(num_rows)]
-        a_rows = [builder.add(a, builder.mul(a_step, ir.Constant(_I64, r))) for r in range(num_rows)]
-        places = [(r, v) for r in range(num_rows) for v in range(num_vectors)]
-        initial = {(r, v): code.load(code.at(c_rows[r], 4 * LANES * v)) for r, v in places}
-        before = builder.block
-        loop, after = builder.append_basic_block("depth"), builder.append_basic_block("done")
-        builder.cbranch(builder.icmp_signed(">", depth, ir.Constant(_I64, 0)), loop, after)
+    code.position_at_end(loop)
+    i = code.phi(_I64)
+    sums = {place: code.phi(_FLOATS) for place in places}
+    b_row = code.add(b, code.mul(i, b_step))
+    columns = [code.load(code.at(b_row, 4 * LANES * v)) for v in range(vectors)]
+    shift = code.mul(i, four)
+    next_sums = {}
+    for r in range(rows):
+        factor = code.splat(code.load(code.add(a_rows[r], shift), _F32))
+        for v in range(vectors):
+            next_sums[r, v] = code.multiply_add(factor, columns[v], sums[r, v])
+    following = code.add(i, ir.Constant(_I64, 1))
+    i.add_incoming(ir.Constant(_I64, 0), before)
+    i.add_incoming(following, loop)
+    for place in places:
+        sums[place].add_incoming(initial[place], before)
+        sums[place].add_incoming(next_sums[place], loop)
+    code.cbranch(code.icmp_signed("<", following, depth), loop, after)
 
-        builder.position_at_end(loop)
-        i = builder.phi(_I64)
-        sums = {place: builder.phi(_FLOATS) for place in places}
-        b_row = builder.add(b, builder.mul(i, b_step))
-        columns = [code.load(code.at(b_row, 4 * LANES * v)) for v in range(num_vectors)]
-        shift = builder.mul(i, four)
-        next_sums = {}
-        for r in range(num_rows):
-            factor = code.splat(code.load(builder.add(a_rows[r], shift), _F32))
-            for v in range(num_vectors):
-                next_sums[r, v] = code.multiply_add(factor, columns[v], sums[r, v])
-        following = builder.add(i, ir.Constant(_I64, 1))
-        i.add_incoming(ir.Constant(_I64, 0), before)
-        i.add_incoming(following, loop)
-        for place in places:
-            sums[place].add_incoming(initial[place], before)
-            sums[place].add_incoming(next_sums[place], loop)
-        builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
-
-        builder.position_at_end(after)
-        for r, v in places:
-            total = builder.phi(_FLOATS)
-            total.add_incoming(initial[r, v], before)
-            total.add_incoming(next_sums[r, v], loop)
-            initial[r, v] = total
-        for r, v in places:
-            code.store(initial[r, v], code.at(c_rows[r], 4 * LANES * v))
-        return context.get_dummy_value()
-
-    return types.void(rows, vectors, *[types.int64] * 7), codegen
+    code.position_at_end(after)
+    for r, v in places:
+        total = code.phi(_FLOATS)
+        total.add_incoming(initial[r, v], before)
+        total.add_incoming(next_sums[r, v], loop)
+        initial[r, v] = total
+    for r, v in places:
+        code.store(initial[r, v], code.at(c_rows[r], 4 * LANES * v))
 
 
-@intrinsic(prefer_literal=True)
-def load_transposed(typing, kind, rows, column, target, stride):
+@_instructions(None, *[_INT] * 4)
+def load_transposed(code, kind, rows, column, target, stride):
     """Transpose ``LANES`` columns of the ``LANES`` cache rows listed at ``rows``; ``column`` is in bytes."""
-    row_kind = kind.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        _, rows, column, target, stride = args
-        found = []
-        for i in range(LANES):
-            address = builder.add(code.load(code.at(rows, 8 * i), _I64), column)
-            found.append(code.widened(address, row_kind))
-        step = 1
-        while step < LANES:  # exchange the off-diagonal quarters of ever larger squares
-            for i in (i for i in range(LANES) if not i & step):
-                upper, lower = found[i], found[i + step]
-                left = [lane + LANES - step if lane & step else lane for lane in range(LANES)]
-                right = [lane + LANES if lane & step else lane + step for lane in range(LANES)]
-                found[i], found[i + step] = code.pick(upper, lower, left), code.pick(upper, lower, right)
-            step *= 2
-        row_step = builder.mul(stride, ir.Constant(_I64, 4))
-        for i, value in enumerate(found):
-            code.store(value, builder.add(target, builder.mul(row_step, ir.Constant(_I64, i))))
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.int64] * 4), codegen
+    addresses = [code.load(code.at(rows, 8 * i), _I64) for i in range(LANES)]
+    found = [code.widened(code.add(address, column), kind) for address in addresses]
+    step = 1
+    while step < LANES:  # exchange the off-diagonal quarters of ever larger squares
+        for i in (i for i in range(LANES) if not i & step):
+            upper, lower = found[i], found[i + step]
+            left = [lane + LANES - step if lane & step else lane for lane in range(LANES)]
+            right = [lane + LANES if lane & step else lane + step for lane in range(LANES)]
+            found[i], found[i + step] = code.pick(upper, lower, left), code.pick(upper, lower, right)
+        step *= 2
+    code.store_rows(found, target, stride)
 
 
-@intrinsic(prefer_literal=True)
-def load_units_transposed(typing, rows, group, target, stride):
+@_instructions(*[_INT] * 4)
+def load_units_transposed(code, rows, group, target, stride):
     """Transpose one group of ``LANES`` rows of codes, as :func:`load_transposed`: two columns from each byte.
 
     They are written less the code of the number 0; those of the lower halves of bytes before those of the upper ones.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        rows, group, target, stride = args
-        first = builder.mul(group, ir.Constant(_I64, CODE_BYTES))
-        addresses = [code.load(code.at(rows, 8 * i), _I64) for i in range(LANES)]
-        found = code.columns([code.load(builder.add(address, first), _CODES) for address in addresses])
-        row_step = builder.mul(stride, ir.Constant(_I64, 4))
-        for i, codes in enumerate(found):
-            for column, units in zip((i, i + CODE_BYTES), code.units(codes), strict=True):
-                code.store(units, builder.add(target, builder.mul(row_step, ir.Constant(_I64, column))))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    first = code.mul(group, ir.Constant(_I64, CODE_BYTES))
+    addresses = [code.load(code.at(rows, 8 * i), _I64) for i in range(LANES)]
+    columns = code.columns([code.load(code.add(address, first), _CODES) for address in addresses])
+    low, high = zip(*map(code.units, columns), strict=True)
+    code.store_rows([*low, *high], target, stride)
 
 
-@intrinsic(prefer_literal=True)
-def load_units(typing, source, target):
+@_instructions(_INT, _INT)
+def load_units(code, source, target):
     """Write a group of codes in the order of :func:`load_units_transposed`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        source, target = args
-        for first in range(0, CODE_BYTES, LANES):
-            halves = code.units(code.load(code.at(source, first), _BYTES))
-            for column, units in zip((first, first + CODE_BYTES), halves, strict=True):
-                code.store(units, code.at(target, 4 * column))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    for first in range(0, CODE_BYTES, LANES):
+        halves = code.units(code.load(code.at(source, first), _BYTES))
+        for column, units in zip((first, first + CODE_BYTES), halves, strict=True):
+            code.store(units, code.at(target, 4 * column))
 
 
-@intrinsic(prefer_literal=True)
-def part_group(typing, row):
+@_instructions(_INT)
+def part_group(code, row):
     """Order the numbers of a group as :func:`load_units_transposed` orders codes: even places, then odd ones."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        found = [code.load(code.at(args[0], 4 * i)) for i in range(0, GROUP, LANES)]
-        for odd in (0, 1):
-            lanes = [2 * i + odd for i in range(LANES)]
-            for i, (left, right) in enumerate(zip(found[::2], found[1::2], strict=True)):
-                code.store(code.pick(left, right, lanes), code.at(args[0], 4 * (odd * CODE_BYTES + i * LANES)))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    found = [code.load(code.at(row, 4 * i)) for i in range(0, GROUP, LANES)]
+    for odd in (0, 1):
+        lanes = [2 * i + odd for i in range(LANES)]
+        for i, (left, right) in enumerate(zip(found[::2], found[1::2], strict=True)):
+            code.store(code.pick(left, right, lanes), code.at(row, 4 * (odd * CODE_BYTES + i * LANES)))
 
 
-@intrinsic(prefer_literal=True)
-def turn_across(typing, left, right):
+@_instructions(_INT, _INT)
+def turn_across(code, left, right):
     """``left, right = left + right, left - right``, ``LANES`` float32 numbers each."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        left, right = (code.load(address) for address in args)
-        code.store(builder.fadd(left, right), args[0])
-        code.store(builder.fsub(left, right), args[1])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    one, other = code.load(left), code.load(right)
+    code.store(code.fadd(one, other), left)
+    code.store(code.fsub(one, other), right)
 
 
-@intrinsic(prefer_literal=True)
-def turn_within(typing, row, factor):
+@_instructions(_INT, _FLOAT)
+def turn_within(code, row, factor):
     """Multiply ``LANES`` float32 numbers by Hadamard's matrix of this size, and by a factor."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        found, step = code.load(args[0]), 1
-        while step < LANES:
-            signs = ir.Constant(_FLOATS, [ir.Constant(_F32, -1.0 if lane & step else 1.0) for lane in range(LANES)])
-            exchanged = code.pick(found, found, [lane ^ step for lane in range(LANES)])
-            found = code.multiply_add(found, signs, exchanged)
-            step *= 2
-        code.store(builder.fmul(found, code.splat(args[1])), args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), codegen
+    found, step = code.load(row), 1
+    while step < LANES:
+        signs = ir.Constant(_FLOATS, [ir.Constant(_F32, -1.0 if lane & step else 1.0) for lane in range(LANES)])
+        exchanged = code.pick(found, found, [lane ^ step for lane in range(LANES)])
+        found = code.multiply_add(found, signs, exchanged)
+        step *= 2
+    code.store(code.fmul(found, code.splat(factor)), row)
 
 
-@intrinsic(prefer_literal=True)
-def normalise_numbers(typing, row, means, scales):
+@_instructions(_INT, _INT, _INT)
+def normalise_numbers(code, row, means, scales):
     """``(number - mean) / scale`` of ``LANES`` float32 numbers, within limits; 0 for NaN."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        found, means, scales = (code.load(address) for address in args)
-        found = builder.fdiv(builder.fsub(found, means), scales)
-        found = builder.select(builder.fcmp_unordered("uno", found, found), _floats(0.0), found)
-        found = code.maximum(code.minimum(found, _floats(MAX_NUMBER)), _floats(-MAX_NUMBER))
-        code.store(found, args[0])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    found = code.fdiv(code.fsub(code.load(row), code.load(means)), code.load(scales))
+    found = code.select(code.fcmp_unordered("uno", found, found), _floats(0.0), found)
+    code.store(code.clamped(found, -MAX_NUMBER, MAX_NUMBER), row)
 
 
-@intrinsic(prefer_literal=True)
-def keep_largest(typing, source, target):
+@_instructions(_INT, _INT)
+def keep_largest(code, source, target):
     """``target = max(target, |source|)``, ``LANES`` float32 numbers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        code.store(code.maximum(code.size(code.load(args[0])), code.load(args[1])), args[1])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    code.store(code.maximum(code.each("fabs", code.load(source)), code.load(target)), target)
 
 
-@intrinsic(prefer_literal=True)
-def encode_numbers(typing, source, step, target, sums):
+@_instructions(_INT, _FLOAT, _INT, _INT)
+def encode_numbers(code, source, step, target, sums):
     """Write the codes of ``2 * LANES`` float32 numbers to as many halves of bytes.
 
     To ``sums`` ([2 * LANES]) are added the products of numbers and codes (less that of 0), and the codes' squares.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        source, step, target, sums = args
-        step, found = code.splat(step), []
-        products, squares = code.load(sums), code.load(code.at(sums, 4 * LANES))
-        for i in range(2):
-            number = code.load(code.at(source, 4 * LANES * i))
-            place = code.floor(builder.fadd(builder.fdiv(number, step), _floats(MIDDLE + 0.5)))
-            place = code.maximum(code.minimum(place, _floats(MAX_CODE)), _floats(0.0))
-            unit = builder.fsub(place, _floats(MIDDLE))
-            products, squares = code.multiply_add(number, unit, products), code.multiply_add(unit, unit, squares)
-            found.append(builder.fptosi(place, _INTS))
-        code.store(products, sums)
-        code.store(squares, code.at(sums, 4 * LANES))
-        even, odd = (code.pick(found[0], found[1], [2 * i + first for i in range(LANES)]) for first in (0, 1))
-        code.store(builder.trunc(builder.or_(even, builder.shl(odd, _ints(4))), _BYTES), target)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
+    step, found = code.splat(step), []
+    products, squares = code.load(sums), code.load(code.at(sums, 4 * LANES))
+    for i in range(2):
+        number = code.load(code.at(source, 4 * LANES * i))
+        place = code.each("floor", code.fadd(code.fdiv(number, step), _floats(MIDDLE + 0.5)))
+        place = code.clamped(place, 0.0, MAX_CODE)
+        unit = code.fsub(place, _floats(MIDDLE))
+        products, squares = code.multiply_add(number, unit, products), code.multiply_add(unit, unit, squares)
+        found.append(code.fptosi(place, _INTS))
+    code.store(products, sums)
+    code.store(squares, code.at(sums, 4 * LANES))
+    even, odd = (code.pick(*found, [2 * i + first for i in range(LANES)]) for first in (0, 1))
+    code.store(code.trunc(code.or_(even, code.shl(odd, _ints(4))), _BYTES), target)
 
 
-@intrinsic(prefer_literal=True)
-def load_numbers(typing, kind, source, target, factor):
+@_instructions(None, _INT, _INT, _FLOAT)
+def load_numbers(code, kind, source, target, factor):
     """Write ``LANES`` numbers as float32, times a factor."""
-    row_kind = kind.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        code.store(builder.fmul(code.widened(args[1], row_kind), code.splat(args[3])), args[2])
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, types.int64, types.float32), codegen
+    code.store(code.fmul(code.widened(source, kind), code.splat(factor)), target)
 
 
-@intrinsic(prefer_literal=True)
-def store_numbers(typing, kind, source, target, factor):
+@_instructions(None, _INT, _INT, _FLOAT)
+def store_numbers(code, kind, source, target, factor):
     """Round ``LANES`` float32 numbers, times a factor, to a kind."""
-    row_kind = kind.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        value = builder.fmul(code.load(args[1]), code.splat(args[3]))
-        code.store(code.narrowed(value, row_kind), args[2])
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, types.int64, types.float32), codegen
+    code.store(code.narrowed(code.fmul(code.load(source), code.splat(factor)), kind), target)
 
 
-@intrinsic(prefer_literal=True)
-def add_numbers(typing, source, target, factor, keep):
+@_instructions(_INT, _INT, _FLOAT, _FLOAT)
+def add_numbers(code, source, target, factor, keep):
     """``target = keep * target + factor * source``, ``LANES`` float32 numbers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        source, target, factor, keep = args
-        kept = builder.fmul(code.load(target), code.splat(keep))
-        code.store(code.multiply_add(code.load(source), code.splat(factor), kept), target)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.float32), codegen
+    kept = code.fmul(code.load(target), code.splat(keep))
+    code.store(code.multiply_add(code.load(source), code.splat(factor), kept), target)
 
 
-@intrinsic(prefer_literal=True)
-def scale_numbers(typing, target, factors, terms, weight):
+@_instructions(_INT, _INT, _INT, _FLOAT)
+def scale_numbers(code, target, factors, terms, weight):
     """``target = target * factors + terms * weight``, ``LANES`` float32 numbers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        target, factors, terms, weight = args
-        added = builder.fmul(code.load(terms), code.splat(weight))
-        code.store(code.multiply_add(code.load(target), code.load(factors), added), target)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3, types.float32), codegen
+    added = code.fmul(code.load(terms), code.splat(weight))
+    code.store(code.multiply_add(code.load(target), code.load(factors), added), target)
 
 
-@intrinsic(prefer_literal=True)
-def sum_of_products(typing, left, right):
+@_instructions(_INT, _INT, result=_FLOAT)
+def sum_of_products(code, left, right):
     """Sum of the products of ``LANES`` float32 numbers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        return code.halves(builder.fmul(code.load(args[0]), code.load(args[1])), builder.fadd)
-
-    return types.float32(types.int64, types.int64), codegen
+    return code.halves(code.fmul(code.load(left), code.load(right)), code.fadd)
 
 
-@intrinsic(prefer_literal=True)
-def sum_of_numbers(typing, row):
+@_instructions(_INT, result=_FLOAT)
+def sum_of_numbers(code, row):
     """Sum of ``LANES`` float32 numbers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        return code.halves(code.load(args[0]), builder.fadd)
-
-    return types.float32(types.int64), codegen
+    return code.halves(code.load(row), code.fadd)
 
 
-@intrinsic(prefer_literal=True)
-def row_maximum(typing, count, row):
+@_instructions(None, _INT, result=_FLOAT)
+def row_maximum(code, count, row):
     """The largest of ``count`` float32 numbers."""
-    size = count.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        largest = code.load(args[1])
-        for i in range(4 * LANES, 4 * size, 4 * LANES):
-            largest = code.maximum(code.load(code.at(args[1], i)), largest)
-        return code.halves(largest, code.maximum)
-
-    return types.float32(count, types.int64), codegen
+    largest = code.load(row)
+    for i in range(4 * LANES, 4 * count, 4 * LANES):
+        largest = code.maximum(code.load(code.at(row, i)), largest)
+    return code.halves(largest, code.maximum)
 
 
-@intrinsic(prefer_literal=True)
-def exponentials(typing, count, row, largest):
+@_instructions(None, _INT, _FLOAT, result=_FLOAT)
+def exponentials(code, count, row, largest):
     """Replace ``count`` float32 numbers by ``exp(number - largest)``; returns their sum."""
-    size = count.literal_value
+    largest, total = code.splat(largest), _floats(0.0)
+    for i in range(0, 4 * count, 4 * LANES):
+        weight = code.exp(code.fsub(code.load(code.at(row, i)), largest))
+        code.store(weight, code.at(row, i))
+        total = code.fadd(total, weight)
+    return code.halves(total, code.fadd)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = _Code(builder)
-        row, largest = args[1], code.splat(args[2])
-        total = _floats(0.0)
-        for i in range(0, 4 * size, 4 * LANES):
-            weight = code.exp(builder.fsub(code.load(code.at(row, i)), largest))
-            code.store(weight, code.at(row, i))
-            total = builder.fadd(total, weight)
-        return code.halves(total, builder.fadd)
 
-    return types.float32(count, types.int64, types.float32), codegen
+@_instructions(_INT)
+def prefetch(code, address):
+    """Prefetch a cache line."""
+    pointer = code.inttoptr(address, _I8.as_pointer())
+    to_read, keep_near, data = (ir.Constant(_I32, x) for x in (0, 3, 1))
+    code.call_named("llvm.prefetch.p0", ir.VoidType(), pointer, to_read, keep_near, data)
 
 
 @intrinsic(prefer_literal=True)
@@ -518,19 +431,3 @@ def numbers_at(typing, address, dtype):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(dtype.dtype)(types.int64, dtype), codegen
-
-
-@intrinsic(prefer_literal=True)
-def prefetch(typing, address):
-    """Prefetch a cache line."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        to_read, keep_near, data = (ir.Constant(_I32, x) for x in (0, 3, 1))
-        builder.call(function, [pointer, to_read, keep_near, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen

@@ -13,7 +13,7 @@ from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on, start_step
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.row_codec import WIDTHS, RowCoding, check_statistics
+from kvevict_kernels.row_codec import WIDTHS, RowCoding, check_coding
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey, RecentBatches, require_widths
@@ -72,7 +72,7 @@ class TritonAttention:
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.plain_prefill = plain_prefill
-        check_statistics(k_arena, None if coding is None else coding.statistics)
+        check_coding(k_arena, coding)
         self._verifies = verifies
         self._coding = coding
         is_fp8 = k_arena.dtype == FP8

@@ -19,7 +19,7 @@ def test_what_is_measured_is_what_rows_hold():
     of_model = RowStatistics(*(torch.rand(2, 3, 64, generator=generator) + 0.5 for _ in range(4)))
     found, _ = bits.in_four(bits.Context(k, v, [], 0), of_model)
     for layer, head in ((0, 0), (1, 2)):
-        own = of_model.of_run(layer, head)[0]
+        own = of_model.k_mean[layer, head], of_model.k_scale[layer, head]
         torch.testing.assert_close(found[layer, head, 4:], decode_rows(encode_rows(k[layer, head, 4:], *own), *own))
     assert torch.equal(found[:, :, :4], k[:, :, :4])
 
