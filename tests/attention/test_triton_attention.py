@@ -69,18 +69,18 @@ def on_sm_89(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     limits_of.cache_clear()
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.usefixtures("on_sm_89")
 def test_sharers_with_the_tile_of_sm_89(make_world: MakeWorld, bits: int) -> None:
     """168 q rows read a span, 80 a suffix, in tiles of 128, with and without a window."""
-    world = make_world(1, 4, 96, dtype=FP32, windows=(0, 60), num_token_slots=600)
+    world = make_world(1, 4, 96, dtype=torch.float16, windows=(0, 60), num_token_slots=600)
     world.learn()
     span = world.span(torch.tensor([[90], [150]], dtype=torch.int32), num_tokens=200, bits=bits)
     news = [*[1] * 12, 10, 20]
     for new in news:
         world.add((span,), new + 2)
     world.add((), 20 + 40)
-    attention = TritonAttention(world.geometry, world.k, world.v, statistics=world.statistics)
+    attention = TritonAttention(world.geometry, world.k, world.v, coding=world.coding)
     world.check(attention, [*news, 20])
     tables = attention._planned.addresses.tables
     assert tables.sizes.decode_rows == (16, 128)

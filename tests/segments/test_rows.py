@@ -45,7 +45,7 @@ class World:
         self.keys = (torch.randperm(RUNS * NUM_TOKENS, generator=random) - 80).to(torch.int16).view(2, 2, NUM_TOKENS)
         every = torch.arange(RUNS * SLOTS, dtype=torch.int32)
         bits, runs = torch.full_like(every, 16, dtype=torch.int8), every // 2 // SLOTS * 2 + every % 2
-        self.coded = encoded_rows(*self.before, every, bits, runs, 4, self.coding)
+        self.coded = encoded_rows(*self.before, every, bits, runs, self.coding)
 
     def tokens(self, first: int = 0, end: int = NUM_TOKENS) -> TokenRange:
         return TokenRange(self.token_slots[first:end], START + first, self.keys[..., first:end])

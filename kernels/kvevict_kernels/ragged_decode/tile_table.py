@@ -31,9 +31,8 @@ FAMILIES = (80, 89, 90, 100)
 SMALL_SHARED = 102400
 """Bytes of shared memory of a multiprocessor: up to this (sm_86, sm_89, sm_120) the tiles of sm_89 are used."""
 WIDE_FEW_BITS_ROWS = 32
-"""Q rows of the split kernel's larger tile where head_dim is above 128 and rows may have 4 bits: with 64 it keeps
-312 to 1,480 bytes of a thread on the stack, whatever the keys and warps (compiled before codes were read in words).
-With these it keeps none."""
+"""Q rows of the split kernel's larger tile where head_dim is above 128 and rows may have 4 bits: the numbers of 64 do
+not fit the registers, whatever the keys and warps."""
 KEYS = {
     **{(80, 64): (64, 64, 64), (80, 128): (32, 32, 32), (80, 256): (32, 32, 16)},
     **{(89, 64): (64, 64, 64), (89, 128): (32, 32, 32), (89, 256): (16, 16, 16)},
@@ -84,8 +83,8 @@ def tiles_for(
     """Tiles of a device: split kernel with 16 rows, with 64 or 128 rows (or 32), ``ragged_extend``.
 
     With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same. With
-    ``has_few_bits`` it also reads rows of 4 bits; at width 128 more warps keep up to 72 bytes of a thread on the
-    stack, not 200 (compiled). ``is_fp8``: the arena holds float8.
+    ``has_few_bits`` it also reads rows of 4 bits, which takes more warps at width 128. ``is_fp8``: the arena holds
+    float8.
 
     Raises:
         ValueError: head_dim beyond the table.

@@ -71,55 +71,37 @@ def _encode_row(numbers, head_dim, mean, scales, rotation, target, scratch):
 def calls() -> tuple[Any, Any, int]:
     """The two functions, and the stamp that is their first argument; compiled at the first call, or loaded.
 
-    ``encode(stamp, arena, kind, head_dim, source_rows, source_bits, runs, means, scales, rotation, steps, bits,
-    staging, row_bytes, num_rows)`` and ``write(stamp, arena, head_dim, steps, places, staging, row_bytes, num_rows)``;
-    ``steps`` of rows of 16 bits is 0.
+    Arguments are those of :class:`~kvevict_kernels.recode_rows.Encoding`; ``steps`` of rows of 16 bits is 0.
     """
     stamp = stamp_of(map(Path, _SOURCES))
 
     def build(is_cached: bool) -> tuple[Any, Any, int]:
         @njit(types.void(*[types.int64] * 15), cache=is_cached, nogil=True)
         def encode(
-            given,
-            arena,
-            kind,
-            head_dim,
-            sources,
-            bits_of,
-            runs,
-            means,
-            scales,
-            rotation,
-            steps,
-            bits,
-            staging,
-            row_bytes,
-            n,
+            given, arena, kind, head_dim, sources, widths, runs, means, scales, rotation, steps, bits, out, row_bytes, n
         ):
             if given != stamp:
                 return
             memory = np.empty(2 * head_dim + 2 * LANES, np.float32)
             numbers, scratch = memory.ctypes.data, memory.ctypes.data + 4 * head_dim
-            rows, widths, own_runs = int32s(sources), int8s(bits_of), int32s(runs)
             for i in range(n):
-                row, target = np.int64(rows[i]), staging + i * row_bytes
+                row, target = np.int64(int32s(sources)[i]), out + i * row_bytes
                 if bits == 16:
                     _copy(arena + row * row_bytes, target, row_bytes)
-                elif widths[i] == bits:
+                elif int8s(widths)[i] == bits:
                     _copy(arena + row * (head_dim // 2), target, head_dim // 2)
                     uint16s(target + head_dim // 2)[0] = uint16s(steps)[row]
                 else:
                     load_row(kind, head_dim, arena + row * head_dim * item_bytes(kind), numbers, _ONE)
-                    run = 4 * head_dim * np.int64(own_runs[i])
+                    run = 4 * head_dim * np.int64(int32s(runs)[i])
                     _encode_row(numbers, head_dim, means + run, scales + run, rotation, target, scratch)
 
         @njit(types.void(*[types.int64] * 8), cache=is_cached, nogil=True)
         def write(given, arena, head_dim, steps, places, staging, row_bytes, num_rows):
             if given != stamp:
                 return
-            rows = int32s(places)
             for i in range(num_rows):
-                row, source = np.int64(rows[i]), staging + i * row_bytes
+                row, source = np.int64(int32s(places)[i]), staging + i * row_bytes
                 if steps == 0:
                     _copy(source, arena + row * row_bytes, row_bytes)
                 else:
