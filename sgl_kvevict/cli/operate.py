@@ -176,12 +176,7 @@ def size(
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
         figures = {"model": asdict(sizes) | {"slot_bytes": sizes.slot_bytes}, "pool_slots": pool_slots}
-        figures |= {
-            "longest_prompt": longest,
-            "bits": config.bits,
-            "steps_bytes": sizing.steps_bytes(config, sizes, pool_slots),
-            "shares": [asdict(row) for row in rows],
-        }
+        figures |= {"longest_prompt": longest, "bits": config.bits, "shares": [asdict(row) for row in rows]}
         typer.echo(json.dumps(figures))
         return
     from sgl_kvevict.cli.output import mean_bits, print_table
@@ -193,8 +188,6 @@ def size(
     typer.echo(f"host: {sizing.show_bytes(host_bytes)} for what the pool drops (host_bytes)")
     if why_16_bits:
         typer.echo(f"rows of compressed prefixes have 16 bits, because {'; '.join(why_16_bits)}")
-    steps = sizing.steps_bytes(config, sizes, pool_slots)
-    typer.echo(f"beside the pool: {sizing.show_bytes(steps)} for the steps of all rows of 4 bits that it may hold")
     names = ["", "share", "slots a prefix", "memory a prefix", "beside the pool", "entries", "bits"]
     names += ["tokens a slot", "fit the pool", "fit the host", "a load"]
     lines = []

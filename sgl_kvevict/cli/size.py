@@ -66,7 +66,7 @@ class Fit:
         prefix_slots: token slots of one cached prefix.
         kept: share of the entries that is stored.
         entries: how many that are, over all layers and heads, by the bits of their rows.
-        beside_bytes: bytes on the device beside the pool.
+        beside_bytes: bytes on the device beside the pool, of its entries and of their steps.
         prefixes: number that fit, the last of them as it is during prefill: uncompressed or, if it is longer than the
             pool, uncompressed in its last chunk; 0 if such a prompt is refused.
         host_prefixes: number that fit the host's memory beside these.
@@ -206,8 +206,8 @@ def fits(
         num_entries = num_tokens * sizes.geometry.num_runs
         num_sinks = min(config.sink_tokens, num_tokens) * sizes.geometry.num_runs
         entries = dict(rows_that_fit(sizes.geometry, slots, num_entries, config.bits, num_sinks=num_sinks))
-        steps = entries.get(4, 0) * STEPS_BYTES
-        load_bytes = slots * sizes.slot_bytes + sum(entries.values()) * INDEX_BYTES + steps
+        kept, steps = sum(entries.values()), entries.get(4, 0) * STEPS_BYTES
+        load_bytes = slots * sizes.slot_bytes + kept * INDEX_BYTES + steps
         room = available - (plan.slots_at_peak(num_tokens, share) if is_long and plan is not None else num_tokens)
         rows.append(
             Fit(
@@ -215,9 +215,9 @@ def fits(
                 name=names.get(share, ""),
                 prefix_slots=slots,
                 prefix_bytes=slots * sizes.slot_bytes,
-                kept=sum(entries.values()) / num_entries,
+                kept=kept / num_entries,
                 entries=entries,
-                beside_bytes=0 if share == 1 else sum(entries.values()) * ENTRY_BYTES,
+                beside_bytes=0 if share == 1 else kept * ENTRY_BYTES + steps,
                 prefixes=room // slots + 1 if room >= 0 and num_tokens <= longest else 0,
                 host_prefixes=host_bytes // load_bytes,
                 load_bytes=load_bytes,
@@ -225,14 +225,6 @@ def fits(
             )
         )
     return rows
-
-
-def steps_bytes(config: KVEvictConfig, sizes: ModelSizes, pool_slots: int) -> int:
-    """Bytes on the device of the steps of all rows that a pool may hold."""
-    if config.bits == 16:
-        return 0
-    geometry = sizes.geometry
-    return pool_slots * geometry.num_runs * geometry.rows_per_slot(4) * STEPS_BYTES
 
 
 def longest_prompt(config: KVEvictConfig, pool_slots: int) -> int:

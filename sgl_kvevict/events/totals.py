@@ -88,13 +88,7 @@ class Gauges(msgspec.Struct, frozen=True):
     slot_bytes: Annotated[int, Meta(description="Bytes of a token slot on this rank: keys and values of all layers.")]
     held_bytes: Annotated[int, Meta(description="Bytes of the token slots that hold tokens.")]
     span_bytes: Annotated[int, Meta(description="Bytes of those that hold compressed tokens.")]
-    beside_bytes: Annotated[
-        int,
-        Meta(
-            description="Bytes on the device beside the pool: row numbers, positions and keys of compressed entries, "
-            "and steps of all rows of 4 bits that the pool may hold."
-        ),
-    ]
+    beside_bytes: Annotated[int, Meta(description="Bytes on the device beside the pool, of entries and steps of rows.")]
     share_of_bytes: Annotated[
         float,
         Meta(description="Share of their bytes, uncompressed, that compressed tokens take (1 if there are none)."),

@@ -116,8 +116,7 @@ class SegmentPacker(ArenaRows):
             temporary = torch.empty(num_bytes, dtype=torch.uint8, device=held.device)
         with accounting():
             if has_few_bits:
-                bits = torch.full_like(kept.rows, 16, dtype=torch.int8) if kept.bits is None else kept.bits
-                recode_rows(*self._moved, kept.rows, bits, sources.runs.int(), places, self.coding, temporary)
+                recode_rows(*self._moved, kept.rows, kept.bits, sources.runs.int(), places, self.coding, temporary)
             elif merge is None:
                 compact_kv(*self._moved, rows.rows, first.rows)
             else:
@@ -162,19 +161,16 @@ class SegmentPacker(ArenaRows):
         for each in sources.kept:
             entries = slice(first, first + each.num_entries)
             first += each.num_entries
-            bits = None if kept.bits is None else kept.bits[entries]
-            k, v = self._copied(kept.rows[entries], bits, each.bits, each.runs)
+            k, v = self._copied(kept.rows[entries], kept.bits[entries], each.bits, each.runs)
             parts.append(CopiedRows(each.bits, each.lens, kept.positions[entries], k, v))
         return CopiedEntries(tuple(parts), kept.keys)
 
-    def _copied(self, rows: Tensor, before: Tensor | None, bits: int, runs: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of rows that have so many bits, or more (``before``; None: 16); see :class:`CopiedRows`."""
+    def _copied(self, rows: Tensor, before: Tensor, bits: int, runs: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of rows that have so many bits, or more (``before``); see :class:`CopiedRows`."""
         if bits == 16:
             k, v = (as_words(arena.flatten(0, 2))[rows.long()].view(arena.dtype) for arena in self._moved)
             return k, v
         assert self.coding is not None
-        if before is None:
-            before = torch.full_like(rows, 16, dtype=torch.int8)
         return encoded_rows(*self._moved, rows, before, runs.int(), self.coding)
 
     def copy_shadow(self, sources: Sources) -> CopiedShadow | None:

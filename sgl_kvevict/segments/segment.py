@@ -33,19 +33,19 @@ class Entries:
     Attributes:
         rows: int32, where the entries lie: numbers of rows of the entry's width, as in :class:`Rows`.
         positions: int32, logical positions of their tokens.
-        bits: int8, widths of their rows; None: 16 of all.
+        bits: int8, widths of their rows.
         keys: int16, as in :class:`Order`; None: unknown.
     """
 
     rows: Tensor
     positions: Tensor
-    bits: Tensor | None = None
+    bits: Tensor
     keys: Tensor | None = None
 
     def at(self, numbers: Tensor) -> Entries:
         """The entries with these numbers, [n], int64, in this order."""
-        known = (None if each is None else each[numbers] for each in (self.bits, self.keys))
-        return Entries(self.rows[numbers], self.positions[numbers], *known)
+        keys = None if self.keys is None else self.keys[numbers]
+        return Entries(self.rows[numbers], self.positions[numbers], self.bits[numbers], keys)
 
     @staticmethod
     def joined(parts: Sequence[Entries]) -> Entries:
@@ -53,20 +53,10 @@ class Entries:
         if len(parts) == 1:
             return parts[0]
         keys = [part.keys for part in parts if part.keys is not None]
-        bits = None
-        if any(part.bits is not None for part in parts):
-            bits = torch.cat(
-                [
-                    part.rows.new_full(part.rows.shape, 16, dtype=torch.int8) if part.bits is None else part.bits
-                    for part in parts
-                ]
-            )
-        return Entries(
-            torch.cat([part.rows for part in parts]),
-            torch.cat([part.positions for part in parts]),
-            bits,
-            torch.cat(keys) if len(keys) == len(parts) else None,
+        rows, positions, bits = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("rows", "positions", "bits")
         )
+        return Entries(rows, positions, bits, torch.cat(keys) if len(keys) == len(parts) else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,8 +262,7 @@ class Segment:
 
 def entries_of(part: Rows) -> Entries:
     """The entries of one part, without what is known of them beside."""
-    bits = None if part.bits == 16 else part.rows.new_full(part.rows.shape, part.bits, dtype=torch.int8)
-    return Entries(part.rows, part.positions, bits)
+    return Entries(part.rows, part.positions, torch.full_like(part.rows, part.bits, dtype=torch.int8))
 
 
 class Span:

@@ -262,9 +262,7 @@ class Sources:
             positions = self._look_up(numbers, _runs_of(lens, places.numel())).positions
             keys = keys.int() + (positions < num_sink_tokens).int() * _SINK
         if any(part.bits < bits for part in self._parts):
-            widths = self._table.bits
-            assert widths is not None
-            keys = keys.int() + (widths[numbers] >= bits).int() * _WIDE
+            keys = keys.int() + (self._table.bits[numbers] >= bits).int() * _WIDE
         return keys
 
     def _plan(self, num_slots: int, num_entries: int, bits: Bits, num_sink_tokens: int) -> tuple[Part, ...]:
@@ -400,7 +398,7 @@ class Sources:
         slots = tokens.token_slots.int()[indices]  # all numbers fit int32
         rows: Tensor = head_slot_of(layers, slots, heads, geometry.num_token_slots, geometry.num_kv_heads)
         keys = None if tokens.keys is None else tokens.keys.flatten()[numbers]
-        return Entries(rows, indices.int() + tokens.start, keys=keys)
+        return Entries(rows, indices.int() + tokens.start, torch.full_like(rows, 16, dtype=torch.int8), keys)
 
 
 def _runs_of(lens: Tensor, count: int) -> Tensor:

@@ -104,7 +104,7 @@ def test_every_share_of_the_default_keeps_the_entries_that_its_bits_leave_room_f
         slots = row.prefix_slots
         assert sum(-(-count // {16: 1, 4: 4}[bits]) for bits, count in row.entries.items()) == slots * 256
         assert row.entries.keys() == {16, 4} and row.entries[16] == 4 * 256
-        assert row.beside_bytes == 10 * sum(row.entries.values())
+        assert row.beside_bytes == 10 * sum(row.entries.values()) + 4 * row.entries[4]
         assert row.load_bytes == slots * 131072 + 6 * sum(row.entries.values()) + 4 * row.entries[4]
 
 
@@ -181,8 +181,7 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
 def test_command(capsys, model):
     code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
     assert code == 0
-    assert re.search(r"budget +0\.2 +826 +108\.3 MB +8\.4 MB +80% +4\.0 ", out) and "because" not in out
-    assert "beside the pool: 536.9 MB for the steps of all rows of 4 bits" in out
+    assert re.search(r"budget +0\.2 +826 +108\.3 MB +11\.8 MB +80% +4\.0 ", out) and "because" not in out
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "826" in out
     assert "host: 34.4 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 2,139,391 tokens." in out
