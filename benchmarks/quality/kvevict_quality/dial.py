@@ -18,10 +18,10 @@ from kvevict_quality.systems import FULL
 TASKS = ("needle-multi-key", "table", "squad")
 """What every model was asked at every point; a point without one of them is left out."""
 TOKENS = 1024
-BITS: Mapping[str, str] = {"": "auto", "bits=4": "4", "bits=8": "8", "bits=16": "16"}
+BITS: Mapping[str, str] = {"": "auto", "bits=16": "16"}
 """Configured ``bits`` by the options of a row."""
-LABELS = {"auto": "8 and 4 bits (`auto`, the default)", "4": "4 bits", "8": "8 bits", "16": "16 bits"}
-STYLES = {"auto": ("o", "tab:blue"), "4": ("s", "tab:green"), "8": ("^", "tab:purple"), "16": ("x", "tab:orange")}
+LABELS = {"auto": "4 bits (`auto`, the default)", "16": "16 bits"}
+STYLES = {"auto": ("o", "tab:blue"), "16": ("x", "tab:orange")}
 WIDTH, HEIGHT = 4.2, 3.8
 """Of a model's panel, in inches."""
 
@@ -32,7 +32,7 @@ class Point:
 
     Attributes:
         model: folder's name.
-        bits: as configured: "auto", "4", "8" or "16".
+        bits: as configured: "auto" or "16".
         budget: as configured; 1.0 is the full cache.
         bytes_share: bytes held over those of the full cache.
         questions: of all tasks.
