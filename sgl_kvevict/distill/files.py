@@ -132,21 +132,8 @@ def load_learned(path: Path, model: ModelIdentity) -> Learned:
     return Learned(scores, _statistics(tensors))
 
 
-def load_scores(path: Path, model: ModelIdentity) -> ScoreWeights:
-    """The learned scores in a file; ConfigError also if it has none."""
-    scores = load_learned(path, model).scores
-    if scores is None:
-        raise ConfigError(f"score weights {str(path)!r}: got a file without scores; allowed: one that has some")
-    return scores
-
-
 def _statistics(tensors: Mapping[str, Tensor]) -> RowStatistics | None:
     return RowStatistics(*(tensors[name] for name in STATISTICS)) if STATISTICS[0] in tensors else None
-
-
-def find_weights(model: ModelIdentity, folders: list[Path]) -> Path | None:
-    """The weights file of a model in the first folder that has one."""
-    return next(iter(all_weights(model, folders)), None)
 
 
 def all_weights(model: ModelIdentity, folders: list[Path]) -> list[Path]:

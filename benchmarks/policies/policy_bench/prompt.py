@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
-from sgl_kvevict.distill import ModelIdentity, ScoreWeights, find_weights, load_scores, weights_folders
+from sgl_kvevict.distill import ModelIdentity, ScoreWeights, all_weights, load_learned, weights_folders
 from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation
@@ -157,8 +157,8 @@ class DemoModel:
         num_layers, _, num_heads = self.shape
         fingerprint = fingerprint_of(self._folder) or ""
         identity = ModelIdentity(self._folder.name, fingerprint, num_layers, num_heads, self.head_dim, rotary)
-        path = find_weights(identity, weights_folders())
-        return None if path is None else load_scores(path, identity)
+        learned = (load_learned(path, identity).scores for path in all_weights(identity, weights_folders()))
+        return next((scores for scores in learned if scores is not None), None)
 
     def _rotary(self, num_tokens: int) -> Rotary:
         positions = torch.arange(num_tokens + 1024)[None]
