@@ -1,4 +1,4 @@
-"""Rows of 16, 8 and 4 bits, and mixed, on every way that a prefix takes through the tree.
+"""Rows of 16 and of 4 bits on every way that a prefix takes through the tree.
 
 After each operation the harness reads what the requests read, and compares every entry, decoded, with what was written
 of its token in 16 bits, sent through the formats that its row may have had.
@@ -14,10 +14,10 @@ from helpers.harness import Harness, publish_server_args
 from helpers.harness_store import Server, identity_for
 from kvevict_kernels.row_codec import read_rows
 from sgl_kvevict.config import Bits, KVEvictConfig
-from sgl_kvevict.segments import Segment
+from sgl_kvevict.segments import Rows, Segment
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
-WIDTHS: dict[Bits, set[int]] = {16: {16}, "auto": {16, 8, 4}, 8: {16, 8}, 4: {16, 4}}
+WIDTHS: dict[Bits, set[int]] = {16: {16}, "auto": {16, 4}}
 """Of rows of a segment with sinks, by the configured bits."""
 FORMATS = pytest.mark.parametrize("bits", list(WIDTHS))
 
@@ -44,10 +44,13 @@ def drop_all(harness: Harness) -> None:
 def contents(harness: Harness) -> list[tuple[int, list[int], torch.Tensor, torch.Tensor]]:
     """Of each part of the only segment: bits, positions, and the bytes of keys and values."""
     (segment,) = segments(harness)
-    return [
-        (part.bits, part.positions.tolist(), *(read_rows(arena, part.rows, part.bits) for arena, _ in harness.arenas))
-        for part in segment.packed.parts
-    ]
+    coding = harness.tree.packer.coding
+
+    def stored(part: Rows) -> list[torch.Tensor]:
+        steps = [None, None] if coding is None or part.bits == 16 else [coding.k_steps, coding.v_steps]
+        return [read_rows(arena, part.rows, of) for (arena, _), of in zip(harness.arenas, steps, strict=True)]
+
+    return [(part.bits, part.positions.tolist(), *stored(part)) for part in segment.packed.parts]
 
 
 def same_contents(ours, theirs) -> bool:
