@@ -26,5 +26,7 @@ drafts="not drafts" # SGLang 0.5.22 asks no platform for its workers of drafts, 
 if grep -q "def get_speculative_worker_cls" "$folder/sglang/srt/platforms/interface.py"; then
     files+=(tests/e2e/test_speculation.py)
     drafts=""
+else
+    echo "test-sglang: no tests of drafts: SGLang $version asks no platform for its workers of drafts"
 fi
 exec .venv/bin/python -m pytest "${files[@]}" -k "$drafts"

@@ -101,6 +101,7 @@ AFTER = {
     "images that see later tokens": loaded(is_multimodal=True, sees_later=True),
     "windows only": loaded(windows_class=WINDOWS, has_full_layers=False),
     "mamba_radix_cache_strategy": loaded(own=settings(state_strategy="extra_buffer_lazy"), has_states=True),
+    "speculative_algorithm on a CPU": loaded(own=DRAFTS, asks_for_drafts=False, **ON_CPU),
     "speculative_algorithm with states": loaded(own=DRAFTS, has_states=True),
     "store of places": loaded(KVEvictConfig(store="memory://x"), windows_class=WINDOWS),
     "host_bytes of places": loaded(KVEvictConfig(host_bytes=10**9), has_states=True),

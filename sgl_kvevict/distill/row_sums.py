@@ -34,8 +34,7 @@ class RowSums:
     """Sums over tokens of queries and keys after RoPE and of values, by layer, KV head and channel, in float64.
 
     The first tokens of a path, attention sinks, are left out of keys and values: nothing else is like them, and their
-    rows have 16 bits. The size is constant. Every rank sums up its own heads. Queries are recorded as
-    :class:`~sgl_kvevict.segments.PromptObservation` records them.
+    rows have 16 bits. The size is constant. Every rank sums up its own heads.
 
     Attributes:
         has_failed: an error made the sums of queries unusable.
@@ -55,10 +54,8 @@ class RowSums:
         self.has_failed = True
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Add one layer of the chunk; arguments as in :class:`~sgl_kvevict.segments.collectors.Chunk`.
-
-        Queries count where they are: turned to further positions, as keys are, they gave worse scales.
-        """
+        """Add queries of one layer; arguments as in :class:`~sgl_kvevict.segments.collectors.Chunk`."""
+        # Queries count where they are: turned to further positions, as keys are, they gave worse scales.
         of_heads = queries.double().square().view(queries.shape[0], self._of_queries.shape[1], -1, queries.shape[2])
         self._of_queries[layer] += of_heads.mean(2).sum(0)
 

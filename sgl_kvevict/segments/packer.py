@@ -50,8 +50,6 @@ class SegmentPacker(ArenaRows):
         coding: RowCoding | None = None,
     ) -> None:
         super().__init__(geometry, k_arena, v_arena)
-        if coding is not None and k_arena.element_size() != geometry.itemsize:
-            raise InvariantError(f"numbers of {k_arena.element_size()} bytes, expected {geometry.itemsize}")
         self.drafts = drafts
         self.coding = coding
         self._no_shadow = None if drafts is None else drafts.absent()
@@ -188,19 +186,20 @@ class SegmentPacker(ArenaRows):
         most = sources.fewest_slots if is_whole else None
         return self.drafts.copy(list(zip(self._shadows(sources.ranges), bounds, strict=True)), most)
 
-    @accounting()
-    def place(self, packed: Packed, copied: CopiedEntries) -> None:
-        """Write the rows of a segment made by :meth:`new_segment`, from any device."""
+    def _placed(self, token_slots: Tensor, copied: CopiedEntries) -> Packed:
+        """Storage in empty slots, with copied entries from any device in it."""
+        device = token_slots.device
+        lens = [(part.bits, part.keep_lens.to(device), part.positions.numel()) for part in copied.parts]
+        packed = self._laid_out(token_slots, lens, torch.cat([part.positions for part in copied.parts]).to(device))
         for part, rows in zip(packed.parts, copied.parts, strict=True):
+            k, v = (of_arena.contiguous().to(device) for of_arena in (rows.k, rows.v))
             if part.bits != 16:
-                k, v = (
-                    of_arena.to(arena.device) for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True)
-                )
                 assert self.coding is not None
                 write_encoded(*self._moved, part.rows, k, v, self.coding)
                 continue
-            for arena, of_arena in zip(self._moved, (rows.k, rows.v), strict=True):
-                rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena.contiguous()).to(arena.device)
+            for arena, of_arena in zip(self._moved, (k, v), strict=True):
+                rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena)
+        return packed
 
     @accounting()
     def extended(self, packed: Packed, copied: CopiedEntries, token_slots: Tensor) -> Packed:
@@ -208,9 +207,7 @@ class SegmentPacker(ArenaRows):
 
         The rows that it has are not touched. ``token_slots``, [n], int64, are empty, and at least as many as needed.
         """
-        lens = [(part.bits, part.keep_lens, part.positions.numel()) for part in copied.parts]
-        added = self._laid_out(token_slots, lens, torch.cat([part.positions for part in copied.parts]))
-        self.place(added, copied)
+        added = self._placed(token_slots, copied)
         slots = torch.cat([packed.token_slots, token_slots])
         return Packed(slots, (*packed.parts, *added.parts), packed.shadow)
 
@@ -229,15 +226,13 @@ class SegmentPacker(ArenaRows):
         There may be more ``token_slots`` than the entries need, because another rank needs more; InvariantError if
         there are fewer.
         """
-        num_head_slots, device = self.geometry.head_slots_for(copied.sizes), token_slots.device
+        num_head_slots = self.geometry.head_slots_for(copied.sizes)
         if token_slots.numel() < self.geometry.slots_for(num_head_slots):
             raise InvariantError(f"entries of {num_head_slots} head slots in {token_slots.numel()} token slots")
-        lens = [(part.bits, part.keep_lens.to(device), part.positions.numel()) for part in copied.parts]
-        packed = self._laid_out(token_slots, lens, torch.cat([part.positions for part in copied.parts]).to(device))
-        self.place(packed, copied)
+        packed = self._placed(token_slots, copied)
         if self.drafts is not None and shadow is not None:
             packed = replace(packed, shadow=self.drafts.place(shadow, packed.token_slots))
-        keys = None if copied.order is None else copied.order.to(device)
+        keys = None if copied.order is None else copied.order.to(token_slots.device)
         return Segment(self.geometry, start, end, packed, keys)
 
 

@@ -201,12 +201,6 @@ def test_without_statistics_rows_have_16_bits(world: World) -> None:
     sources = Sources(world.geometry, [world.tokens()]).best(8, "auto")
     with pytest.raises(InvariantError, match="accounting was interrupted by ValueError: coding"):
         packer.rewrite(sources, 8)
-    with pytest.raises(InvariantError, match="numbers of 2 bytes, expected 4"):
-        SegmentPacker(
-            KVGeometry(2, 4, 2, 32, SLOTS, itemsize=4),
-            *world.arenas,
-            coding=world.coding,
-        )
 
 
 def test_sinks_have_16_bits_in_every_head(world: World) -> None:
