@@ -53,12 +53,13 @@ class World:
         self.attention: Attention = TorchAttention(geometry, self.k, self.v)
         self.sink_logits: Tensor | None = None
 
-    def learn(self) -> None:
+    def learn(self) -> World:
         """Make up statistics of a model, so that spans may have rows of 4 bits."""
         geometry = self.geometry
         shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
         statistics = RowStatistics(*(x for _ in "kv" for x in (torch.randn(shape), torch.randn(shape).div(2).exp())))
         self.coding = RowCoding.of(self.k, statistics)
+        return self
 
     def span(
         self, lens: Tensor, num_tokens: int, start: int = 0, bits: int = 16, *, is_counted: bool = True
@@ -237,7 +238,7 @@ class World:
 
 MakeWorld = Callable[..., World]
 Build = Callable[[World], Attention]
-Start = Callable[..., Runner]
+Start = Callable[..., tuple[Runner, World]]
 
 
 @pytest.fixture
@@ -351,9 +352,10 @@ def _seed() -> None:
 def start(make_world: MakeWorld, request: pytest.FixtureRequest) -> Start:
     """Factory: a kind, then sizes of a world, which is empty."""
 
-    def started(kind: Kind, *args: int, **kwargs: object) -> Runner:
+    def started(kind: Kind, *args: int, **kwargs: object) -> tuple[Runner, World]:
         for name in kind.fixtures:
             request.getfixturevalue(name)
-        return Runner(make_world(*args, **kwargs), kind)
+        world = make_world(*args, **kwargs)
+        return Runner(world, kind), world
 
     return started

@@ -37,22 +37,21 @@ if TYPE_CHECKING:
 def test_decode_of_every_kind_of_request(
     start: Start, kind: Kind, sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    runner = start(kind, *sizes, dtype=dtype)
-    add_all_kinds(runner.world, kind.share)
+    runner, world = start(kind, *sizes, dtype=dtype)
+    add_all_kinds(world, kind.share)
     runner.check()
 
 
 @pytest.mark.parametrize(("kind", "sizes", "dtype"), all_sizes(is_extend=True))
 def test_extend_of_every_kind(start: Start, kind: Kind, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    runner = start(kind, *sizes, dtype=dtype)
-    runner.check(add_all_prefills(runner.world, kind.share))
+    runner, world = start(kind, *sizes, dtype=dtype)
+    runner.check(add_all_prefills(world, kind.share))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_and_changing_batches(start: Start, kind: Kind) -> None:
     """Suffixes grow, requests come and go, their slots are used again."""
-    runner = start(kind, *kind.sizes[0], num_token_slots=900)
-    world = runner.world
+    runner, world = start(kind, *kind.sizes[0], num_token_slots=900)
     shared = world.uneven_span(60)
     world.add((shared,), 30)
     world.add((shared, world.uneven_span(40)), 1)
@@ -70,8 +69,7 @@ def test_steps_and_changing_batches(start: Start, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slice_of_a_fused_projection_is_a_valid_query(start: Start, kind: Kind) -> None:
     """Bit for bit what contiguous queries give; so are heads that lie before tokens, on a CPU."""
-    runner = start(kind, *kind.sizes[0])
-    world = runner.world
+    runner, world = start(kind, *kind.sizes[0])
     world.add((world.uneven_span(30),), 20)
     world.add((world.uneven_span(30),), 9)
     for extend_lens in (None, [6, 2]):
@@ -90,11 +88,11 @@ def test_a_slice_of_a_fused_projection_is_a_valid_query(start: Start, kind: Kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_queries_than_planned_are_refused(start: Start, kind: Kind) -> None:
-    runner = start(kind, 2, 4, 64)
-    runner.world.add((), 20)
+    runner, world = start(kind, 2, 4, 64)
+    world.add((), 20)
     if kind is not FLASHINFER:
         with pytest.raises(InvariantError, match=r"q: planned \[(-1|0), 8, 64\]"):
-            runner.run(0, runner.world.queries())
+            runner.run(0, world.queries())
     runner.plan()
     with pytest.raises(InvariantError, match=r"q: planned \[1, 8, 64\], got \[2, 8, 64\]"):
         runner.run(0, torch.zeros(2, 8, 64))
@@ -106,34 +104,33 @@ def test_other_queries_than_planned_are_refused(start: Start, kind: Kind) -> Non
 @pytest.mark.parametrize("kind", ON_CPU)
 @pytest.mark.parametrize("num_uncompressed", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1400])
 def test_decode_without_spans(start: Start, kind: Kind, num_uncompressed: int) -> None:
-    runner = start(kind)
-    runner.world.add((), num_uncompressed)
+    runner, world = start(kind)
+    world.add((), num_uncompressed)
     runner.check()
 
 
 @pytest.mark.parametrize("kind", ON_CPU)
 @pytest.mark.parametrize("num_requests", [2, 5, 20])
 def test_decode_on_one_shared_span(start: Start, kind: Kind, num_requests: int) -> None:
-    runner = start(kind)
-    span = runner.world.uneven_span(600)
+    runner, world = start(kind)
+    span = world.uneven_span(600)
     for i in range(num_requests):
-        runner.world.add((span,), 1 + 5 * i)
+        world.add((span,), 1 + 5 * i)
     runner.check()
 
 
 @pytest.mark.parametrize("kind", ON_CPU)
 @pytest.mark.parametrize("new", [2, 16, 17, 100, QUERY_BLOCK, QUERY_BLOCK + 1])
 def test_extend_one_request(start: Start, kind: Kind, new: int) -> None:
-    runner = start(kind, 1, 2, 16, num_layers=1, dtype=FP32)
-    runner.world.add((runner.world.uneven_span(150),), 50 + new)
+    runner, world = start(kind, 1, 2, 16, num_layers=1, dtype=FP32)
+    world.add((world.uneven_span(150),), 50 + new)
     runner.check([new])
 
 
 @pytest.mark.parametrize("kind", ON_CPU)
 def test_queries_in_another_dtype_than_the_arena(start: Start, kind: Kind) -> None:
     """The arena decides what is stored, the model what it computes in."""
-    runner = start(kind)
-    world = runner.world
+    runner, world = start(kind)
     span = world.uneven_span(100)
     world.add((span,), 20)
     world.add((span,), 70)

@@ -24,13 +24,12 @@ def test_long_prefills_of_every_kind(
 ) -> None:
     """All are long but those of one token."""
     monkeypatch.setattr("sgl_kvevict.attention.cpu.numba_attention.MAX_SHORT_TOKENS", 1)
-    runner = start(NUMBA, *sizes, dtype=dtype)
-    runner.check(add_all_prefills(runner.world), TWO_ROUNDINGS[dtype], LONG_LSE_NOISE[dtype])
+    runner, world = start(NUMBA, *sizes, dtype=dtype)
+    runner.check(add_all_prefills(world), TWO_ROUNDINGS[dtype], LONG_LSE_NOISE[dtype])
 
 
 def test_a_layout_is_kept_while_nothing_changes(start: Start) -> None:
-    runner = start(NUMBA, num_layers=1)
-    world = runner.world
+    runner, world = start(NUMBA, num_layers=1)
     shared = world.uneven_span(90)
     world.add((shared,), 60)
     runner.plan()
@@ -51,8 +50,7 @@ def test_other_head_dims_than_multiples_of_16_are_refused(start: Start) -> None:
 
 
 def test_a_shared_span_is_one_part_for_all(start: Start) -> None:
-    runner = start(NUMBA)
-    world = runner.world
+    runner, world = start(NUMBA)
     span = world.uneven_span(200)
     for _ in range(8):
         world.add((span,), 10)
@@ -69,16 +67,14 @@ def test_long_units_have_longer_chunks(start: Start) -> None:
     counts = count_chunks(lens)
     assert counts.max() == words.MAX_CHUNKS
     assert (counts[lens <= words.CHUNK] <= 1).all()
-    runner = start(NUMBA, 1, 2, 16, num_layers=1, num_token_slots=9000)
-    world = runner.world
+    runner, world = start(NUMBA, 1, 2, 16, num_layers=1, num_token_slots=9000)
     run_lens = torch.tensor([[words.CHUNK * words.MAX_CHUNKS + 5]], dtype=torch.int32)
     world.add((world.span(run_lens, num_tokens=100),), 3)
     runner.check()
 
 
 def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(start: Start) -> None:
-    runner = start(NUMBA)
-    world = runner.world
+    runner, world = start(NUMBA)
     shared, own = world.uneven_span(700), world.uneven_span(300)
     world.add((shared, own), 40)
     world.add((), 500)
@@ -108,8 +104,7 @@ def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(start: Sta
 
 def test_long_prefills_beside_short_ones(start: Start) -> None:
     """The long ones go through PyTorch, whose halves are rounded before they are merged."""
-    runner = start(NUMBA, num_layers=1, dtype=FP32)
-    world = runner.world
+    runner, world = start(NUMBA, num_layers=1, dtype=FP32)
     shared = world.uneven_span(100)
     world.add((shared,), 20)
     world.add((), MAX_SHORT_TOKENS + 1)
@@ -123,8 +118,7 @@ def test_long_prefills_beside_short_ones(start: Start) -> None:
 
 def test_large_and_hidden_scores(start: Start) -> None:
     """Scores far apart: weights vanish, sums stay finite, whichever key comes first."""
-    runner = start(NUMBA, 1, 1, 16, num_layers=1, dtype=FP32)
-    world = runner.world
+    runner, world = start(NUMBA, 1, 1, 16, num_layers=1, dtype=FP32)
     world.add((world.uneven_span(200),), 300)
     slots = world.req_to_token[world.rows[0], world.compressed_lens[0] : world.seq_lens[0]].long()
     world.k[0, slots] *= torch.linspace(-60, 60, 300)[:, None, None]
@@ -132,8 +126,7 @@ def test_large_and_hidden_scores(start: Start) -> None:
 
 
 def test_nan_stays_nan_where_it_is_read(start: Start) -> None:
-    runner = start(NUMBA, num_layers=1)
-    world = runner.world
+    runner, world = start(NUMBA, num_layers=1)
     world.add((), 30)
     world.add((), 30)
     world.v[0, world.req_to_token[world.rows[0], 3].long(), 1] = torch.nan
@@ -143,8 +136,7 @@ def test_nan_stays_nan_where_it_is_read(start: Start) -> None:
 
 
 def test_slots_outside_of_the_arena_are_refused(start: Start) -> None:
-    runner = start(NUMBA)
-    world = runner.world
+    runner, world = start(NUMBA)
     world.add((world.uneven_span(50),), 20)
     place = world.rows[0], world.compressed_lens[0] + 5
     before = int(world.req_to_token[place])
@@ -158,8 +150,7 @@ def test_slots_outside_of_the_arena_are_refused(start: Start) -> None:
 
 
 def test_spans_whose_runs_leave_their_lists_are_refused(start: Start) -> None:
-    runner = start(NUMBA)
-    world = runner.world
+    runner, world = start(NUMBA)
     span = world.uneven_span(50)
     span.lens[1, 2] += 10**6
     world.add((span,), 5)
@@ -168,8 +159,7 @@ def test_spans_whose_runs_leave_their_lists_are_refused(start: Start) -> None:
 
 
 def test_rows_outside_of_the_pool_are_refused(start: Start) -> None:
-    runner = start(NUMBA)
-    world = runner.world
+    runner, world = start(NUMBA)
     world.add((), 5)
     world.rows[0] = 32
     with pytest.raises(ValueError, match=r"rows: expected 0 to 31, got \[32\]"):
@@ -182,8 +172,7 @@ def test_values_that_begin_the_rows_of_the_keys(
     start: Start, sizes: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     """Latent attention: decode, short extends, and a prefill by PyTorch's flash attention."""
-    runner = start(NUMBA, *sizes[:3], dtype=dtype, latent_dim=sizes[3])
-    world = runner.world
+    runner, world = start(NUMBA, *sizes[:3], dtype=dtype, latent_dim=sizes[3])
     shared = world.uneven_span(100)
     world.add((), 40)
     world.add((shared, world.uneven_span(63)), 30)

@@ -69,8 +69,7 @@ def mixed_requests(world: World) -> None:
 def test_decode_of_4_bits(build: Build, make_world: MakeWorld, pool: tuple[int, torch.dtype]) -> None:
     """Alone, shared by requests at different depths, more entries than a block of keys, and none."""
     head_dim, dtype = pool
-    world = make_world(2, 3, head_dim, dtype=dtype, num_token_slots=700)
-    world.learn()
+    world = make_world(2, 3, head_dim, dtype=dtype, num_token_slots=700).learn()
     shared = world.uneven_span(90, bits=4)
     world.add((shared,), 9)
     world.add((world.uneven_span(20, bits=4), shared), 1)
@@ -86,8 +85,7 @@ def test_decode_of_4_bits(build: Build, make_world: MakeWorld, pool: tuple[int, 
 def test_decode_of_mixed_paths(
     build: Build, make_world: MakeWorld, sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    world = make_world(*sizes, dtype=dtype, num_token_slots=900)
-    world.learn()
+    world = make_world(*sizes, dtype=dtype, num_token_slots=900).learn()
     mixed_requests(world)
     attention = build(world)
     world.check(attention)
@@ -99,8 +97,7 @@ def test_decode_of_mixed_paths(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: torch.dtype) -> None:
     """Few new tokens, many, and one, over spans that they share."""
-    world = make_world(2, 4, 32, dtype=dtype, num_token_slots=2500)
-    world.learn()
+    world = make_world(2, 4, 32, dtype=dtype, num_token_slots=2500).learn()
     attention = build(world)
     is_triton = isinstance(attention, TritonAttention)
     many = SPLIT_ROWS // 4 + 5 if is_triton else MAX_SHORT_TOKENS + 5
@@ -117,8 +114,7 @@ def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: tor
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_prefills_over_rows_of_one_width(build: Build, make_world: MakeWorld, bits: int) -> None:
     """Of few and of many new tokens, over one shared span; spans of other widths are nowhere."""
-    world = make_world(2, 3, 64, dtype=torch.float16, num_token_slots=1200)
-    world.learn()
+    world = make_world(2, 3, 64, dtype=torch.float16, num_token_slots=1200).learn()
     attention, shared = build(world), world.uneven_span(90, bits=bits)
     is_triton = isinstance(attention, TritonAttention)
     news = [3, SPLIT_ROWS // 3 + 5 if is_triton else MAX_SHORT_TOKENS + 5, 1]
@@ -129,8 +125,7 @@ def test_prefills_over_rows_of_one_width(build: Build, make_world: MakeWorld, bi
 
 def test_many_readers_of_wide_rows(build: Build, make_world: MakeWorld) -> None:
     """More than the rows of a tile share a span; with a head_dim of 256 a tile has fewer."""
-    world = make_world(2, 4, 256, dtype=torch.float16, num_layers=1, num_token_slots=300)
-    world.learn()
+    world = make_world(2, 4, 256, dtype=torch.float16, num_layers=1, num_token_slots=300).learn()
     path = both_widths(world, 40)
     for own in range(1, 11):
         world.add(path, own)
@@ -140,8 +135,7 @@ def test_many_readers_of_wide_rows(build: Build, make_world: MakeWorld) -> None:
 @pytest.mark.parametrize(("is_extend", "has_sinks"), [(False, False), (False, True), (True, True)], ids=str)
 def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bool, has_sinks: bool) -> None:
     """Into spans of both widths, into none of them, and past all of them."""
-    world = make_world(2, 2, 32, dtype=torch.float16, windows=(0, 1, 9, 40), num_token_slots=2500)
-    world.learn()
+    world = make_world(2, 2, 32, dtype=torch.float16, windows=(0, 1, 9, 40), num_token_slots=2500).learn()
     world.sink_logits = torch.randn(4) + 1 if has_sinks else None
     attention = build(world)
     mixed_requests(world)
@@ -156,8 +150,7 @@ def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bo
 
 def test_a_span_that_only_one_layer_and_head_has(build: Build, make_world: MakeWorld) -> None:
     """As many rows of a width as one head slot holds, and one more; statistics are of the run's layer and head."""
-    world = make_world(3, 2, 64, dtype=torch.float16, num_token_slots=100)
-    world.learn()
+    world = make_world(3, 2, 64, dtype=torch.float16, num_token_slots=100).learn()
     for count in (1, 2, 4, 5, 8, 9):
         lens = torch.zeros(2, 3, dtype=torch.int32)
         lens[1, 2] = count
@@ -167,8 +160,7 @@ def test_a_span_that_only_one_layer_and_head_has(build: Build, make_world: MakeW
 
 def test_chunks_of_a_long_span(build: Build, make_world: MakeWorld) -> None:
     """More entries than one partial result has, on one KV head, beside short ones."""
-    world = make_world(2, 4, 32, dtype=torch.float16, num_layers=1, num_token_slots=1200)
-    world.learn()
+    world = make_world(2, 4, 32, dtype=torch.float16, num_layers=1, num_token_slots=1200).learn()
     long = [world.span(torch.tensor([[700, 3]]), num_tokens=800, bits=bits) for bits in WIDTHS]
     for span in long:
         world.add((span,), 5)
@@ -179,8 +171,7 @@ def test_chunks_of_a_long_span(build: Build, make_world: MakeWorld) -> None:
 @pytest.mark.parametrize("windows", [(0, 0), (25, 0)], ids=["", "window"])
 def test_trees_of_drafts(build: Build, make_world: MakeWorld, windows: tuple[int, ...]) -> None:
     """Every node sees the spans; the tree hides only its own branches."""
-    world = make_world(2, 2, 32, dtype=torch.float16, windows=windows, num_token_slots=900)
-    world.learn()
+    world = make_world(2, 2, 32, dtype=torch.float16, windows=windows, num_token_slots=900).learn()
     mixed_requests(world)
     bits_of_tree = [0b1, 0b11, 0b101, 0b1011]  # the root, two children of it, and a child of the first
     for i in range(len(world.paths)):
@@ -201,8 +192,7 @@ def test_trees_of_drafts(build: Build, make_world: MakeWorld, windows: tuple[int
 @pytest.mark.parametrize("windows", [(0,), (30,)], ids=["", "window"])
 def test_a_captured_step_follows_spans_of_other_widths(make_world: MakeWorld, windows: tuple[int, ...]) -> None:
     """Recorded launches read the width of a span from each replay's tables."""
-    world = make_world(2, 2, 32, dtype=torch.float16, windows=windows, num_token_slots=900)
-    world.learn()
+    world = make_world(2, 2, 32, dtype=torch.float16, windows=windows, num_token_slots=900).learn()
     attention = TritonAttention(world.geometry, world.k, world.v, coding=world.coding)
     attention.start_capture(7)
     mixed_requests(world)
@@ -224,8 +214,7 @@ def test_a_captured_step_follows_spans_of_other_widths(make_world: MakeWorld, wi
 
 
 def test_a_row_outside_of_the_pool_is_reported(make_world: MakeWorld) -> None:
-    world = make_world(2, 2, 32)
-    world.learn()
+    world = make_world(2, 2, 32).learn()
     span = world.span(torch.full((2, 2), 9), num_tokens=9, bits=4)
     world.add((span,), 2)
     attention = NumbaAttention(world.geometry, world.k, world.v, world.coding)
@@ -236,8 +225,7 @@ def test_a_row_outside_of_the_pool_is_reported(make_world: MakeWorld) -> None:
 
 
 def test_spans_of_4_bits_need_a_coding(build: Build, make_world: MakeWorld) -> None:
-    world = make_world(2, 2, 32)
-    world.learn()
+    world = make_world(2, 2, 32).learn()
     span = world.uneven_span(10, bits=4)
     world.add((span,), 3)
     world.coding = None
@@ -248,8 +236,7 @@ def test_spans_of_4_bits_need_a_coding(build: Build, make_world: MakeWorld) -> N
 
 @pytest.mark.usefixtures("flashinfer_plans")
 def test_flashinfer_reads_rows_of_16_bits_only(make_world: MakeWorld) -> None:
-    world = make_world(2, 2, 64)
-    world.learn()
+    world = make_world(2, 2, 64).learn()
     world.add((world.uneven_span(10), world.uneven_span(10, bits=4, is_counted=False)), 3)
     attention = FlashInferAttention(world.geometry, world.k, world.v)
     with pytest.raises(InvariantError, match="a span has rows of 4 bits"):

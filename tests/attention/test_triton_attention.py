@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
 def test_decode_with_the_real_chunks(start: Start, kind: Kind) -> None:
-    runner = start(kind, 1, 4, 16, num_token_slots=2200)
-    world = runner.world
+    runner, world = start(kind, 1, 4, 16, num_token_slots=2200)
     span = world.span(torch.tensor([[30], [700]], dtype=torch.int32), num_tokens=800)
     world.add((span,), 600)
     runner.check()
@@ -48,8 +47,7 @@ def test_decode_with_the_real_chunks(start: Start, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
 def test_sharers_with_the_real_tile(start: Start, kind: Kind) -> None:
     """80 q rows of a span: one tile of 128 on sm_90, two of 64 elsewhere."""
-    runner = start(kind, 1, 4, 16, num_token_slots=1000)
-    world = runner.world
+    runner, world = start(kind, 1, 4, 16, num_token_slots=1000)
     span = world.span(torch.tensor([[3], [700]], dtype=torch.int32), num_tokens=800)
     for i in range(20):
         world.add((span,), 1 + i % 3)
@@ -73,8 +71,7 @@ def on_sm_89(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.mark.usefixtures("on_sm_89")
 def test_sharers_with_the_tile_of_sm_89(make_world: MakeWorld, bits: int) -> None:
     """168 q rows read a span, 80 a suffix, in tiles of 128, with and without a window."""
-    world = make_world(1, 4, 96, dtype=torch.float16, windows=(0, 60), num_token_slots=600)
-    world.learn()
+    world = make_world(1, 4, 96, dtype=torch.float16, windows=(0, 60), num_token_slots=600).learn()
     span = world.span(torch.tensor([[90], [150]], dtype=torch.int32), num_tokens=200, bits=bits)
     news = [*[1] * 12, 10, 20]
     for new in news:
@@ -91,8 +88,7 @@ def test_sharers_with_the_tile_of_sm_89(make_world: MakeWorld, bits: int) -> Non
 @pytest.mark.parametrize("sharers", [4, 9])
 def test_sharers_read_a_span_once(start: Start, kind: Kind, sharers: int) -> None:
     """Work items of a shared span do not grow with its sharers while their q rows fit one tile."""
-    runner = start(kind, 2, 4, 16, num_token_slots=300)
-    world = runner.world
+    runner, world = start(kind, 2, 4, 16, num_token_slots=300)
     span = world.uneven_span(60)
     for i in range(sharers):
         world.add((span,), 1 + i)
@@ -108,8 +104,7 @@ def test_sharers_read_a_span_once(start: Start, kind: Kind, sharers: int) -> Non
 @pytest.mark.parametrize("kind", ON_GPU)
 def test_a_path_of_more_runs_than_are_found_at_once(start: Start, kind: Kind) -> None:
     """Blocks of partials end in the middle of runs; some runs are empty; a shorter path of the same spans beside."""
-    runner = start(kind, 2, 4, 16, num_token_slots=900)
-    world = runner.world
+    runner, world = start(kind, 2, 4, 16, num_token_slots=900)
     path = tuple(world.uneven_span(40 if i % 3 else 4) for i in range(MERGE_RUNS + 1))
     world.add((*path[:9], no_entries(world), *path[9:]), 50)
     world.add(path[: MERGE_RUNS - 1], 3)
@@ -120,8 +115,7 @@ def test_a_path_of_more_runs_than_are_found_at_once(start: Start, kind: Kind) ->
 @pytest.mark.parametrize("kind", ON_GPU)
 def test_extends_short_and_long_and_decode_rows(start: Start, kind: Kind) -> None:
     """Short ones are split over their keys, long ones are not; a span is read by rows of all three kinds."""
-    runner = start(kind, 2, 4, 16, num_token_slots=600)
-    world = runner.world
+    runner, world = start(kind, 2, 4, 16, num_token_slots=600)
     shared = world.uneven_span(40)
     num_long = SPLIT_ROWS // 4 + 5
     world.add((shared,), 9)
@@ -144,8 +138,7 @@ def many_sms(monkeypatch: pytest.MonkeyPatch, small_chunks: None) -> None:
 @pytest.mark.usefixtures("many_sms")
 def test_keys_of_a_few_tiles_are_split(start: Start, kind: Kind, dtype: torch.dtype) -> None:
     """Parts that begin and end in the middle of runs, or hold nothing of a head; requests of other lengths beside."""
-    runner = start(kind, 2, 3, 16, num_token_slots=900, dtype=dtype)
-    world = runner.world
+    runner, world = start(kind, 2, 3, 16, num_token_slots=900, dtype=dtype)
     empty = no_entries(world)
     shared = world.uneven_span(70)
     world.add((shared, empty, world.uneven_span(33)), 61)
@@ -179,8 +172,7 @@ def test_latents(start: Start, kind: Kind, sizes: tuple[int, int, int], dtype: t
     Sharers of a span; an empty one; a single entry; prefills whose new tokens end in the middle of a block of keys.
     """
     group, head_dim, latent_dim = sizes
-    runner = start(kind, 1, group, head_dim, dtype=dtype, num_token_slots=300, latent_dim=latent_dim)
-    world = runner.world
+    runner, world = start(kind, 1, group, head_dim, dtype=dtype, num_token_slots=300, latent_dim=latent_dim)
     empty = no_entries(world)
     single = world.span(torch.ones(2, 1, dtype=torch.int32), num_tokens=9)
     shared = world.span(torch.tensor([[3], [41]], dtype=torch.int32), num_tokens=50)
@@ -196,8 +188,7 @@ def test_latents(start: Start, kind: Kind, sizes: tuple[int, int, int], dtype: t
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.usefixtures("many_sms")
 def test_keys_of_latents_are_split(start: Start, kind: Kind) -> None:
-    runner = start(kind, 1, 128, 48, num_token_slots=400, dtype=finest(kind), latent_dim=32)
-    world = runner.world
+    runner, world = start(kind, 1, 128, 48, num_token_slots=400, dtype=finest(kind), latent_dim=32)
     shared = world.uneven_span(60)
     world.add((shared, world.uneven_span(33)), 40)
     runner.check([3])
@@ -206,8 +197,7 @@ def test_keys_of_latents_are_split(start: Start, kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
 def test_extend_longer_than_a_tile(start: Start, kind: Kind) -> None:
-    runner = start(kind, 1, 3, 16, num_token_slots=400, dtype=finest(kind))
-    world = runner.world
+    runner, world = start(kind, 1, 3, 16, num_token_slots=400, dtype=finest(kind))
     world.add((world.uneven_span(70),), 30 + 100)
     runner.check([100])
 
@@ -215,8 +205,7 @@ def test_extend_longer_than_a_tile(start: Start, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", ON_GPU)
 def test_a_row_does_not_depend_on_its_batch(start: Start, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits alone, in another batch, beside another reader of its span, and on another grid."""
-    runner = start(kind, 2, 4, 16, num_token_slots=500)
-    world = runner.world
+    runner, world = start(kind, 2, 4, 16, num_token_slots=500)
     add_all_kinds(world, 0.45)
     q = world.queries()
     out, lse = runner.attend(1, q)
@@ -231,8 +220,7 @@ def test_a_row_does_not_depend_on_its_batch(start: Start, kind: Kind, monkeypatc
 @pytest.mark.parametrize("kind", ON_GPU)
 def test_a_step_keeps_the_tables(start: Start, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suffixes grow over chunk borders, then a request leaves; lengths may come from the device."""
-    runner = start(kind, 1, 3, 16, num_token_slots=300)
-    world = runner.world
+    runner, world = start(kind, 1, 3, 16, num_token_slots=300)
     shared = world.uneven_span(30)
     world.add((shared,), 15)
     world.add((shared,), 2)
@@ -258,8 +246,7 @@ def test_a_step_keeps_the_tables(start: Start, kind: Kind, monkeypatch: pytest.M
 @pytest.mark.usefixtures("flashinfer_plans")
 def test_long_prefills_without_spans_go_elsewhere(start: Start, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer gets the requests that read no span, ours the others; in a block, and apart from each other."""
-    runner = start(kind, 2, 4, 64, num_token_slots=900)
-    world = runner.world
+    runner, world = start(kind, 2, 4, 64, num_token_slots=900)
     world.add((), 3)
     world.add((world.uneven_span(40),), 50)
     world.add((), 60)
@@ -283,8 +270,7 @@ def test_long_prefills_without_spans_go_elsewhere(start: Start, kind: Kind, monk
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
 @pytest.mark.usefixtures("flashinfer_plans")
 def test_prefills_without_spans_that_lie_apart(start: Start, kind: Kind) -> None:
-    runner = start(kind, 2, 4, 64, num_token_slots=900)
-    world = runner.world
+    runner, world = start(kind, 2, 4, 64, num_token_slots=900)
     world.add((), 44)
     world.add((world.uneven_span(40),), 50)
     world.add((), 60)

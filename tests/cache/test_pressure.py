@@ -30,6 +30,14 @@ def cached(harness: Harness, number: int = 0, tokens: list[int] | None = None, *
     return nodes_of(harness, number)[0]
 
 
+@pytest.fixture
+def harness() -> Harness:
+    """One prompt without readers is in the cache."""
+    harness = cache()
+    cached(harness)
+    return harness
+
+
 def slots(harness: Harness) -> dict[int, int]:
     """Token slots of packed segments by their document, each of one span."""
     return {node.key.token_ids[0] // 100: span.segment.num_slots for node, span in harness.tree.spans.items()}
@@ -41,9 +49,7 @@ def entries(harness: Harness) -> dict[int, int]:
     return {part.bits: part.num_entries // harness.geometry.num_runs for part in segment.packed.parts}
 
 
-def test_nothing_is_compressed_while_there_is_room():
-    harness = cache()
-    cached(harness)
+def test_nothing_is_compressed_while_there_is_room(harness):
     assert slots(harness) == {} and len(harness.tree.prefixes.table.shrinking) == 1
 
 
@@ -57,9 +63,7 @@ def test_when_short_every_prompt_waits_and_goes_to_the_budget(scores_any_range):
     assert harness.decode(reader)
 
 
-def test_what_is_read_of_the_beginning_of_a_range_counts():
-    harness = cache()
-    cached(harness)
+def test_what_is_read_of_the_beginning_of_a_range_counts(harness):
     admitted(harness, [*document(0)[:12], 7])
     assert harness.tree.prefixes.pressure.reclaimable() == 12 - 5 and reclaim(harness) == 10  # 5 of 20 slots stay
 
@@ -131,9 +135,8 @@ def test_an_old_span_gives_up_more_before_a_prefix_in_use_is_compressed():
     assert reclaim(harness) == 15 and slots(harness) == {1: 2, 2: 5}
 
 
-def test_a_resize_keeps_the_first_in_order():
-    harness = cache()
-    node = cached(harness)
+def test_a_resize_keeps_the_first_in_order(harness):
+    (node,) = nodes_of(harness, 0)
     reclaim(harness)
     runs, segment = harness.geometry.num_runs, harness.tree.spans[node].segment
     (before,), kept = segment.packed.parts, segment.keys.sort(descending=True).values[: 5 * runs]
@@ -173,9 +176,7 @@ def test_a_chunk_of_a_prompt_that_goes_on_has_no_tail(goes_on):
     assert harness.tree.compressor.rank(slots, 0, CacheObservation(), 0).keys[..., -2:].gt(LARGEST).all()
 
 
-def test_views_of_a_segment_are_shrunk_together():
-    harness = cache()
-    cached(harness)
+def test_views_of_a_segment_are_shrunk_together(harness):
     reclaim(harness)
     harness.finish(harness.run([*document(0)[:8], 50]))  # branches off
     assert reclaim(harness) == 5
@@ -184,9 +185,7 @@ def test_views_of_a_segment_are_shrunk_together():
     assert [harness.tree.node_slots(node) for node in (upper, lower)] == [5, 0]
 
 
-def test_a_leaf_that_costs_less_is_dropped_instead():
-    harness = cache()
-    cached(harness)
+def test_a_leaf_that_costs_less_is_dropped_instead(harness):
     compressing = WITH_16_BITS.budget
     assert reclaim(harness, (compressing / 2, 0.0)) == 0
     assert reclaim(harness, (compressing, float("inf"))) == 10
@@ -210,9 +209,7 @@ def test_nothing_shrinks_below_the_budget_just_before_it_would_be_dropped_to_the
     assert reclaim(harness, leaf) == 1 and slots(harness) == {0: 4}
 
 
-def test_what_somebody_reads_exactly_does_not_shrink_nor_count_nor_what_is_below_it():
-    harness = cache()
-    cached(harness)
+def test_what_somebody_reads_exactly_does_not_shrink_nor_count_nor_what_is_below_it(harness):
     exact = reading(harness, document(0))
     lower = harness.run([*document(0), *document(1)])
     assert harness.tree.prefixes.pressure.reclaimable() == 0 and reclaim(harness) == 0
@@ -248,9 +245,7 @@ def test_a_round_releases_slots_for_several_requests():
     assert reclaim(harness) == 20
 
 
-def test_a_failing_policy_shrinks_nothing(monkeypatch):
-    harness = cache()
-    cached(harness)
+def test_a_failing_policy_shrinks_nothing(harness, monkeypatch):
     monkeypatch.setattr(PseudoRandomPolicy, "order", lambda *args, **kwargs: 1 / 0)
     reader = admitted(harness, [*document(0), 7])
     assert harness.tree.prefixes.pressure.reclaimable() > 0

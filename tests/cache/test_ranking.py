@@ -46,8 +46,12 @@ class Cache:
         self.harness.check()
 
 
-def test_a_prompt_is_exchanged_two_turns_after_its_choice_was_launched():
-    cache = Cache()
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+def test_a_prompt_is_exchanged_two_turns_after_its_choice_was_launched(cache):
     reader, free = cache.harness.run(DOCUMENT), cache.harness.allocator.available_size()
     for _ in range(TURNS_OF_RANKING):
         assert ranges(cache.harness) == [] and cache.stages == ["is ranked"] and len(cache.stream.waiting) == 1
@@ -77,23 +81,20 @@ def test_segments_that_cannot_be_split_are_chosen_one_by_one():
     assert len({span.segment for span in cache.harness.tree.spans.values()}) == 2
 
 
-def test_where_slots_are_short_the_exchange_does_not_wait_for_its_turn():
-    cache = Cache()
+def test_where_slots_are_short_the_exchange_does_not_wait_for_its_turn(cache):
     cache.harness.run(DOCUMENT)
     assert reclaim(cache.harness) >= 9
     assert ranges(cache.harness) == [(0, 18)] and not cache.stages
 
 
 @pytest.mark.parametrize("end", ["finish", "retract", "abort"])
-def test_a_reader_that_ends_changes_nothing(end):
-    cache = Cache()
+def test_a_reader_that_ends_changes_nothing(cache, end):
     getattr(cache.harness, end)(cache.harness.run(DOCUMENT))
     cache.turns()
     assert ranges(cache.harness) == [(0, 18)]
 
 
-def test_a_dropped_range_is_forgotten(monkeypatch):
-    cache = Cache()
+def test_a_dropped_range_is_forgotten(cache, monkeypatch):
     monkeypatch.setattr(cache.harness.tree.prefixes.pressure, "reclaim", lambda *_: 0)  # it would shrink instead
     cache.harness.finish(cache.harness.run(DOCUMENT))
     for _ in range(2):
@@ -106,8 +107,7 @@ def test_a_dropped_range_is_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize("forget", ["forget_compressed", "reset"])
-def test_nothing_is_exchanged_after_a_flush_or_with_other_weights(forget):
-    cache = Cache()
+def test_nothing_is_exchanged_after_a_flush_or_with_other_weights(cache, forget):
     cache.harness.finish(cache.harness.run(DOCUMENT))
     if forget == "reset":
         cache.harness.flush()
@@ -117,8 +117,7 @@ def test_nothing_is_exchanged_after_a_flush_or_with_other_weights(forget):
     assert not cache.stages and not ranges(cache.harness)
 
 
-def test_a_split_range_is_exchanged_whole():
-    cache = Cache()
+def test_a_split_range_is_exchanged_whole(cache):
     cache.harness.run(DOCUMENT)
     admitted(cache.harness, [*DOCUMENT[:7], 50])
     cache.turns()
@@ -126,8 +125,7 @@ def test_a_split_range_is_exchanged_whole():
     assert len({span.segment for span in cache.harness.tree.spans.values()}) == 1
 
 
-def test_an_exact_reader_that_comes_meanwhile_is_waited_for():
-    cache = Cache()
+def test_an_exact_reader_that_comes_meanwhile_is_waited_for(cache):
     cache.harness.run(DOCUMENT)
     exact = reading(cache.harness, DOCUMENT)
     for count in (TURNS_OF_RANKING, 3):
@@ -139,9 +137,8 @@ def test_an_exact_reader_that_comes_meanwhile_is_waited_for():
     assert ranges(cache.harness) == [(0, 17), (17, 18)] and not cache.stages and cache.stream.num_launched == 1
 
 
-def test_the_same_prompt_is_not_chosen_twice():
+def test_the_same_prompt_is_not_chosen_twice(cache):
     """Else a prompt that is sent in every step would never be compressed."""
-    cache = Cache()
     cache.harness.run(DOCUMENT)
     cache.turns(1)
     cache.harness.run(DOCUMENT)
@@ -150,8 +147,7 @@ def test_the_same_prompt_is_not_chosen_twice():
     assert ranges(cache.harness) == [(0, 17), (17, 18)]  # all but the last token were found
 
 
-def test_prompts_that_begin_alike_are_compressed_one_after_the_other():
-    cache = Cache()
+def test_prompts_that_begin_alike_are_compressed_one_after_the_other(cache):
     for number in (1, 2):
         cache.harness.run([*DOCUMENT[:10], *document(number, 8)])
     assert cache.stages == ["is ranked", "waits"]
@@ -161,8 +157,7 @@ def test_prompts_that_begin_alike_are_compressed_one_after_the_other():
     assert ranges(cache.harness) == [(0, 10), (10, 18), (10, 18)] and not cache.stages
 
 
-def test_a_range_whose_beginning_was_compressed_elsewhere_is_chosen_anew():
-    cache = Cache()
+def test_a_range_whose_beginning_was_compressed_elsewhere_is_chosen_anew(cache):
     cache.harness.run(DOCUMENT)
     cache.compress_beginning(8)
     cache.turns()
@@ -171,8 +166,7 @@ def test_a_range_whose_beginning_was_compressed_elsewhere_is_chosen_anew():
     assert ranges(cache.harness) == [(0, 8), (8, 18)]
 
 
-def test_too_little_left_is_forgotten():
-    cache = Cache()
+def test_too_little_left_is_forgotten(cache):
     cache.harness.run(DOCUMENT)
     cache.compress_beginning(16)
     cache.turns()
@@ -191,9 +185,8 @@ def test_a_new_branch_inside_what_cannot_be_split_is_chosen_anew():
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch, is_late):
+def test_a_policy_that_fails_leaves_the_range_as_it_is(cache, monkeypatch, is_late):
     """At its launch, or when its result is asked for."""
-    cache = Cache()
     broken = "_order" if is_late else "rank"
     monkeypatch.setattr(type(cache.harness.tree.compressor), broken, lambda *_: 1 / 0)
     reader, errors = cache.harness.run(DOCUMENT), cache.harness.tree.guard.errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -95,36 +96,24 @@ def test_a_range_given_up_is_waited_for_by_no_one(tape, harness):
     assert not tape.places("host", "wait for event") and not tape.places("scheduler", "rows move")
 
 
-def test_what_is_read_is_kept_until_the_device_has_read_it(tape):
-    """Even if the result is of no use: its memory would be given to another."""
-    stream = SideStream(DEVICE)
-    source = torch.ones(3)
-    known = weakref.ref(source)
-    stream.launch(lambda source=source: source.sum())
-    del source
-    stream.launch(lambda: None)
-    gc.collect()
-    assert known() is not None
-    tape.is_done = True
-    stream.launch(lambda: None)
-    gc.collect()
-    assert known() is None
-
-
-def test_work_that_fails_is_kept_like_any_other(tape):
-    stream = SideStream(DEVICE)
-    source = torch.ones(3)
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_read_is_kept_until_the_device_has_read_it(tape, fails):
+    """Even if the result is of no use, or the work fails: its memory would be given to another."""
+    stream, source = SideStream(DEVICE), torch.ones(3)
     known = weakref.ref(source)
 
     def work(source=source):
         source.sum()
-        raise ValueError("no such policy")
+        if fails:
+            raise ValueError("no such policy")
 
-    with pytest.raises(ValueError, match="no such policy"):
+    with pytest.raises(ValueError, match="no such policy") if fails else nullcontext():
         stream.launch(work)
+    assert tape.places("side", "record")
     del source, work
+    stream.launch(lambda: None)
     gc.collect()
-    assert known() is not None and tape.places("side", "record")
+    assert known() is not None
     tape.is_done = True
     stream.launch(lambda: None)
     gc.collect()

@@ -27,6 +27,7 @@ from sgl_kvevict.sglang_adapter import start_facts
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (ENV_VAR, "SGLANG_PLATFORM", "HF_HUB_OFFLINE", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
     monkeypatch.setattr(start_facts, "bind_error", lambda _host, _port: None)  # of this machine
 
 
@@ -47,23 +48,17 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return caught.value.code, captured.out, captured.err
 
 
-def split_shell(line: str) -> tuple[dict[str, str], list[str]]:
-    """Variables and argument vector of a shell line."""
-    words = shlex.split(line)
-    num_settings = words.index(sys.executable)
-    return dict(word.split("=", 1) for word in words[:num_settings]), words[num_settings:]
-
-
 # ---- serve ----------------------------------------------------------------------------------------------
 
 
-def test_serve_on_a_cpu(capsys: pytest.CaptureFixture[str], model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
+def test_serve_on_a_cpu(capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
     arguments = ["--policy", "snapkv", "--policy-option", "window_size=16"]
     arguments += ["--budget", "0.1", "--tail-tokens", "16"]
     code, out, err = run(capsys, "serve", model_folder, *arguments, "--dry-run", "--", "--port", "31000")
     assert code == 0
-    environ, command = split_shell(out)
+    words = shlex.split(out)
+    settings, command = words[: words.index(sys.executable)], words[words.index(sys.executable) :]
+    environ = dict(setting.split("=", 1) for setting in settings)
     assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", model_folder]
     assert flag_value(command, "--radix-cache-backend") == "kvevict"
     assert flag_value(command, "--attention-backend") == "kvevict"
@@ -132,8 +127,7 @@ def test_a_choice_of_plugins_with_ours_is_left_alone(
     plan_serve(model_folder, KVEvictConfig(), [])
 
 
-def test_a_hub_name_may_be_looked_up(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
+def test_a_hub_name_may_be_looked_up() -> None:
     plan = plan_serve("organisation/model", KVEvictConfig(), [])
     assert "HF_HUB_OFFLINE" not in plan.environ
     assert flag_value(plan.command, "--model-path") == "organisation/model"
@@ -143,7 +137,6 @@ def test_a_hub_name_may_be_looked_up(model_folder: str, monkeypatch: pytest.Monk
 def test_a_model_with_a_name_is_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}.get(model, model))
     monkeypatch.setattr(server_plan, "unknown_model", lambda _model: None)
-    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
     for is_fast, dtype, stored in ((True, None, None), (False, "float32", "bfloat16")):
         monkeypatch.setattr(server_plan, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
         plan = plan_serve("demo", KVEvictConfig(), [])
@@ -164,10 +157,7 @@ def test_a_model_with_a_name_is_served(model_folder: str, monkeypatch: pytest.Mo
         (["--dtype", "float16"], None),
     ],
 )
-def test_keys_and_values_have_16_bits_under_float32(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch, flags: list[str], stored: str | None
-) -> None:
-    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
+def test_keys_and_values_have_16_bits_under_float32(model_folder: str, flags: list[str], stored: str | None) -> None:
     assert flag_value(plan_serve(model_folder, KVEvictConfig(), flags).command, "--kv-cache-dtype") == stored
 
 

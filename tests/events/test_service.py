@@ -130,20 +130,6 @@ def test_many_questions_wait_together_and_a_gone_node_costs_no_other_its_answer(
     assert sorted(filter(None, turns))[-1] > 1 and len([turn for turn in turns if turn]) < AT_ONCE
 
 
-def test_a_refusal_is_not_a_node_that_is_gone(config, service):
-    async def run() -> list:
-        async with InspectClient(config.endpoint, timeout_s=300) as client:
-            asked = asyncio.ensure_future(client.ask_each([Tokens(1), Tokens(2)], TokensReport))
-            while not asked.done():
-                await asyncio.sleep(0.001)
-                for question in service.take_questions():
-                    service.answer(question, Failure("busy"))
-            return await asked
-
-    with pytest.raises(RequestFailedError, match="busy"):
-        asyncio.run(run())
-
-
 def test_a_silent_scheduler_is_an_error_and_its_late_answer_is_not_mistaken(config, service):
     async def run() -> TokensReport:
         async with InspectClient(config.endpoint, timeout_s=0.3) as client:
@@ -161,20 +147,28 @@ def test_a_silent_scheduler_is_an_error_and_its_late_answer_is_not_mistaken(conf
     assert asyncio.run(run()).node == 2
 
 
-def test_a_failure_and_a_foreign_answer_are_errors(config, service):
-    async def ask(reply) -> None:
-        async with InspectClient(config.endpoint, timeout_s=300) as client:
-            task = asyncio.ensure_future(client.ask(Status(), TokensReport))
-            while not service._questions:
-                await asyncio.sleep(0.001)
-            for question in service.take_questions():
-                service.answer(question, reply)
-            await task
+def test_a_refusal_a_failure_and_a_foreign_answer_are_errors(config, service):
+    """A refusal of several questions, too, which is not a node that is gone."""
 
-    with pytest.raises(RequestFailedError, match="no such thing"):
-        asyncio.run(ask(Failure("no such thing")))
-    with pytest.raises(RequestFailedError, match="expected TokensReport, got Description"):
-        asyncio.run(ask(description_of(config)))
+    async def ask(call, reply) -> None:
+        async with InspectClient(config.endpoint, timeout_s=300) as client:
+            asked = asyncio.ensure_future(call(client))
+            while not asked.done():
+                await asyncio.sleep(0.001)
+                for question in service.take_questions():
+                    service.answer(question, reply)
+            await asked
+
+    def one(client):
+        return client.ask(Status(), TokensReport)
+
+    for call, reply, error in (
+        (lambda client: client.ask_each([Tokens(1), Tokens(2)], TokensReport), Failure("busy"), "busy"),
+        (one, Failure("no such thing"), "no such thing"),
+        (one, description_of(config), "expected TokensReport, got Description"),
+    ):
+        with pytest.raises(RequestFailedError, match=error):
+            asyncio.run(ask(call, reply))
 
 
 def test_too_many_waiting_questions_are_turned_away(config, service):

@@ -27,14 +27,6 @@ def sums(rows: Tensor) -> Tensor:
     return accumulated_attention(rows[None], 1)[None]
 
 
-def uniform_causal(n: int) -> Tensor:
-    return torch.tril(torch.ones(n, n, dtype=torch.float64)) / torch.arange(1, n + 1)[:, None]
-
-
-def variance(rows: Tensor) -> float:
-    return float(attention_variance(sums(rows), "none"))
-
-
 def shares(values: list[float], rho: float) -> list[float]:
     weights = density_weights(torch.tensor(values, dtype=torch.float64))
     return (weights * len(values) * rho).tolist()
@@ -42,9 +34,9 @@ def shares(values: list[float], rho: float) -> list[float]:
 
 def test_column_sums_and_their_variance() -> None:
     """10.1."""
-    rows = uniform_causal(3)
+    rows = torch.tril(torch.ones(3, 3, dtype=torch.float64)) / torch.arange(1, 4)[:, None]  # uniform and causal
     torch.testing.assert_close(sums(rows)[0, 0].float(), torch.tensor([1.83333, 0.83333, 0.33333]), atol=1e-5, rtol=0)
-    assert variance(rows) == pytest.approx(0.388889, abs=1e-6)
+    assert float(attention_variance(sums(rows), "none")) == pytest.approx(0.388889, abs=1e-6)
     assert float(sums(rows).var(-1)) == pytest.approx(0.583333, abs=1e-6)
 
 

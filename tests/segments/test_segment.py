@@ -15,12 +15,13 @@ GEOMETRY = KVGeometry(num_layers=3, num_qo_heads=10, num_kv_heads=5, head_dim=4,
 START = 100
 
 
-def make_store(dtype=torch.float32):
+@pytest.fixture
+def store():
     """An arena in which every row names its token slot, layer and lane."""
     g = GEOMETRY
     shape = (g.num_layers, g.num_token_slots, g.num_kv_heads, g.head_dim)
     ids = torch.arange(g.num_head_slots, dtype=torch.float32).view(g.num_layers, g.num_token_slots, g.num_kv_heads, 1)
-    k = ids.expand(shape).contiguous().to(dtype)
+    k = ids.expand(shape).contiguous()
     return SegmentPacker(g, k, -k)
 
 
@@ -30,6 +31,13 @@ def make_selection(num_tokens, keep_lens, seed=0):
     indices = [torch.randperm(num_tokens, generator=generator)[:n].sort().values for n in keep_lens]
     lens = torch.tensor(keep_lens, dtype=torch.int32).view(GEOMETRY.num_layers, GEOMETRY.num_kv_heads)
     return Selection(lens, torch.cat(indices).to(torch.int32), sum(keep_lens)), indices
+
+
+@pytest.fixture
+def whole(store):
+    """A span of all tokens of a segment."""
+    segment, _ = pack(store, torch.arange(1, 21), START, make_selection(20, [4] * 15)[0])
+    return Span(segment, START, START + 20, is_owner=True)
 
 
 def head_slot(layer, token_slot, lane):
@@ -68,8 +76,7 @@ KEEP_LENS = [
 
 
 @pytest.mark.parametrize("keep_lens", KEEP_LENS)
-def test_packing_wastes_nothing_and_keeps_every_entry(keep_lens):
-    store = make_store()
+def test_packing_wastes_nothing_and_keeps_every_entry(store, keep_lens):
     token_slots = torch.randperm(63)[:20] + 1
     selection, indices = make_selection(20, keep_lens)
     segment, freed = pack(store, token_slots, START, selection)
@@ -79,8 +86,7 @@ def test_packing_wastes_nothing_and_keeps_every_entry(keep_lens):
     assert read(store, span) == expected(indices, token_slots)
 
 
-def test_packing_touches_no_other_slot():
-    store = make_store()
+def test_packing_touches_no_other_slot(store):
     before = store.k_arena.clone()
     token_slots = torch.arange(10, 30)
     segment, _ = pack(store, token_slots, START, make_selection(20, KEEP_LENS[1])[0])
@@ -90,8 +96,7 @@ def test_packing_touches_no_other_slot():
 
 
 @pytest.mark.parametrize("cut", [1, 7, 19])
-def test_split_is_a_view_of_both_halves(cut):
-    store = make_store()
+def test_split_is_a_view_of_both_halves(store, cut):
     token_slots = torch.arange(1, 21)
     selection, indices = make_selection(20, KEEP_LENS[1])
     segment, _ = pack(store, token_slots, START, selection)
@@ -104,8 +109,7 @@ def test_split_is_a_view_of_both_halves(cut):
     assert segment.num_spans == 2
 
 
-def test_split_of_a_split_adds_up():
-    store = make_store()
+def test_split_of_a_split_adds_up(store):
     selection, _ = make_selection(20, KEEP_LENS[1])
     segment, _ = pack(store, torch.arange(1, 21), START, selection)
     rest = Span(segment, START, START + 20, is_owner=True)
@@ -117,39 +121,32 @@ def test_split_of_a_split_adds_up():
 
 
 @pytest.mark.parametrize("position", [START, START + 20, START - 1])
-def test_split_outside_is_refused(position):
-    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
+def test_split_outside_is_refused(whole, position):
     with pytest.raises(InvariantError, match="not inside"):
-        Span(segment, START, START + 20, is_owner=True).split(position)
+        whole.split(position)
 
 
-def test_unsplittable_segment_refuses():
-    selection, _ = make_selection(20, KEEP_LENS[0])
-    segment, _ = pack(make_store(), torch.arange(1, 21), START, selection)
-    segment.splittable = False
+def test_unsplittable_segment_refuses(whole):
+    whole.segment.splittable = False
     with pytest.raises(InvariantError, match="cannot be split"):
-        Span(segment, START, START + 20, is_owner=True).split(START + 5)
+        whole.split(START + 5)
 
 
-def test_owner_goes_last():
-    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
-    upper, lower = Span(segment, START, START + 20, is_owner=True).split(START + 5)
+def test_owner_goes_last(whole):
+    upper, lower = whole.split(START + 5)
     assert lower.drop() is None
-    slots = upper.drop()
-    assert slots is segment.packed.token_slots
+    assert upper.drop() is whole.segment.packed.token_slots
 
 
-def test_owner_going_first_is_an_error():
-    segment, _ = pack(make_store(), torch.arange(1, 21), START, make_selection(20, KEEP_LENS[0])[0])
-    upper, _lower = Span(segment, START, START + 20, is_owner=True).split(START + 5)
+def test_owner_going_first_is_an_error(whole):
+    upper, _lower = whole.split(START + 5)
     with pytest.raises(InvariantError, match="before 1 others"):
         upper.drop()
 
 
 @pytest.mark.parametrize("cuts", [(1,), (7,), (3, 11), (19,)])
 @pytest.mark.parametrize("keep_lens", KEEP_LENS)
-def test_repack_keeps_what_live_spans_read_and_frees_the_rest(cuts, keep_lens):
-    store = make_store()
+def test_repack_keeps_what_live_spans_read_and_frees_the_rest(store, cuts, keep_lens):
     token_slots = torch.randperm(63, generator=torch.Generator().manual_seed(1))[:20] + 1
     selection, _ = make_selection(20, keep_lens)
     segment, _ = pack(store, token_slots, START, selection)
@@ -168,8 +165,7 @@ def test_repack_keeps_what_live_spans_read_and_frees_the_rest(cuts, keep_lens):
     assert sorted(segment.packed.token_slots.tolist() + freed.tolist()) == sorted(held.tolist())
 
 
-def test_merge_stores_weighted_sums_of_old_rows():
-    store = make_store()
+def test_merge_stores_weighted_sums_of_old_rows(store):
     token_slots = torch.arange(1, 5)
     lens = torch.zeros(3, 5, dtype=torch.int32)
     lens[1, 2] = 2

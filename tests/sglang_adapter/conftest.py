@@ -10,3 +10,10 @@ os.environ.setdefault("SGLANG_PLATFORM", "kvevict_cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _published(server_args):
     """Trees of SGLang read the arguments of their process."""
+
+
+@pytest.fixture
+def harness():
+    from helpers.harness import Harness  # which imports SGLang
+
+    return Harness()

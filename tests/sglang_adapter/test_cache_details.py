@@ -62,8 +62,7 @@ def under_pressure(**fields) -> Harness:
     return Harness(waits=True, **fields)
 
 
-def test_nothing_is_told_before_a_prompt_is_prefilled():
-    harness = Harness()
+def test_nothing_is_told_before_a_prompt_is_prefilled(harness):
     req = harness.request(DOCUMENT)
     assert details_of(harness.tree, req) is None
     assert harness.admit(req) and details_of(harness.tree, req) is None
@@ -76,8 +75,7 @@ def test_what_was_found_uncompressed():
     assert details_of(harness.tree, again) == {"device": 60, "host": 0, "kvevict_compressed": 0}
 
 
-def test_what_was_found_compressed():
-    harness = Harness()
+def test_what_was_found_compressed(harness):
     harness.finish(ask(harness, DOCUMENT))
     req = ask(harness, [*DOCUMENT, 1, 1])
     assert details_of(harness.tree, req) == {
@@ -127,16 +125,14 @@ def test_its_own_tokens_that_were_compressed_while_it_answered_count():
     assert (report.device, report.compressed.num_tokens) == (0, COMPRESSED) and report.compressed.share < 1
 
 
-def test_a_first_token_that_is_the_last_was_computed_before_the_prompt_was_compressed():
-    harness = Harness()
+def test_a_first_token_that_is_the_last_was_computed_before_the_prompt_was_compressed(harness):
     req = admit(harness, DOCUMENT)
     req.sampling_params.max_new_tokens = 1
     assert harness.prefill(req) and len(harness.tree.spans) == 1
     assert told(harness, req) == CacheReport()
 
 
-def test_a_prompt_that_leaves_a_segment_is_told_the_mean_of_all_its_tokens():
-    harness = Harness()
+def test_a_prompt_that_leaves_a_segment_is_told_the_mean_of_all_its_tokens(harness):
     harness.finish(ask(harness, DOCUMENT))
     read = told(harness, ask(harness, [*DOCUMENT[:20], 9, 9])).compressed
     assert read.num_tokens == 20 and read.share == pytest.approx(ENTRIES / (COMPRESSED * RUNS), abs=0.005)
@@ -164,8 +160,7 @@ def test_an_exact_request_that_finds_its_prefix_uncompressed_has_cost_nothing():
 
 
 @pytest.mark.parametrize("way", ["retract", "abort"])
-def test_what_was_read_before_an_end_counts(way):
-    harness = Harness()
+def test_what_was_read_before_an_end_counts(harness, way):
     harness.finish(ask(harness, DOCUMENT))
     req = ask(harness, [*DOCUMENT, 1, 1])
     before = told(harness, req)
@@ -186,8 +181,7 @@ def test_what_came_from_the_hosts_memory_is_compressed():
     assert (report.device, report.host, report.compressed.num_tokens) == (0, COMPRESSED, COMPRESSED)
 
 
-def test_a_request_of_which_nothing_is_cached_is_told_when_it_ends():
-    harness = Harness()
+def test_a_request_of_which_nothing_is_cached_is_told_when_it_ends(harness):
     harness.finish(ask(harness, DOCUMENT))
     req = harness.uncached_request([*DOCUMENT, 1, 1])
     assert harness.admit(req) and harness.prefill(req)
@@ -203,8 +197,7 @@ def test_policy_none_and_other_caches_say_what_sglang_says():
     assert details_of(SimpleNamespace(), req) == {"device": 60, "host": 0}
 
 
-def test_what_is_noted_ends_with_the_request():
-    harness = Harness()
+def test_what_is_noted_ends_with_the_request(harness):
     req = ask(harness, DOCUMENT)
     harness.finish(req)
     record = ref(harness.tree.prefixes.readers[req])

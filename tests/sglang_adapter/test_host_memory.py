@@ -22,6 +22,14 @@ def serve(harness, tokens, extra_key=None) -> int:
     return found
 
 
+@pytest.fixture
+def harness() -> Harness:
+    """The first document is in the pool."""
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    return harness
+
+
 def found_by_source(req) -> tuple[int, int, int]:
     """What SGLang tells its client: tokens from the pool, the host and the store."""
     assert req._cache_breakdown_computed
@@ -55,9 +63,7 @@ def test_what_was_dropped_comes_back_in_the_step_that_admits_a_prompt(windows):
     assert not any(harness.tree.guard.errors.values())
 
 
-def test_clients_are_told_what_came_from_the_hosts_memory():
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
+def test_clients_are_told_what_came_from_the_hosts_memory(harness):
     in_pool = harness.request([*DOCUMENTS[0], 1, 1])
     assert harness.admit(in_pool)
     # Nothing of it was loaded: SGLang's own count stands.
@@ -81,10 +87,8 @@ def test_clients_are_told_what_came_from_the_hosts_memory():
     assert found_by_source(from_host) == (0, 60, 0)  # what it was told before
 
 
-def test_who_waits_is_tried_again_when_more_slots_are_available(monkeypatch):
+def test_who_waits_is_tried_again_when_more_slots_are_available(harness, monkeypatch):
     """SGLang matches the prompt of a waiting request whenever it tries to admit it; the first time the pool is full."""
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
     drop_all(harness)
     running = [harness.uncached_request([10] * num_tokens) for num_tokens in (5, 55, 60)]
     assert all(harness.admit(each) and harness.prefill(each) for each in running)
@@ -107,9 +111,7 @@ def test_without_the_hosts_memory_it_is_computed_again():
     assert serve(harness, DOCUMENTS[0]) == 0
 
 
-def test_what_comes_back_is_what_was_dropped():
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
+def test_what_comes_back_is_what_was_dropped(harness):
     (span,) = harness.tree.spans.values()
     (before,), order = span.segment.packed.parts, span.segment.keys
     keys = harness.tree.packer.keys(before.rows)
@@ -130,9 +132,7 @@ def test_a_segment_is_copied_once():
     assert (totals(harness).moved_out_segments, totals(harness).moved_in_segments) == (1, 2)
 
 
-def test_a_document_that_was_split_comes_back_whole():
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
+def test_a_document_that_was_split_comes_back_whole(harness):
     serve(harness, [*DOCUMENTS[0][:30], 1, 1, 1])
     assert len(harness.tree.spans) >= 2
     drop_all(harness)
@@ -140,9 +140,7 @@ def test_a_document_that_was_split_comes_back_whole():
     assert serve(harness, [*DOCUMENTS[0], 1]) == 60
 
 
-def test_a_prompt_that_leaves_a_segment_in_the_middle_uses_its_beginning():
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
+def test_a_prompt_that_leaves_a_segment_in_the_middle_uses_its_beginning(harness):
     drop_all(harness)
     assert serve(harness, [*DOCUMENTS[0][:40], *[1] * 9]) == 40
 
@@ -166,9 +164,7 @@ def test_namespaces_never_share():
     assert serve(harness, [*DOCUMENTS[0], 1], "tenant") == 60
 
 
-def test_an_exact_request_finds_nothing_there():
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
+def test_an_exact_request_finds_nothing_there(harness):
     drop_all(harness)
     req = harness.request(DOCUMENTS[0])
     harness.tree.prefixes.readers[req].is_exact = True
@@ -178,9 +174,7 @@ def test_an_exact_request_finds_nothing_there():
 
 
 @pytest.mark.parametrize("empty", [Harness.flush, lambda harness: harness.tree.forget_compressed()])
-def test_a_flush_or_new_weights_empty_it(empty):
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
+def test_a_flush_or_new_weights_empty_it(harness, empty):
     drop_all(harness)
     assert len(harness.host) == 1
     empty(harness)
@@ -237,9 +231,7 @@ def test_copies_of_what_the_pool_has_go_first():
     assert serve(harness, [*DOCUMENTS[0], 1]) == 60
 
 
-def test_an_error_on_the_way_out_loses_one_prefix(monkeypatch):
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
+def test_an_error_on_the_way_out_loses_one_prefix(harness, monkeypatch):
     monkeypatch.setattr(type(harness.host), "put", lambda *args: 1 / 0)
     drop_all(harness)
     assert serve(harness, DOCUMENTS[0]) == 0 and sum(harness.tree.guard.errors.values()) == 1
@@ -254,10 +246,8 @@ def fill(harness, num_left: int) -> None:
     assert harness.allocator.available_size() == num_left
 
 
-def test_nothing_is_dropped_for_a_prefix_that_cannot_have_its_slots():
+def test_nothing_is_dropped_for_a_prefix_that_cannot_have_its_slots(harness):
     """It needs 16 token slots; two are free, and five more could be had."""
-    harness = Harness(host_blocks=60)
-    serve(harness, DOCUMENTS[0])
     drop_all(harness)
     serve(harness, DOCUMENTS[1][:4])
     fill(harness, 2)

@@ -36,6 +36,11 @@ def watched(tmp_path):
         yield watched
 
 
+@pytest.fixture
+def harness(watched):
+    return watched.harness
+
+
 def ask(watched: WatchedHarness, request, answer):
     """Ask over the socket while the scheduler's loop turns."""
 
@@ -65,8 +70,7 @@ def test_a_compression_is_counted_with_its_sizes(watched):
     assert totals(watched, "compression_seconds") > (0,)
 
 
-def test_split_resize_drop_repack_and_flush_are_counted(watched):
-    harness = watched.harness
+def test_split_resize_drop_repack_and_flush_are_counted(harness, watched):
     harness.finish(harness.run(DOCUMENT))
     (node,) = harness.tree.spans
     harness.finish(harness.run(DOCUMENT[:10] + [9] * 3))
@@ -80,8 +84,7 @@ def test_split_resize_drop_repack_and_flush_are_counted(watched):
     assert totals(watched, "clears") == (1,)
 
 
-def test_what_could_not_be_done_is_counted_by_its_reason(watched, tmp_path):
-    harness = watched.harness
+def test_what_could_not_be_done_is_counted_by_its_reason(harness, watched, tmp_path):
     first = harness.request(DOCUMENT)
     harness.tree.prefixes.readers[first].is_exact = True
     harness.admit(first)
@@ -99,8 +102,7 @@ def test_what_could_not_be_done_is_counted_by_its_reason(watched, tmp_path):
         assert totals(other, "refused_in_use", "refused_not_cached") == (0, 1)
 
 
-def test_each_prompt_of_a_request_is_counted_once_with_what_it_has_found(watched):
-    harness = watched.harness
+def test_each_prompt_of_a_request_is_counted_once_with_what_it_has_found(harness, watched):
     for prompt, found in ((DOCUMENT, 0), (DOCUMENT[:20] + [9] * 30, 20)):
         req = harness.request(prompt)
         req.cached_tokens = found  # as SGLang's scheduler counts them
@@ -129,8 +131,7 @@ def test_totals_of_traffic_add_up(watched):
     assert counted.evicted_entries > evicted_at_once > 0  # the others went in resizes
 
 
-def test_status_adds_up_and_sorts(watched):
-    harness = watched.harness
+def test_status_adds_up_and_sorts(harness, watched):
     readers = [harness.run([*DOCUMENT, i]) for i in range(3)]
     harness.finish(harness.run([9] * 20 + DOCUMENT[:10]))
     report = ask(watched, Status(sort="readers"), StatusReport)
@@ -174,8 +175,7 @@ def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path):
         assert node.kept == sum(map(sum, report.entries.values())) / (node.tokens * 4)
 
 
-def test_tree_has_every_node_and_its_slots_sum_to_what_is_held(watched):
-    harness = watched.harness
+def test_tree_has_every_node_and_its_slots_sum_to_what_is_held(harness, watched):
     harness.finish(harness.run(DOCUMENT))
     harness.finish(harness.run(DOCUMENT[:10] + [9] * 12))
     report = ask(watched, Tree(), TreeReport)
@@ -198,8 +198,7 @@ def test_tree_has_every_node_and_its_slots_sum_to_what_is_held(watched):
     assert few.omitted == len(report.nodes) - 2
 
 
-def test_kept_map_is_the_kept_set(watched):
-    harness = watched.harness
+def test_kept_map_is_the_kept_set(harness, watched):
     req = harness.run(DOCUMENT)
     (node, span), *_ = harness.tree.spans.items()
     report = ask(watched, Kept(node.id), KeptReport)
@@ -230,8 +229,7 @@ def test_kept_map_of_a_view_in_the_middle_of_a_segment():
         kept_share(span, 18)
 
 
-def test_token_ids_need_the_explicit_flag(watched, tmp_path):
-    harness = watched.harness
+def test_token_ids_need_the_explicit_flag(harness, watched, tmp_path):
     harness.finish(harness.run(DOCUMENT, extra_key="tenant"))
     node = next(iter(harness.tree.nodes()))
     with pytest.raises(RequestFailedError, match="expose_tokens=false"):
@@ -286,8 +284,7 @@ def test_clients_that_never_stop_asking_take_a_bounded_part_of_the_schedulers_ti
 
 
 @pytest.mark.parametrize("cut", [50, 53, 54, 55])
-def test_dead_entries_are_those_that_no_span_reads(watched, cut):
-    harness = watched.harness
+def test_dead_entries_are_those_that_no_span_reads(harness, watched, cut):
     harness.finish(harness.run(DOCUMENT))
     (lower,) = harness.tree.spans
     harness.run(DOCUMENT[:cut] + [9] * 3)

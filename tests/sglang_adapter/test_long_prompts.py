@@ -27,6 +27,11 @@ def serve(*, chunk: int = CHUNK, pool: int = POOL, **fields) -> LongPromptSchedu
     return LongPromptScheduler(harness, chunk)
 
 
+@pytest.fixture
+def scheduler() -> LongPromptScheduler:
+    return serve()
+
+
 def text(num_tokens: int, seed: int = 0) -> list[int]:
     return [(i * i + seed * 3 + i // 7) % 11 for i in range(num_tokens)]
 
@@ -46,13 +51,20 @@ def prefill(scheduler: LongPromptScheduler, req) -> int:
     raise AssertionError("the prompt is not served")
 
 
+def cached(scheduler: LongPromptScheduler, tokens: list[int]):
+    """Serve a prompt to its end."""
+    req = submit(scheduler, tokens)
+    prefill(scheduler, req)
+    scheduler.harness.finish(req)
+    return req
+
+
 def told(scheduler: LongPromptScheduler, req) -> dict[str, int] | None:
     """What its client would be told of a request that found nothing."""
     return after_details(None, SimpleNamespace(tree_cache=scheduler.tree_cache), req)
 
 
-def test_four_times_the_pool_is_served_and_found_again():
-    scheduler = serve()
+def test_four_times_the_pool_is_served_and_found_again(scheduler):
     tokens = text(4 * POOL)
     first = submit(scheduler, tokens)
     assert prefill(scheduler, first) == 4 * POOL // CHUNK
@@ -60,15 +72,11 @@ def test_four_times_the_pool_is_served_and_found_again():
     assert compressed > 3 * POOL
     assert scheduler.tree_cache.prefixes.totals.prefilled_compressed == 1
     scheduler.harness.finish(first)
-    again = submit(scheduler, [*tokens, 1, 2])
-    prefill(scheduler, again)
-    assert scheduler.found[again] >= compressed
-    scheduler.harness.finish(again)
+    assert scheduler.found[cached(scheduler, [*tokens, 1, 2])] >= compressed
     assert not scheduler.aborted and scheduler.tree_cache.protected_size() == 0
 
 
-def test_gauges_say_how_much_of_a_long_prompt_is_computed():
-    scheduler = serve()
+def test_gauges_say_how_much_of_a_long_prompt_is_computed(scheduler):
     req = submit(scheduler, text(2 * POOL))
     seen = []
     while not req.output_ids:
@@ -85,17 +93,15 @@ def test_chunks_are_smaller_than_those_of_sglang(length):
     assert prefill(scheduler, submit(scheduler, text(length))) == length // CHUNK
 
 
-def test_a_prompt_that_fits_is_not_compressed():
-    scheduler = serve()
+def test_a_prompt_that_fits_is_not_compressed(scheduler):
     req = submit(scheduler, text(POOL - 7 - CHUNK))
     prefill(scheduler, req)
     assert len(scheduler.tree_cache.spans) == 0 and told(scheduler, req) is None
 
 
 @pytest.mark.parametrize(("length", "share"), [(2 * POOL, 0.3), (4 * POOL, 0.122)])
-def test_chunks_are_compressed_to_what_the_prompt_can_afford_and_at_most_to_the_budget(length, share):
+def test_chunks_are_compressed_to_what_the_prompt_can_afford_and_at_most_to_the_budget(scheduler, length, share):
     """Each as soon as it is in the tree, although slots are ample; those after them find room."""
-    scheduler = serve()
     req = submit(scheduler, text(length))
     for done in (1, 2, 3):
         scheduler.round()
@@ -129,9 +135,8 @@ def test_with_prefill_budget_neither_exact_requests_nor_what_they_read_shrink():
 
 
 @pytest.mark.parametrize("comes_again", [False, True])
-def test_a_long_prompt_that_is_retracted_between_two_turns_lets_others_in(comes_again):
+def test_a_long_prompt_that_is_retracted_between_two_turns_lets_others_in(scheduler, comes_again):
     """As a pause that retracts does; SGLang forgets then how far its chunks have come."""
-    scheduler = serve()
     long, other = submit(scheduler, text(3 * POOL)), submit(scheduler, text(30, seed=1))
     for _ in range(3):
         scheduler.round()
@@ -144,8 +149,7 @@ def test_a_long_prompt_that_is_retracted_between_two_turns_lets_others_in(comes_
     assert not scheduler.aborted
 
 
-def test_two_at_once_are_served_one_after_the_other():
-    scheduler = serve()
+def test_two_at_once_are_served_one_after_the_other(scheduler):
     first, second = (submit(scheduler, text(4 * POOL, seed)) for seed in (1, 2))
     prefill(scheduler, first)
     assert not second.kv.holds_kv
@@ -156,16 +160,14 @@ def test_two_at_once_are_served_one_after_the_other():
     assert not scheduler.aborted
 
 
-def test_others_are_admitted_after_the_last_chunk():
-    scheduler = serve()
+def test_others_are_admitted_after_the_last_chunk(scheduler):
     long, short = submit(scheduler, text(2 * POOL)), submit(scheduler, text(10, 5))
     prefill(scheduler, long)
     scheduler.round()
     assert short.output_ids and short in scheduler.harness.live and long in scheduler.harness.live
 
 
-def test_it_waits_for_a_request_that_took_its_room_and_goes_on_afterwards():
-    scheduler = serve()
+def test_it_waits_for_a_request_that_took_its_room_and_goes_on_afterwards(scheduler):
     long = submit(scheduler, text(4 * POOL))
     for _ in range(12):
         scheduler.round()
@@ -179,8 +181,7 @@ def test_it_waits_for_a_request_that_took_its_room_and_goes_on_afterwards():
     prefill(scheduler, long)
 
 
-def test_its_room_is_not_given_to_others():
-    scheduler = serve()
+def test_its_room_is_not_given_to_others(scheduler):
     long = submit(scheduler, text(4 * POOL))
     scheduler.round()
     short = submit(scheduler, text(10, 5))
@@ -188,8 +189,7 @@ def test_its_room_is_not_given_to_others():
         assert scheduler.round() == [long] and not short.output_ids
 
 
-def test_one_that_is_stuck_is_aborted_with_an_error(monkeypatch):
-    scheduler = serve()
+def test_one_that_is_stuck_is_aborted_with_an_error(scheduler, monkeypatch):
     monkeypatch.setattr(type(scheduler.tree_cache.compressor), "rank", lambda *_: 1 / 0)
     req = submit(scheduler, text(4 * POOL))
     for _ in range(20):
@@ -200,9 +200,8 @@ def test_one_that_is_stuck_is_aborted_with_an_error(monkeypatch):
     prefill(scheduler, other)
 
 
-def test_a_turn_that_tries_no_chunk_aborts_nobody():
+def test_a_turn_that_tries_no_chunk_aborts_nobody(scheduler):
     """An earlier turn found no room, beside requests that have gone since."""
-    scheduler = serve()
     req = submit(scheduler, text(2 * POOL))
     scheduler.round()
     admission = admission_of(scheduler.token_to_kv_pool_allocator)
@@ -217,8 +216,7 @@ def test_a_turn_that_tries_no_chunk_aborts_nobody():
 
 
 @pytest.mark.parametrize("ends", ["retract", "abort"])
-def test_chunks_of_one_that_stops_in_the_middle_are_found_again(ends):
-    scheduler = serve()
+def test_chunks_of_one_that_stops_in_the_middle_are_found_again(scheduler, ends):
     tokens = text(4 * POOL)
     req = submit(scheduler, tokens)
     for _ in range(16):
@@ -231,12 +229,9 @@ def test_chunks_of_one_that_stops_in_the_middle_are_found_again(ends):
     assert prefill(scheduler, req) == (4 * POOL - 16 * CHUNK) // CHUNK and scheduler.found[req] == 16 * CHUNK
 
 
-def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out():
-    scheduler = serve()
+def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out(scheduler):
     tokens = text(4 * POOL)
-    fits = submit(scheduler, tokens[:140])
-    prefill(scheduler, fits)
-    scheduler.harness.finish(fits)
+    cached(scheduler, tokens[:140])
     long = submit(scheduler, tokens)
     prefill(scheduler, long)
     assert scheduler.found[long] == 140
@@ -256,12 +251,9 @@ def test_beside_readers_of_a_prefix_of_old_weights_that_begins_like_it_it_is_com
     assert scheduler.found[long] == 0 and not scheduler.aborted
 
 
-def test_branching_off_inside_one_finds_its_compressed_tokens():
-    scheduler = serve()
+def test_branching_off_inside_one_finds_its_compressed_tokens(scheduler):
     tokens = text(4 * POOL)
-    first = submit(scheduler, tokens)
-    prefill(scheduler, first)
-    scheduler.harness.finish(first)
+    cached(scheduler, tokens)
     branch = submit(scheduler, [*tokens[: 2 * POOL + 3], 1, 2, 3])
     prefill(scheduler, branch)
     assert scheduler.found[branch] == 2 * POOL + 3
@@ -278,8 +270,7 @@ def test_a_branch_that_ends_where_the_other_does_reads_its_own_segment():
     assert scheduler.found[branch] == CHUNK
 
 
-def test_what_cannot_be_served_is_refused_with_the_numbers():
-    scheduler = serve()
+def test_what_cannot_be_served_is_refused_with_the_numbers(scheduler):
     longest = scheduler.plan.longest()
     assert longest > 4 * POOL
     harness = scheduler.harness
@@ -302,13 +293,10 @@ def test_what_cannot_be_served_is_refused_with_the_numbers():
     assert f"with logprob_start_len 0; allowed: at least {2 * POOL - room}," in scheduler.submit(with_logprobs)
 
 
-def test_prompts_that_are_never_cached_are_served_beside_others_and_leave_nothing():
+def test_prompts_that_are_never_cached_are_served_beside_others_and_leave_nothing(scheduler):
     """Twenty of most of the pool, some retracted in the middle, beside one that is longer than the pool."""
-    scheduler = serve()
     harness = scheduler.harness
-    long = submit(scheduler, text(2 * POOL))
-    prefill(scheduler, long)
-    harness.finish(long)
+    cached(scheduler, text(2 * POOL))
     for seed in range(20):
         req = harness.uncached_request(text(POOL - 40 - seed, seed + 1))
         assert scheduler.submit(req) is None
@@ -328,8 +316,7 @@ def test_prompts_that_are_never_cached_are_served_beside_others_and_leave_nothin
     prefill(scheduler, again)
 
 
-def test_tokens_with_log_probabilities_stay_out_of_the_cache_until_the_prompt_is_complete():
-    scheduler = serve()
+def test_tokens_with_log_probabilities_stay_out_of_the_cache_until_the_prompt_is_complete(scheduler):
     req = scheduler.harness.request(text(2 * POOL))
     room = POOL - 2 - 8 - scheduler.plan.slots_at_peak(2 * POOL)
     req.return_logprob, req.logprob_start_len = True, 2 * POOL - room
@@ -339,8 +326,7 @@ def test_tokens_with_log_probabilities_stay_out_of_the_cache_until_the_prompt_is
     assert POOL < compressed <= 2 * POOL - room and not scheduler.aborted
 
 
-def test_an_answer_has_the_room_that_the_prompt_leaves_at_its_peak():
-    scheduler = serve()
+def test_an_answer_has_the_room_that_the_prompt_leaves_at_its_peak(scheduler):
     req = scheduler.harness.request(text(4 * POOL))
     req.sampling_params.max_new_tokens = 10_000
     assert scheduler.submit(req) is None
@@ -400,9 +386,7 @@ def test_a_prompt_that_fills_the_pool_gets_the_rest_of_a_segment_that_it_begins_
     """Its lock takes the segment's slots, those of the tokens below it too: 41 of 160, and it would wait for ever."""
     scheduler = serve(chunk=1000)
     document = text(140)
-    first = submit(scheduler, document)
-    prefill(scheduler, first)
-    scheduler.harness.finish(first)
+    cached(scheduler, document)
     again = submit(scheduler, document[:shared] + [10 - token for token in text(151 - shared, 5)])
     assert prefill(scheduler, again) == 1 and scheduler.found[again] == shared
     scheduler.harness.finish(again)
@@ -411,9 +395,7 @@ def test_a_prompt_that_fills_the_pool_gets_the_rest_of_a_segment_that_it_begins_
 def test_what_others_read_of_such_a_segment_stays():
     scheduler = serve(chunk=1000)
     document = text(140)
-    first = submit(scheduler, document)
-    prefill(scheduler, first)
-    scheduler.harness.finish(first)
+    cached(scheduler, document)
     reader = submit(scheduler, [*document, 3])
     prefill(scheduler, reader)
     waiting = submit(scheduler, document[:10] + [10 - token for token in text(141, 5)])

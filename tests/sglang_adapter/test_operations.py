@@ -19,6 +19,14 @@ def cache(**kind) -> Harness:
     return Harness(num_slots=400, config=config, **kind)
 
 
+@pytest.fixture
+def harness() -> Harness:
+    """The document is in the cache."""
+    harness = cache()
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    return harness
+
+
 def found(harness, tokens) -> int:
     """Tokens that a new request finds in the cache."""
     req = harness.request(tokens)
@@ -49,9 +57,7 @@ def test_nothing_compressed_is_found_under_other_weights(windows):
     assert not harness.tree.spans and found(harness, [*DOCUMENT, 3]) == 0
 
 
-def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
-    harness = cache()
-    harness.finish(harness.run([*DOCUMENT, 1]))
+def test_readers_of_compressed_prefixes_run_on_and_then_these_go(harness):
     reader = harness.run([*DOCUMENT, 2])
     half_way = harness.request([*DOCUMENT, *range(9)])
     assert harness.admit(half_way) and harness.prefill(half_way, 63)
@@ -68,10 +74,8 @@ def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
     assert found(harness, [*DOCUMENT, 5]) > 50
 
 
-def test_a_prefix_of_other_weights_may_be_evicted_before_anybody_lets_go():
+def test_a_prefix_of_other_weights_may_be_evicted_before_anybody_lets_go(harness):
     """Its only reader never began, so nobody said that it let go."""
-    harness = cache()
-    harness.finish(harness.run([*DOCUMENT, 1]))
     waiting = harness.request([*DOCUMENT, 2])
     assert harness.admit(waiting)
     change_weights(harness)
@@ -99,9 +103,7 @@ def test_a_branch_of_a_prefix_of_other_weights_goes_at_once_if_nobody_reads_it()
     assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
 
 
-def test_a_reader_of_other_weights_that_is_retracted_begins_anew():
-    harness = cache()
-    harness.finish(harness.run([*DOCUMENT, 1]))
+def test_a_reader_of_other_weights_that_is_retracted_begins_anew(harness):
     reader = harness.run([*DOCUMENT, 2])
     assert harness.decode(reader)
     change_weights(harness)
@@ -128,10 +130,8 @@ def test_readers_of_old_and_of_new_weights_end_in_any_order():
 
 
 @pytest.mark.parametrize("start", [0, 20])
-def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(start):
+def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(harness, start):
     """Also in later chunks: the prompt's chunks are not exchanged for the compressed prefix that is cached already."""
-    harness = cache()
-    harness.finish(harness.run([*DOCUMENT, 1]))
     req = harness.request([*DOCUMENT, 2])
     req.return_logprob, req.logprob_start_len = True, start
     assert harness.admit(req) and req.prefix_len == start
@@ -144,9 +144,7 @@ def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(start):
     assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
 
 
-def test_the_end_of_a_session_that_is_refused_forgets_nothing():
-    harness = cache()
-    harness.finish(harness.run([*DOCUMENT, 1]))
+def test_the_end_of_a_session_that_is_refused_forgets_nothing(harness):
     manager = manager_of(harness)
     operations.after_session(EndWeightUpdateReqOutput(success=False, message="no session"), manager)
     assert found(harness, [*DOCUMENT, 2]) >= 57

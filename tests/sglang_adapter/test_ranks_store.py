@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import pytest
+
 from helpers.harness import PseudoRandomPolicy
 from helpers.harness_store import IDENTITY, Server
 from helpers.stored import keys_in
@@ -84,16 +86,28 @@ def test_ranks_load_again_what_was_pushed_out(tmp_path):
     assert min(asked.found) >= 66 and asked.totals.loaded_segments >= 4
 
 
-def test_what_one_rank_lacks_no_rank_loads(tmp_path):
+def lacks(server, rank):
+    for key in keys_in(server.segments) if rank == 1 else ():
+        server.segments.delete(key)
+
+
+def waits_too_long(server, rank):
+    if rank == 1:
+        server.reader.is_late = lambda fetch: not fetch.is_done
+        server.reader._workers.submit = lambda work: True  # it never comes to it
+
+
+def has_a_store_in_trouble(server, rank):
+    if rank == 0:
+        server.reader.start = lambda wanted: None
+
+
+@pytest.mark.parametrize("before", [lacks, waits_too_long, has_a_store_in_trouble])
+def test_what_one_rank_does_not_get_no_rank_loads(tmp_path, before):
     fill(tmp_path)
-
-    def lose(server, rank):
-        if rank == 1:
-            for key in keys_in(server.segments):
-                server.segments.delete(key)
-
-    asked = ask_all(tmp_path, lose)
+    asked = ask_all(tmp_path, before)
     assert asked.found[0] == 0 and asked.totals.loaded_segments == 0
+    assert before is not waits_too_long or asked.totals.late_loads >= 1
 
 
 def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
@@ -118,26 +132,3 @@ def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
 
     ours, theirs = on_two_ranks(run)
     assert ours == theirs and ours[0][0] == 0 and ours[1] == 0 and ours[2][0] == ours[2][1]
-
-
-def test_when_one_rank_has_waited_too_long_no_rank_loads(tmp_path):
-    fill(tmp_path)
-
-    def stall(server, rank):
-        if rank == 1:
-            server.reader.is_late = lambda fetch: not fetch.is_done
-            server.reader._workers.submit = lambda work: True  # it never comes to it
-
-    asked = ask_all(tmp_path, stall)
-    assert asked.found[0] == 0 and asked.totals.loaded_segments == 0 and asked.totals.late_loads >= 1
-
-
-def test_when_the_store_of_one_rank_is_in_trouble_no_rank_loads(tmp_path):
-    fill(tmp_path)
-
-    def refuse(server, rank):
-        if rank == 0:
-            server.reader.start = lambda wanted: None
-
-    asked = ask_all(tmp_path, refuse)
-    assert asked.found[0] == 0 and asked.totals.loaded_segments == 0

@@ -60,9 +60,8 @@ def test_other_requests_pass(custom_params):
     assert refusals(custom_params) == []
 
 
-def test_nobody_else_names_the_namespace_of_an_adapter():
+def test_nobody_else_names_the_namespace_of_an_adapter(harness):
     """SGLang appends an adapter's id to the client's key; a client could write the same text."""
-    harness = Harness()
     scheduler = SimpleNamespace(tree_cache=harness.tree, model_config=SimpleNamespace(vocab_size=64))
     adapter = LoRARef.deterministic_id("adapter", "/path")  # of --lora-paths; anybody can compute it
 
@@ -118,8 +117,7 @@ def test_beams_are_refused_and_their_group_ends(monkeypatch):
         ([63, 5, 64], "input_ids: got 64 at position 2; allowed: 0 to 63"),
     ],
 )
-def test_token_ids_outside_the_vocabulary_are_refused(tokens, message):
-    harness = Harness()
+def test_token_ids_outside_the_vocabulary_are_refused(harness, tokens, message):
     scheduler = MiniScheduler(harness)
     assert refusal(scheduler, harness.tree, harness.request(tokens)) == message
     assert refusal(scheduler, harness.tree, harness.request([0, 63])) is None
@@ -139,8 +137,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(tokens, message):
         ({}, {"logprob_start_len": -2}, "logprob_start_len: got -2; allowed: -1, or"),
     ],
 )
-def test_what_would_end_the_server_is_refused_and_taken_off_the_batch(sampling, fields, message):
-    harness = Harness()
+def test_what_would_end_the_server_is_refused_and_taken_off_the_batch(harness, sampling, fields, message):
     req = harness.request([1, 2])
     req.sampling_params = SamplingParams(**sampling)
     req.return_logprob = bool(fields)
@@ -155,8 +152,7 @@ def test_what_would_end_the_server_is_refused_and_taken_off_the_batch(sampling, 
     assert left.top_k <= 2**30 and req.logprob.top_logprobs_num == 0
 
 
-def test_what_stock_serves_passes():
-    harness = Harness()
+def test_what_stock_serves_passes(harness):
     req = harness.request([1, 2])
     req.sampling_params = SamplingParams(stop_token_ids=[-1, 64], top_k=2**31 - 1)
     req.return_logprob, req.logprob.top_logprobs_num, req.logprob_start_len = True, 64, -1

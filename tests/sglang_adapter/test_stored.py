@@ -54,9 +54,8 @@ def test_a_segment_comes_back_into_another_pool(windows):
     assert again.key == record.key and (again.order is None or torch.equal(again.order, record.order))
 
 
-def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning():
+def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning(harness):
     (record,) = stored([DOCUMENT])
-    harness = Harness()
     adoption(harness).adopt(record, (None, None))
     assert_found(harness, [*DOCUMENT[:30], *[9] * 20], 30)
     assert spans(harness)[:2] == [(0, 30), (30, 50)]
@@ -129,9 +128,8 @@ def test_who_reads_exactly_is_left_alone():
     harness.finish(reader)
 
 
-def test_nothing_changes_where_the_tree_has_all_of_it():
+def test_nothing_changes_where_the_tree_has_all_of_it(harness):
     (record,) = stored([DOCUMENT])
-    harness = Harness()
     harness.finish(harness.run(DOCUMENT))
     free = harness.allocator.available_size()
     assert not adoption(harness).adopt(record, (None, None))
@@ -153,9 +151,8 @@ def test_others_give_way_as_for_any_insertion():
     full.finish(reader)
 
 
-def test_namespaces_stay_apart():
+def test_namespaces_stay_apart(harness):
     (record,) = stored([DOCUMENT], "tenant")
-    harness = Harness()
     assert adoption(harness).adopt(record, ("tenant", None))
     assert_found(harness, [*DOCUMENT, 10], 60, "tenant")
     assert_found(harness, [*DOCUMENT, 10], 0)
@@ -176,9 +173,8 @@ def test_a_segment_finds_its_place_among_keys_of_pairs():
     assert_found(plain, [*DOCUMENT[:59], 10], 59)
 
 
-def test_an_adopted_segment_is_shrunk_and_dropped_like_any_other():
+def test_an_adopted_segment_is_shrunk_and_dropped_like_any_other(harness):
     (record,) = stored([DOCUMENT])
-    harness = Harness()
     adoption(harness).adopt(record, (None, None))
     while harness.evict(1):
         pass

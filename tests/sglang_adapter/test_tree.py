@@ -18,8 +18,7 @@ def spans(harness):
     return sorted((s.start, s.end) for s in harness.tree.spans.values())
 
 
-def test_prompt_is_compressed_and_takes_exactly_its_budget():
-    harness = Harness()
+def test_prompt_is_compressed_and_takes_exactly_its_budget(harness):
     req = harness.run(DOCUMENT)
     assert spans(harness) == [(0, 60)]
     assert cache_state(harness.tree)["span_slots"] == 18  # 0.3 * 60
@@ -29,8 +28,7 @@ def test_prompt_is_compressed_and_takes_exactly_its_budget():
     assert harness.tree.evictable_size() == harness.num_slots - harness.allocator.available_size()
 
 
-def test_sharers_read_one_copy():
-    harness = Harness()
+def test_sharers_read_one_copy(harness):
     first = harness.run([*DOCUMENT, 1, 2, 3, 4])
     slots = cache_state(harness.tree)["span_slots"]
     others = [harness.run([*DOCUMENT, 5, i, i, i]) for i in range(4)]
@@ -41,16 +39,14 @@ def test_sharers_read_one_copy():
     assert cache_state(harness.tree)["max_sharers"] == 5
 
 
-def test_first_position_after_a_compressed_prefix_is_logical():
-    harness = Harness()
+def test_first_position_after_a_compressed_prefix_is_logical(harness):
     harness.finish(harness.run(DOCUMENT))
     req = harness.request([*DOCUMENT, 3])
     harness.admit(req)
     assert req.prefix_len == 60
 
 
-def test_divergence_inside_a_span_splits_it_without_copying():
-    harness = Harness()
+def test_divergence_inside_a_span_splits_it_without_copying(harness):
     harness.finish(harness.run(DOCUMENT))
     free = harness.allocator.available_size()
     other = harness.run(DOCUMENT[:2] + [9] * 30)
@@ -62,8 +58,7 @@ def test_divergence_inside_a_span_splits_it_without_copying():
     harness.finish(again)
 
 
-def test_dropping_the_lower_half_gives_its_slots_back():
-    harness = Harness()
+def test_dropping_the_lower_half_gives_its_slots_back(harness):
     harness.finish(harness.run(DOCUMENT))
     header = harness.run(DOCUMENT[:10] + [9] * 3)
     before = harness.allocator.available_size()
@@ -159,16 +154,14 @@ def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
     assert spans(harness) == [(0, 60)]
 
 
-def test_chunked_prefill_compresses_once_at_the_end():
-    harness = Harness()
+def test_chunked_prefill_compresses_once_at_the_end(harness):
     req = harness.run(DOCUMENT, chunk=13)
     assert harness.tree.prefixes.totals.compressions == 1
     assert min(harness.tree.spans.values(), key=lambda span: span.start).is_owner
     harness.decode(req)
 
 
-def test_max_new_tokens_zero_still_compresses():
-    harness = Harness()
+def test_max_new_tokens_zero_still_compresses(harness):
     req = harness.request(DOCUMENT)
     req.sampling_params.max_new_tokens = 1
     harness.admit(req)
@@ -176,8 +169,7 @@ def test_max_new_tokens_zero_still_compresses():
     assert not harness.live and spans(harness) == [(0, 60)]
 
 
-def test_next_turn_compresses_the_answer_of_the_last():
-    harness = Harness()
+def test_next_turn_compresses_the_answer_of_the_last(harness):
     first = harness.run(DOCUMENT)
     for _ in range(5):
         harness.decode(first)
@@ -188,8 +180,7 @@ def test_next_turn_compresses_the_answer_of_the_last():
     harness.decode(second)
 
 
-def test_short_ranges_stay_uncompressed():
-    harness = Harness()
+def test_short_ranges_stay_uncompressed(harness):
     harness.finish(harness.run(DOCUMENT))
     compressions = harness.tree.prefixes.totals.compressions
     harness.finish(harness.run([*DOCUMENT, 1]))

@@ -13,6 +13,11 @@ from sgl_kvevict.sglang_adapter.window_component import SWA
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
+@pytest.fixture
+def harness():
+    return TwoPoolHarness()
+
+
 def segments(harness):
     return sorted({(s.segment.start, s.segment.end) for s in harness.tree.spans.values()})
 
@@ -31,8 +36,7 @@ def found(harness, tokens):
     return req.prefix_len
 
 
-def test_full_layers_take_their_budget_and_windows_stay_where_a_prompt_may_go_on():
-    harness = TwoPoolHarness()
+def test_full_layers_take_their_budget_and_windows_stay_where_a_prompt_may_go_on(harness):
     harness.finish(harness.run(DOCUMENT))
     assert segments(harness) == [(0, 60)]
     assert cache_state(harness.tree)["span_slots"] == 18  # 0.3 * 60
@@ -67,8 +71,7 @@ def test_windows_come_back_although_their_session_ends_with_another_node(policy)
     assert windows(harness) == harness.evict_windows(20) == 6
 
 
-def test_a_decoding_request_reads_its_window_in_a_compressed_prefix():
-    harness = TwoPoolHarness()
+def test_a_decoding_request_reads_its_window_in_a_compressed_prefix(harness):
     req = harness.run(DOCUMENT)
     for _ in range(3):
         harness.decode(req)
@@ -77,8 +80,7 @@ def test_a_decoding_request_reads_its_window_in_a_compressed_prefix():
     assert segments(harness) == [(0, 60)]
 
 
-def test_a_window_that_lies_behind_the_compressed_prefix_is_read_from_the_row():
-    harness = TwoPoolHarness()
+def test_a_window_that_lies_behind_the_compressed_prefix_is_read_from_the_row(harness):
     req = harness.run(DOCUMENT)
     for _ in range(2 * WINDOW):
         harness.decode(req)
@@ -87,23 +89,20 @@ def test_a_window_that_lies_behind_the_compressed_prefix_is_read_from_the_row():
     assert harness.tree.window_slots(req, 60, 60).tolist() == []
 
 
-def test_a_prompt_that_leaves_a_compressed_prefix_elsewhere_leaves_a_window_there():
-    harness = TwoPoolHarness()
+def test_a_prompt_that_leaves_a_compressed_prefix_elsewhere_leaves_a_window_there(harness):
     harness.finish(harness.run(DOCUMENT))
     other = DOCUMENT[:30] + [9] * 5
     assert found(harness, other) == 0
     before = harness.allocator.full_available_size()
     harness.finish(harness.run(other))
-    assert (
-        harness.allocator.full_available_size() == before - 5
-    )  # its own tokens: what it computed again was given back
+    # Its own tokens: what it computed again was given back.
+    assert harness.allocator.full_available_size() == before - 5
     assert segments(harness) == [(0, 60)]
     assert found(harness, DOCUMENT[:30] + [8] * 9) == 30
     assert found(harness, [*DOCUMENT, 1]) == 60
 
 
-def test_running_requests_go_on_while_the_window_of_their_prefix_is_taken():
-    harness = TwoPoolHarness()
+def test_running_requests_go_on_while_the_window_of_their_prefix_is_taken(harness):
     req = harness.run(DOCUMENT)
     for _ in range(WINDOW + 3):
         harness.decode(req)
@@ -115,8 +114,7 @@ def test_running_requests_go_on_while_the_window_of_their_prefix_is_taken():
     harness.finish(req)
 
 
-def test_short_window_slots_take_windows_and_leave_compressed_prefixes():
-    harness = TwoPoolHarness()
+def test_short_window_slots_take_windows_and_leave_compressed_prefixes(harness):
     harness.finish(harness.run([*DOCUMENT, 1, 1]))
     harness.finish(harness.run([*DOCUMENT, 2, 2]))
     full = harness.tree.full_evictable_size()
@@ -126,8 +124,7 @@ def test_short_window_slots_take_windows_and_leave_compressed_prefixes():
     assert harness.allocator.swa_available_size() + windows(harness) == harness.num_slots
 
 
-def test_a_dropped_leaf_gives_back_slots_of_both_pools():
-    harness = TwoPoolHarness()
+def test_a_dropped_leaf_gives_back_slots_of_both_pools(harness):
     harness.finish(harness.run(DOCUMENT))
     harness.finish(harness.run(DOCUMENT[:30] + [9] * 9))
     harness.evict(harness.num_slots)
@@ -135,8 +132,7 @@ def test_a_dropped_leaf_gives_back_slots_of_both_pools():
     assert harness.allocator.swa_available_size() == harness.num_slots
 
 
-def test_paths_of_other_weights_give_back_slots_of_both_pools():
-    harness = TwoPoolHarness()
+def test_paths_of_other_weights_give_back_slots_of_both_pools(harness):
     harness.finish(harness.run(DOCUMENT))
     harness.tree.forget_compressed()
     harness.check()

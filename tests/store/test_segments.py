@@ -32,6 +32,7 @@ from sgl_kvevict.store.tier import listed_blocks
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
+OURS = record(OWN, SPACE, tokens(40))
 PLACE = f"v{FORMAT_VERSION}/{OWN.digest}"
 DRAFT = identity(model="dd" * 32, num_layers=1, num_kv_heads=3, head_dim=6, own_value_dim=6)
 
@@ -42,8 +43,12 @@ def backend(request, tmp_path):
     return open_backend(urls[request.param])
 
 
-def test_a_segment_is_found_by_any_prompt_that_begins_with_it(backend):
-    store = SegmentStore(backend, OWN)
+@pytest.fixture
+def store(backend):
+    return SegmentStore(backend, OWN)
+
+
+def test_a_segment_is_found_by_any_prompt_that_begins_with_it(store):
     path = tokens(200)
     ours = record(OWN, SPACE, path)
     assert store.put(ours, SPACE) > 0
@@ -60,11 +65,10 @@ def test_a_segment_is_found_by_any_prompt_that_begins_with_it(backend):
 
 def test_servers_with_other_draft_models_share_segments(backend):
     """Rows of a draft model are written once, and found by servers with that model."""
-    plain = record(OWN, SPACE, tokens(40))
-    ours = dataclasses.replace(plain, shadow=SHADOW)
+    ours = dataclasses.replace(OURS, shadow=SHADOW)
     assert SegmentStore(backend, OWN, draft=DRAFT).put(ours, SPACE) > 0
     other = dataclasses.replace(DRAFT, model="de" * 32)
-    for theirs, expected in ((DRAFT, ours), (other, plain), (None, plain)):
+    for theirs, expected in ((DRAFT, ours), (other, OURS), (None, OURS)):
         store = SegmentStore(backend, OWN, draft=theirs)
         assert store.put(ours, SPACE) == 0
         assert_same(store.get(ours.key), expected)
@@ -80,22 +84,18 @@ def test_rows_that_do_not_fit_the_draft_model_are_refused(backend, change):
         SegmentStore(backend, OWN, draft=draft).get(ours.key)
 
 
-def test_a_segment_is_written_once_and_listed_once(backend):
-    store = SegmentStore(backend, OWN)
-    ours = record(OWN, SPACE, tokens(40))
-    assert [store.put(ours, SPACE) > 0 for _ in range(3)] == [True, False, False]
+def test_a_segment_is_written_once_and_listed_once(store, backend):
+    assert [store.put(OURS, SPACE) > 0 for _ in range(3)] == [True, False, False]
     assert len(store.find(tokens(40), SPACE)) == 1
-    assert keys_in(store) == [ours.key]
+    assert keys_in(store) == [OURS.key]
     assert describe_identity(backend, OWN.digest)["architecture"] == "LlamaForCausalLM"
 
 
-def test_a_removed_segment_is_gone_though_it_is_listed(backend):
-    store = SegmentStore(backend, OWN)
-    ours = record(OWN, SPACE, tokens(40))
-    store.put(ours, SPACE)
-    assert store.delete(ours.key) and not store.delete(ours.key)
-    assert store.get(ours.key) is None
-    assert store.put(ours, SPACE) > 0 and len(store.find(tokens(40), SPACE)) == 1
+def test_a_removed_segment_is_gone_though_it_is_listed(store):
+    store.put(OURS, SPACE)
+    assert store.delete(OURS.key) and not store.delete(OURS.key)
+    assert store.get(OURS.key) is None
+    assert store.put(OURS, SPACE) > 0 and len(store.find(tokens(40), SPACE)) == 1
 
 
 @pytest.mark.parametrize(
@@ -115,19 +115,17 @@ def test_a_removed_segment_is_gone_though_it_is_listed(backend):
 )
 def test_segments_of_another_identity_are_neither_found_nor_loaded(backend, change):
     path = tokens(40)
-    ours = record(OWN, SPACE, path)
-    SegmentStore(backend, OWN).put(ours, SPACE)
+    SegmentStore(backend, OWN).put(OURS, SPACE)
     other = identity(**change)
     theirs = SegmentStore(backend, other)
-    assert theirs.find(path, other.namespace(None, None)) == [] and theirs.get(ours.key) is None
-    data = backend.get(segment_name(OWN.digest, ours.key))
-    backend.put(segment_name(other.digest, ours.key), data)  # moved there by hand
+    assert theirs.find(path, other.namespace(None, None)) == [] and theirs.get(OURS.key) is None
+    data = backend.get(segment_name(OWN.digest, OURS.key))
+    backend.put(segment_name(other.digest, OURS.key), data)  # moved there by hand
     with pytest.raises(CorruptSegmentError, match="identity: got"):
-        theirs.get(ours.key)
+        theirs.get(OURS.key)
 
 
-def test_a_tenant_never_finds_what_another_stored(backend):
-    store = SegmentStore(backend, OWN)
+def test_a_tenant_never_finds_what_another_stored(store):
     path = tokens(40)
     tenants = [(None, None), ("", None), (None, ""), ("a", None), (None, "a"), ("a", "b"), ("ab", None), (None, "ab")]
     spaces = [OWN.namespace(*tenant) for tenant in tenants]
@@ -138,27 +136,22 @@ def test_a_tenant_never_finds_what_another_stored(backend):
     assert len({found[0] for found in keys}) == len(tenants)
 
 
-def test_a_segment_is_not_written_under_a_name_that_is_not_its_own(backend):
-    store = SegmentStore(backend, OWN)
-    ours = record(OWN, SPACE, tokens(40))
+def test_a_segment_is_not_written_under_a_name_that_is_not_its_own(store):
     with pytest.raises(ValueError, match="namespace"):
-        store.put(ours, OWN.namespace("tenant", None))
+        store.put(OURS, OWN.namespace("tenant", None))
     with pytest.raises(ValueError, match="identity"):
-        store.put(dataclasses.replace(ours, identity="00" * 32), SPACE)
+        store.put(dataclasses.replace(OURS, identity="00" * 32), SPACE)
 
 
-def test_a_segment_of_another_shape_is_refused(backend):
-    store = SegmentStore(backend, OWN)
-    ours = record(OWN, SPACE, tokens(40))
-    (part,) = ours.parts
-    store.put(with_rows(ours, k=part.k[:, :2], v=part.v[:, :2]), SPACE)
+def test_a_segment_of_another_shape_is_refused(store):
+    (part,) = OURS.parts
+    store.put(with_rows(OURS, k=part.k[:, :2], v=part.v[:, :2]), SPACE)
     with pytest.raises(CorruptSegmentError, match=r"parts\.0\.[kv]: got torch.float32 of \(18, 2\)"):
-        store.get(ours.key)
+        store.get(OURS.key)
 
 
 @pytest.mark.parametrize("data", [b"", b"half", b"[]", b"{}", b"\xff", b'{"key": 1}', b"[" * 5000])
-def test_a_damaged_file_of_the_index_is_written_anew(backend, data):
-    store = SegmentStore(backend, OWN)
+def test_a_damaged_file_of_the_index_is_written_anew(store, backend, data):
     ours = record(OWN, SPACE, tokens(30))
     store.put(ours, SPACE)
     (name,) = [item.name for item in backend.list() if "/prefixes/" in item.name]
@@ -181,9 +174,8 @@ def test_what_the_index_says_of_a_segment_is_not_believed(backend):
     assert list(store.continuing(Lookup(prompt, SPACE, 0, 0), found)) == []
 
 
-def test_documents_behind_a_shared_header_are_all_found(backend):
+def test_documents_behind_a_shared_header_are_all_found(store):
     """Each is listed under names of its own; those of the header list one of them."""
-    store = SegmentStore(backend, OWN)
     system = tokens(80)
     documents = [[*system, *tokens(60, seed=i)] for i in range(5)]
     for document in documents:
@@ -210,8 +202,7 @@ def test_a_name_lists_the_newest_segment(backend):
     assert store.find(path[:97], SPACE)[0] == (96, IndexEntry(long.key, True))
 
 
-def test_a_complete_segment_takes_the_place_of_one_that_lacks_entries(backend):
-    store = SegmentStore(backend, OWN)
+def test_a_complete_segment_takes_the_place_of_one_that_lacks_entries(store):
     plain = record(OWN, SPACE, tokens(40))
     full = completed(plain)
 
@@ -392,15 +383,14 @@ def test_what_is_no_file_is_an_error_that_keeps_nobody_waiting(tmp_path, kind):
 def test_a_file_that_is_larger_than_its_name_allows_is_not_read_whole(tmp_path, url):
     """One of 8 TiB, of which the disk has almost nothing, could not be."""
     store = SegmentStore(open_backend(url.format(folder=tmp_path)), OWN)
-    ours = record(OWN, SPACE, tokens(40))
-    store.put(ours, SPACE)
+    store.put(OURS, SPACE)
     for each in ("segments", "prefixes"):
         (path,) = (tmp_path / PLACE / each).rglob("*-*" if each == "segments" else "?" * 64)
         os.truncate(path, 8 << 40)
     assert store.find(tokens(40), SPACE) == []  # its file of the index is damaged
     with pytest.raises(CorruptSegmentError, match=r"length: got more than \d+ bytes, which no segment"):
-        store.get(ours.key)
-    assert store.delete(ours.key) and store.put(ours, SPACE) > 0 and len(store.find(tokens(40), SPACE)) == 1
+        store.get(OURS.key)
+    assert store.delete(OURS.key) and store.put(OURS, SPACE) > 0 and len(store.find(tokens(40), SPACE)) == 1
 
 
 def test_a_new_folder_is_open_to_nobody_else(tmp_path):
