@@ -19,6 +19,8 @@ from sgl_kvevict.paths import expanded, write_error
 
 SUPPORTED_SGLANG = ("0.5.22", "0.5.23")
 """Tested versions, the newest last. A newer one may start (``compat.py``)."""
+NO_DRAFTS_ON_CPU = "0.5.22"
+"""It asks no platform for its workers of drafts, and its own need kernels that are compiled for a GPU."""
 SGLANG_RANGE = " to ".join(dict.fromkeys((SUPPORTED_SGLANG[0], SUPPORTED_SGLANG[-1])))
 FLASHINFER = ("0.7.1", "0.7.2")
 """The versions that these pin."""
@@ -127,7 +129,7 @@ def read_machine(devices: Sequence[int] | None = None) -> Machine:
     names = ("sglang", "torch", "triton", "numba", "flashinfer-python", "flashinfer-jit-cache")
     return replace(
         read_environment(),
-        packages={name: found for name in names if (found := _version(name))},
+        packages={name: found for name in names if (found := version_of(name))},
         cpu_flags=_cpu_flags(),
         host_gib=free_host_gib(),
         numba_reason=reason_not_to_run(),
@@ -250,7 +252,8 @@ def _wants(name: str, is_there: bool, found: str, mend: str) -> Check:
     return Check(name, "ok", found) if is_there else Check(name, "warning", found, mend)
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package; None: it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -163,7 +163,6 @@ class AfterLoad(Kernels, HasTraits):
         num_head_slots: of the full-attention pool.
         has_weights: the model's are not random (``--load-format dummy``).
         has_texts: the model's tokenizer may have files.
-        asks_for_drafts: SGLang asks a platform for its workers of drafts.
         machine: checks of the machine that the scheduler runs on.
     """
 
@@ -188,7 +187,6 @@ class AfterLoad(Kernels, HasTraits):
     num_head_slots: int = 0
     has_weights: bool = True
     has_texts: bool = True
-    asks_for_drafts: bool = True
     machine: tuple[Check, ...] = ()
 
     @property
@@ -362,6 +360,8 @@ RESOURCES: Table[BeforeLoad] = {
     "max_total_tokens": (lambda f: _is_outside(f["max_total_tokens"], f.config.min_prefix_tokens),
         "--max-total-tokens: got {f[max_total_tokens]!r}; allowed: an integer >= {f.config.min_prefix_tokens} "
         "(min_prefix_tokens, the shortest prompt that is compressed)"),
+    "drafts on a CPU": (lambda f: f["device"] == "cpu" and f["speculative_algorithm"] and "drafts" in f.errors,
+        "--speculative-algorithm: SGLang {f.errors[drafts]} has no workers of drafts on a CPU; a later version has"),
     "store": (lambda f: "store" in f.errors,
         "store: {f.config.store!r} cannot be made or written ({f.errors[store]}); allowed: a folder, or a URL"),
     "store URL": (lambda f: "store URL" in f.errors, "{f.errors[store URL]}"),
@@ -503,9 +503,6 @@ AFTER_LOAD: Table[AfterLoad] = {
     "mamba_radix_cache_strategy": (lambda f: f.has_states and f.settings.state_strategy == "extra_buffer_lazy",
         "--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and 'extra_buffer': in its "
         "decode steps a request gives up the state of the prefix that it reads"),
-    "speculative_algorithm on a CPU": (lambda f: f.device == "cpu" and f.speculates and not f.asks_for_drafts,
-        "--speculative-algorithm: this SGLang asks no platform for its workers of drafts, and its own need a GPU "
-        "(on a CPU they work from SGLang 0.5.23 on)"),
     "speculative_algorithm with states": (lambda f: f.has_states and f.speculates,
         "--speculative-algorithm: the model has recurrent layers, and a verification step leaves a state for each "
         "draft; were the tree given one of a rejected draft, every prompt that continues there would be answered "

@@ -11,7 +11,6 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
 from sglang.srt.model_executor.cuda_graph_config import Phase
-from sglang.srt.platforms.cpu import CpuSRTPlatform
 from torch import nn
 
 from kvevict_kernels.device_limits import limits_of
@@ -70,7 +69,6 @@ def after_load(runner: ModelRunner, config: KVEvictConfig, policy: Policy | None
         num_head_slots=0 if arena is None else arena.k.shape[:3].numel(),
         has_weights=has_weights(runner, settings),
         has_texts=settings.has_tokenizer_files,
-        asks_for_drafts=hasattr(CpuSRTPlatform, "get_speculative_worker_cls"),
         machine=machine_of(device, runner.dtype, pool.dtype),
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import KVEvictError
+from sgl_kvevict.machine import NO_DRAFTS_ON_CPU, version_of
 from sgl_kvevict.paths import cache_folder, write_error
 from sgl_kvevict.support import MODELS, BeforeLoad
 
@@ -50,7 +51,8 @@ def file_traits(folder: Path) -> frozenset[str]:
 
 def _errors(config: KVEvictConfig, address: tuple[str, object] | None) -> dict[str, str | None]:
     """:attr:`BeforeLoad.errors`, and None for what can be used."""
-    errors: dict[str, str | None] = {}
+    found = version_of("sglang")
+    errors: dict[str, str | None] = {"drafts": found if found == NO_DRAFTS_ON_CPU else None}
     if config.store is not None and "://" in config.store:
         from sgl_kvevict.store import open_backend
 
