@@ -26,7 +26,7 @@ EXTREMES = "required by measurements: the control that every policy is compared 
 FIELDS = {
     "policy": PAPERS,
     "budget": "quality/dial.csv: 0.1",
-    "compress": "required by clients whose answers are to be exact while there is room (tests/e2e/test_distilled.py)",
+    "compress": 'serving/shared-prefix.md: compress="when short"',
     "bits": "quality/bits.md: auto",
     "min_budget": "serving/pressure.md: 16x the pool",
     "prefill_budget": "serving/prefill.md: prefill_budget 0.5",
