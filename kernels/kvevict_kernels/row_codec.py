@@ -148,7 +148,7 @@ class RowCoding:
         return 2 * STEP_BYTES * self.k_steps.numel()
 
     def load(self, arena: Tensor, rows: Tensor, runs: Tensor, *, is_v: bool) -> Tensor:
-        """Numbers of rows of 4 bits ([n], int) of runs ([n], int) in one of both arenas: [n, head_dim], float32."""
+        """Numbers of rows of 4 bits ([n], int) of runs ([n], or [1] for all) in one arena: [n, head_dim], float32."""
         both = self.statistics.of_runs(runs)[is_v]
         return decode_rows(read_rows(arena, rows, self.steps(is_v)), *both)
 

@@ -91,7 +91,7 @@ class RowSums:
         means = self._sums / self._num_tokens
         deviations = self._above_least((self._squares / self._num_tokens - means.square()).clamp_min(0).sqrt())
         scales = deviations.clone()
-        if bool(self._of_queries.any()):  # not in the layers, or on the ranks, that no query was seen of
+        if bool(self._of_queries.any()):  # without queries nothing says what they see of the noise
             scales[0] = (deviations[0] / self._above_least(self._of_queries.sqrt())).sqrt()
         scales *= (deviations / scales).square().mean(-1, keepdim=True).sqrt()
         return RowStatistics(means[0].float(), scales[0].float(), means[1].float(), scales[1].float())

@@ -171,7 +171,7 @@ class LongPrefill:
                     stored = arena.view(-1, arena.shape[-1]).index_select(0, of_span)
                 else:
                     assert self.coding is not None
-                    runs = torch.full_like(of_span, layer * self.k_arena.shape[2] + head)
+                    runs = of_span.new_tensor([layer * self.k_arena.shape[2] + head])
                     stored = self.coding.load(arena, of_span, runs, is_v=is_v)
                 found.append(stored.to(dtype))
         k, v = (torch.cat(found)[:, None] for found in both)

@@ -47,7 +47,7 @@ class NumbaAttention:
 
         The layout of spans is kept until other requests or spans are read; a step only adds the places of the suffixes.
         """
-        require_widths(batch.paths, has_statistics=self._has_coding)
+        require_widths(batch.paths, has_coding=self._has_coding)
         new_lens = batch.new_lens
         self._num_new = sum(new_lens)
         self._long = self._prefill.plan(batch, [i for i, new in enumerate(new_lens) if new > MAX_SHORT_TOKENS])

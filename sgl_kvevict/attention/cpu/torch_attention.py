@@ -39,7 +39,7 @@ class TorchAttention:
 
     def plan(self, batch: AttentionBatch) -> None:
         """Remember the batch; see :meth:`sgl_kvevict.attention.interface.Attention.plan`."""
-        require_widths(batch.paths, has_statistics=self._coding is not None)
+        require_widths(batch.paths, has_coding=self._coding is not None)
         self._batch = batch
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class TorchAttention:
     def _decoded(self, layer: int, head: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of rows of 4 bits, float32."""
         assert self._coding is not None
-        runs = torch.full_like(rows, layer * self.geometry.num_kv_heads + head)
+        runs = rows.new_tensor([layer * self.geometry.num_kv_heads + head])
         k, v = (self._coding.load(arena, rows, runs, is_v=bool(is_v)) for is_v, arena in enumerate(self._arenas))
         return k, v
 

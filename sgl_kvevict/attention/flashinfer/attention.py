@@ -89,7 +89,7 @@ class FlashInferAttention:
             InvariantError: the new tokens are trees (:class:`sgl_kvevict.attention.backend.ByWindow` plans those), or
                 a span has rows of fewer than 16 bits.
         """
-        require_widths(batch.paths, has_statistics=False)
+        require_widths(batch.paths, has_coding=False)
         if batch.visible is not None:
             raise InvariantError("a tree of new tokens came to FlashInfer, which was planned for causal masks only")
         self._num_new = sum(batch.new_lens)

@@ -217,7 +217,7 @@ class TritonAttention:
         return self._recent.get(key, lambda: self._build(key))
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
-        require_widths(key.paths, has_statistics=self._coding is not None)
+        require_widths(key.paths, has_coding=self._coding is not None)
         plain_requests = self._plain_requests(key)
         tables = plan_batch(
             key.paths,
