@@ -62,26 +62,31 @@ POLICIES = {
     ),
 }
 CEILINGS = {
-    "sgl_kvevict/attention": 1_773,
-    "sgl_kvevict/cache": 2_904,
-    "sgl_kvevict/cli": 1_810,
-    "sgl_kvevict/distill": 1_149,
-    "sgl_kvevict/events": 562,
-    "sgl_kvevict/policies": 2_185,
-    "sgl_kvevict/segments": 2_183,
-    "sgl_kvevict/sglang_adapter": 5_097,
-    "sgl_kvevict/store": 2_173,
-    "kernels": 7_024,
-    "sgl_kvevict": 22_089,
-    "tests": 34_490,
-    "benchmarks": 10_498,
-    "tools": 6_873,
+    "sgl_kvevict/attention": 1_763,
+    "sgl_kvevict/cache": 2_882,
+    "sgl_kvevict/cli": 1_808,
+    "sgl_kvevict/distill": 1_148,
+    "sgl_kvevict/events": 560,
+    "sgl_kvevict/policies": 2_182,
+    "sgl_kvevict/segments": 2_177,
+    "sgl_kvevict/sglang_adapter": 5_086,
+    "sgl_kvevict/store": 2_168,
+    "kernels": 6_996,
+    "sgl_kvevict": 22_027,
+    "tests": 34_433,
+    "benchmarks": 10_477,
+    "tools": 6_849,
 }
-"""Lines of Python below a folder."""
+"""Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""
 FILES = 210
 """Files of the product."""
 HOOKS = 20
 FIELDS_AND_OPTIONS = 26
+
+
+def num_lines(path: Path) -> int:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return sum(1 for line in lines if not line.lstrip().startswith("#"))
 
 
 def names(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -109,8 +114,7 @@ def test_each_option_says_what_it_is_for(known: list[str], ledger: dict[str, str
 
 @pytest.mark.parametrize("folder", CEILINGS)
 def test_no_folder_has_more_lines(folder: str) -> None:
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py"))
-    assert lines <= CEILINGS[folder]
+    assert sum(num_lines(path) for path in (ROOT / folder).rglob("*.py")) <= CEILINGS[folder]
 
 
 def test_there_are_no_more_files_hooks_and_options() -> None:
