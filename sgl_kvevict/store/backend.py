@@ -79,6 +79,7 @@ class Backend(ABC):
             check_name(prefix)
         with self._errors("read"):
             for item in self._list(prefix):
+                # A folder or bucket may hold other things, and what is listed here may be removed.
                 if _LISTED.fullmatch(item.name) and _NAME.fullmatch(item.name):
                     yield item
 
@@ -86,6 +87,7 @@ class Backend(ABC):
     def _errors(self, what: str, name: str = "") -> Iterator[None]:
         try:
             yield
+        # Its message is whole already, and where `_failures` is `Exception` it would be wrapped twice.
         except StoreError:
             raise
         except self._failures as error:

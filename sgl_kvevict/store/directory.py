@@ -42,17 +42,20 @@ class DirectoryBackend(Backend):
         """Bytes written since the folder was measured; the first write measures it."""
 
     def create(self) -> None:
-        """See :meth:`Backend.create`. Only this user can read a new folder: it has the tokens of prompts."""
+        """Create the folder, if it is not there; only this user can read a new one."""
         with self._errors("made"):
+            # Files hold the tokens of prompts.
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self._folder / SCRATCH).mkdir(exist_ok=True)
 
     def _put(self, name: str, data: bytes) -> None:
+        # Trimming would remove everything else, and this item next.
         if self._max_bytes is not None and len(data) > self._max_bytes:
             raise StoreError(f"store {self.url!r}: an item of {len(data)} bytes; its limit is {self._max_bytes}")
         try:
             self._write(name, data)
         except OSError as error:
+            # It raises the same error unless the disk is full; a second failure is then reported as it is.
             self._make_room(len(data), error)
             self._write(name, data)
         if self._max_bytes is not None and self._is_scan_due(len(data), self._max_bytes):
@@ -65,10 +68,12 @@ class DirectoryBackend(Backend):
             if not S_ISREG(status.st_mode):  # a pipe would be waited for, and a device has no end
                 raise OSError(errno.EINVAL, "not a regular file")
             with path.open("rb") as file:
+                # Not to the end: a file that somebody appends to has none.
                 data = file.read(status.st_size if limit is None else min(status.st_size, limit))
         except (FileNotFoundError, NotADirectoryError):
             self._require_folder()
             return None
+        # The time of the last use is what `_trim` sorts by.
         with suppress(OSError):  # read-only, or removed since
             os.utime(path)
         return data
@@ -84,6 +89,7 @@ class DirectoryBackend(Backend):
         return True
 
     def _list(self, prefix: str) -> Iterator[Item]:
+        # A share that is not mounted is a failure, and no look-up without a hit: reads shall pause.
         self._require_folder()
         for path in (self._folder / prefix).rglob("*"):
             with suppress(FileNotFoundError):  # removed since
@@ -96,11 +102,14 @@ class DirectoryBackend(Backend):
             raise StoreError(f"store {self.url!r}: the folder is not there")
 
     def _write(self, name: str, data: bytes) -> None:
+        # Each time, because the folder may be removed while the server runs.
         self.create()
         path, scratch = self._folder / name, self._folder / SCRATCH / uuid.uuid4().hex
         try:
             scratch.write_bytes(data)
             path.parent.mkdir(parents=True, exist_ok=True)
+            # A rename within one file system is atomic, so the scratch folder lies inside the store. Readers see the
+            # old bytes or the new ones.
             scratch.rename(path)
         finally:
             scratch.unlink(missing_ok=True)
@@ -110,6 +119,7 @@ class DirectoryBackend(Backend):
             self._unmeasured += num_bytes
             if self._unmeasured < max_bytes // SCAN_SHARE:
                 return False
+            # Set before the folder is measured: threads that write meanwhile do not measure it, too.
             self._unmeasured = 0
             return True
 
@@ -133,6 +143,7 @@ class DirectoryBackend(Backend):
                     break
                 self.delete(item.name)
                 size -= item.size
+        # Younger ones may be a write of another process that is under way.
         oldest = time.time() - SCRATCH_S
         for path in (self._folder / SCRATCH).iterdir():
             with suppress(FileNotFoundError):

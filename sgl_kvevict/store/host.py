@@ -134,6 +134,7 @@ class HostSegments(Tier):
         self.evicted: dict[EvictedCopy, None] = {}
         self._device = device
         self.largest = largest
+        # Pinned: copies from pageable memory would make the host wait.
         self._arena = torch.empty(num_blocks, block_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.clear()
@@ -170,8 +171,11 @@ class HostSegments(Tier):
         0: it does not fit. A segment of the same key is replaced. ``evicted``: what had been evicted from it.
         """
         parts, path_bytes = _parts(record), record.tokens.nbytes
+        # Ranks keep different numbers of entries for the same tokens. They take equally many blocks, so that they have
+        # equally many free ones and evict the same.
         num_blocks = self.largest(self._blocks_for(parts))
         data = self._gathered(parts)
+        # Held before the old copy of this key goes: that one may be the last holder of the same parts.
         held = self.hold(evicted)
         self.delete(record.key)
         if num_blocks > self.num_blocks or path_bytes > self._arena.nbytes:
@@ -185,6 +189,7 @@ class HostSegments(Tier):
         entry, block_tokens = IndexEntry.of(record), self.identity.block_tokens
         chain = namespace.chain(record.tokens.tolist(), block_tokens)
         names = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
+        # Look-ups compare tokens and read shapes; the rows themselves lie in the blocks alone.
         without_contents = record.with_tensors({"tokens": record.tokens, **copy.shapes})
         self._segments[record.key] = HostSegment(without_contents, names, copy, held)
         self._path_bytes += path_bytes
@@ -207,6 +212,7 @@ class HostSegments(Tier):
             return False
         for name in segment.names:
             del self._index[name][key]
+            # Names are hashes of prompts: empty ones would pile up for as long as the server runs.
             if not self._index[name]:
                 del self._index[name]
         self._free += segment.copy.blocks
@@ -217,10 +223,12 @@ class HostSegments(Tier):
 
     def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
         there = {name: self._index[name] for name in names if name in self._index}
+        # Newest first, and no more: thousands of prompts may share one system prompt, and each look-up would walk all
+        # of them.
         return {name: list(islice(reversed(entries.values()), MAX_NEAR)) for name, entries in there.items()}
 
     def _num_shared(self, entry: IndexEntry, tokens: Sequence[int], num_known: int) -> int:
-        """See :class:`Tier`; exactly, because the path is at hand."""
+        """Tokens that a segment's path shares with a prompt: exactly, because the path is at hand."""
         path = self._segments[entry.key].record.tokens
         return num_known + num_shared(tokens[num_known : entry.end], path[num_known:])
 
@@ -238,6 +246,7 @@ class HostSegments(Tier):
         ``bounds``: logical positions of their tokens.
         """
         num_blocks = self.largest(self._blocks_for(tensors))
+        # Evicted entries are a convenience. A prefix that only the host has would cost its whole prefill.
         if num_blocks > len(self._free) + self._num_spare:
             return None
         data = self._gathered(tensors)
@@ -267,10 +276,12 @@ class HostSegments(Tier):
                 self._lose(part.copy)
 
     def _lose(self, copy: EvictedCopy) -> None:
+        # A copy may be lost for room while segments still hold it; their release comes later.
         if copy.blocks:
             del self.evicted[copy]
             self._num_spare -= len(copy.blocks)
             self._free += copy.blocks
+            # Segments in the pool still hold these copies: without blocks they are lost.
             copy.blocks = []
 
     # ---- what goes first --------------------------------------------------------------------------------------
@@ -289,9 +300,11 @@ class HostSegments(Tier):
         if segment is None:
             return
         num_blocks = len(segment.copy.blocks)
+        # Blocks of what the pool has, too, may be taken for anything; the difference of the two flags is +1, 0 or -1.
         self._num_spare += num_blocks * (in_pool - segment.in_pool)
         segment.in_pool = in_pool
         saved = (segment.record.end - segment.record.start) / num_blocks
+        # GreedyDual-Size: the level rises with what goes, so that an old segment of high value goes, too, in the end.
         segment.credit = self._level + saved
 
     def _evict(self) -> None:
@@ -308,6 +321,7 @@ class HostSegments(Tier):
 
     def _push_out(self, segment: HostSegment) -> None:
         if not segment.in_pool:
+            # A copy of what the pool has was worth nothing, and raises no level.
             self._level = max(self._level, segment.credit)
             self.num_evicted += 1
         self.delete(segment.record.key)
@@ -324,6 +338,7 @@ class HostSegments(Tier):
         This allocates, so it comes before anything changes: without the memory everything stays as it is.
         """
         if self._stream is not None:
+            # What is gathered was written on the scheduler's stream a moment ago.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             padded: list[Tensor] = []
@@ -333,6 +348,8 @@ class HostSegments(Tier):
             data = torch.cat(padded) if padded else torch.empty(0, dtype=torch.uint8)
         if self._stream is not None:
             for part in parts.values():
+                # Their memory belongs to the scheduler's stream: without this the allocator may hand it out before it
+                # has been read here.
                 part.record_stream(self._stream)
         return data
 
@@ -341,8 +358,10 @@ class HostSegments(Tier):
 
         They are more than the tensors need if another rank needs more.
         """
+        # Sorted, because neighbouring blocks are one copy, and one launch.
         blocks, self._free = sorted(self._free[:num_blocks]), self._free[num_blocks:]
         with torch.cuda.stream(self._stream):
+            # `data` was allocated on this stream, so its memory is not used again before these copies have read it.
             for there, here in self._ranges(blocks, data):
                 there.copy_(here, non_blocking=True)
         return blocks
@@ -351,6 +370,7 @@ class HostSegments(Tier):
         """Copy blocks to the pool's device, beside the forward in flight; what is launched next waits for them."""
         with torch.cuda.stream(self._stream):
             num_bytes = sum(_padded(part.nbytes) for part in copy.shapes.values())
+            # Nothing to wait for: the memory is fresh, and the blocks were written on this stream, too.
             data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             for there, here in self._ranges(copy.blocks, data):
                 here.copy_(there, non_blocking=True)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+# Repeated here because ``kvevict_kernels`` imports torch, and ``sgl-kvevict store ls`` shall start without it.
 GROUP = 32
 """head_dim is a multiple of it where rows have 4 bits: ``kvevict_kernels.row_codec.GROUP``."""
 STEP_BYTES = 2
@@ -21,6 +22,8 @@ FORMAT_VERSION = 6
 """Version of everything in a store. Segments of another version are never found."""
 BLOCK_TOKENS = 64
 """Tokens of a block: prefixes of whole blocks have names, by which segments are found."""
+# Nine digits: a position of a forged name stays small enough to compute a limit of bytes with. ``\Z``: with ``$`` a
+# name could end in a newline.
 _KEY = r"^[0-9a-f]{64}-[0-9]{1,9}-[0-9]{1,9}\Z"
 KEY = Annotated[str, msgspec.Meta(pattern=_KEY)]
 """A segment's name: a hash, and the logical positions of its first token and after its last one."""
@@ -67,12 +70,14 @@ class StoreIdentity:
     @cached_property
     def digest(self) -> str:
         """64 hexadecimal digits."""
+        # Two servers have to write the same text, whatever order their fields have.
         text = json.dumps(self.describe(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def block_tokens(self) -> int:
         """Tokens of a block: no more than the shortest prefix that is looked up has."""
+        # A prompt of ``min_prefix_tokens`` would otherwise have no whole block, and no name to be found by.
         return min(BLOCK_TOKENS, self.min_prefix_tokens)
 
     @property
@@ -93,8 +98,11 @@ class StoreIdentity:
         digest = hashlib.sha256(b"sgl-kvevict namespace\n" + bytes.fromhex(self.digest))
         for part in (extra_key, cache_salt):
             if part is None:
+                # The byte in front and the length keep ``None`` and "" apart, and ("ab", "c") and ("a", "bc"): two
+                # tenants never have one namespace.
                 digest.update(b"\x00")
             else:
+                # A client's JSON may hold half of a surrogate pair, which plain UTF-8 refuses.
                 encoded = part.encode("utf-8", "surrogatepass")
                 digest.update(b"\x01" + len(encoded).to_bytes(8, "little") + encoded)
         return Namespace(digest.digest())
@@ -114,6 +122,7 @@ class Namespace:
         encoded, step = array("q", tokens).tobytes(), block_tokens * 8
         digest = hashlib.sha256(self.seed)
         names = []
+        # One hash goes on over all blocks: names of all prefixes of a long prompt cost one pass over its tokens.
         for begin in range(0, len(encoded) - step + 1, step):
             digest.update(encoded[begin : begin + step])
             names.append(digest.hexdigest())
@@ -121,6 +130,7 @@ class Namespace:
 
     def segment(self, tokens: Sequence[int], start: int) -> str:
         """Name of the segment that begins at logical position ``start`` of a path and ends with its last token."""
+        # The word keeps names of segments and of prefixes apart: both hash the same seed and tokens.
         digest = hashlib.sha256(self.seed + b"segment" + start.to_bytes(8, "little"))
         digest.update(array("q", tokens).tobytes())
         return f"{digest.hexdigest()}-{start}-{len(tokens)}"

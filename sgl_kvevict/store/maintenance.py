@@ -35,6 +35,7 @@ def verify_store(backend: Backend, report: Callable[[str], None], *, delete: boo
     ``report`` gets a line for each corrupt file; with ``delete`` it is removed.
     """
     found: Counter[str] = Counter()
+    # A list, because files are removed below.
     for item in list(backend.list(ROOT)):
         data = None if _kind(item.name) == "other" else backend.get(item.name)
         if data is None:
@@ -52,10 +53,11 @@ def verify_store(backend: Backend, report: Callable[[str], None], *, delete: boo
 def copy_store(source: Backend, target: Backend, report: Callable[[str], None]) -> Counter[str]:
     """Copy files that the target lacks; count ``segments``, ``prefixes`` (of the index), ``other``, ``corrupt`` ones.
 
-    Segments come before the files that list them. The source is listed before anything is written. ``report`` gets a
-    line for each corrupt file, which is not copied.
+    ``report`` gets a line for each corrupt file, which is not copied.
     """
     counts: Counter[str] = Counter()
+    # Segments before the files that list them: a server that uses the target meanwhile never finds an entry without its
+    # file. ``sorted`` also ends the listing before the first write, should both be one place.
     for item in sorted(source.list(ROOT), key=lambda item: _kind(item.name) != "segments"):
         data = None if target.exists(item.name) else source.get(item.name)
         if data is None:
@@ -84,6 +86,7 @@ def _check(name: str, data: bytes) -> str:
         decode_entry(data)
     elif kind == "segments":
         header = read_header(data)
+        # A whole file in the wrong place passes its checksum, and would be refused at each load.
         if (header["identity"], header["key"]) != (parts[1], parts[4]):
             raise CorruptSegmentError(f"a segment of another name: {header['key'][:SHOWN_DIGITS]!r}")
     return kind

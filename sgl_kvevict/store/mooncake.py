@@ -42,6 +42,7 @@ class MooncakeBackend(Backend):
         ConfigError: the package is not installed, or the URL has unknown parts.
     """
 
+    # A listing that is no text raises a ValueError.
     _failures = (OSError, ValueError)
 
     def __init__(self, url: str) -> None:
@@ -62,6 +63,7 @@ class MooncakeBackend(Backend):
     def _put(self, name: str, data: bytes) -> None:
         store, code = self._connected(), 0
         for attempt in range(TRIES):
+            # Two servers that computed the same prefix write the same object at once, and Mooncake refuses one of them.
             code = store.upsert(f"{self._name}/{name}", data)
             if code != _WRITTEN_BY_ANOTHER:
                 break
@@ -69,7 +71,7 @@ class MooncakeBackend(Backend):
         self._check("written", code)
 
     def _get(self, name: str, limit: int | None) -> bytes | None:
-        """See :meth:`Backend.get`; ``buffer_bytes`` is the limit of all."""
+        # No ``limit``: Mooncake reads an object whole, and refuses one larger than ``buffer_bytes``.
         store = self._connected()
         for attempt in range(TRIES):
             data = bytes(store.get(f"{self._name}/{name}"))
@@ -81,6 +83,7 @@ class MooncakeBackend(Backend):
         raise StoreError(f"store {self.url!r} cannot be read: {name} is listed, but the process that held it is gone")
 
     def _get_many(self, names: Sequence[str]) -> dict[str, bytes]:
+        # Most prefixes of a prompt have no entry: one call says which do, so that only these are read.
         there = self._connected().batch_is_exist([f"{self._name}/{name}" for name in names]) if names else []
         return super()._get_many([name for name, code in zip(names, there, strict=True) if code > 0])
 
@@ -122,6 +125,7 @@ class MooncakeBackend(Backend):
     def _connected(self) -> Any:
         with self._lock:
             if self._store is None:
+                # While the master is down, every prompt would wait `CONNECT_S`.
                 if time.monotonic() < self._next_try:
                     raise StoreError(f"store {self.url!r} cannot be reached")
                 self._next_try = time.monotonic() + RETRY_S
@@ -131,6 +135,7 @@ class MooncakeBackend(Backend):
     def _connect(self) -> Any:
         try:
             with socket.create_connection((self._host, self._port), timeout=CONNECT_S) as probe:
+                # The address of this machine on the way to the master is the one that others can reach.
                 here = probe.getsockname()[0]
         except OSError as error:
             raise StoreError(f"store {self.url!r} cannot be reached: {error}") from error

@@ -58,7 +58,10 @@ class ReadAhead:
         self._paused_until = float("-inf")
         self._last_given = float("-inf")
         self._workers = Workers("kvevict-store-read", NUM_THREADS, MAX_WAITING)
+        # Weak: requests of one burst share a read while any of them holds it, and nothing stays in memory after them.
         self._recent: WeakValueDictionary[str, SegmentRecord] = WeakValueDictionary()
+        # A few fixed locks by hash of the key, more than threads, so that two different keys seldom wait for each
+        # other.
         self._locks = [Lock() for _ in range(4 * NUM_THREADS)]
 
     def deadline(self) -> float:
@@ -71,6 +74,7 @@ class ReadAhead:
 
     def start(self, lookup: Lookup) -> Fetch | None:
         """Start a fetch; None: too little to gain, reads are paused, or too many fetches wait."""
+        # `continuing` would not yield a shorter gain.
         if len(lookup.tokens) - lookup.cached < self._min_tokens:
             return None
         fetch = Fetch(lookup, self.deadline())
@@ -88,6 +92,7 @@ class ReadAhead:
         if fetch.is_done or now < fetch.deadline:
             return False
         self.abandon(fetch)
+        # If other fetches ended meanwhile, the store works and this one is only large.
         if now - self._last_given >= self._wait_s:
             self._pause()
         return True
@@ -105,9 +110,13 @@ class ReadAhead:
                 self._last_given = self._clock()
         except StoreError as error:
             fetch.errors.append(str(error))
+            # These are damage to one item; anything else is the store's, and each further prompt would wait for its
+            # time-out.
             if not isinstance(error, CorruptSegmentError | UnreadableItemError):
                 self._pause()
         finally:
+            # Last, and after an exception, too: the scheduler reads `records` only when this is set, so they need no
+            # lock.
             fetch.is_done = True
 
     def _fetch(self, fetch: Fetch) -> None:
@@ -115,12 +124,14 @@ class ReadAhead:
         found = self._store.find(lookup.tokens, lookup.namespace)
         records = self._store.continuing(lookup, found, lambda key: self._get(fetch, key))
         for record in islice(records, MAX_SEGMENTS):
+            # Checked before each read: the request went on, and the thread is wanted by those that still wait.
             if fetch.is_abandoned:
                 return
             fetch.records.append(record)
 
     def _get(self, fetch: Fetch, key: str) -> SegmentRecord | None:
         """Read a segment; concurrent fetches share the read. A corrupt one is removed."""
+        # The second fetch of a key waits here, and then finds what the first one has read.
         with self._locks[int(key[:8], 16) % len(self._locks)]:
             record = self._recent.get(key)
             if record is not None:
@@ -132,6 +143,7 @@ class ReadAhead:
             except CorruptSegmentError as error:
                 fetch.errors.append(f"{key}: {error}")
                 with suppress(StoreError):  # a read-only store
+                    # Else every prompt with this beginning would read it, and pay for the check, again.
                     self._store.delete(key)
             if record is not None:
                 self._recent[key] = record

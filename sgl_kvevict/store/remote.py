@@ -31,6 +31,7 @@ class RemoteBackend(Backend):
         except ImportError as error:
             raise ConfigError(f"store: got {url!r}, which needs the package fsspec; install it") from error
         self._is_local = url.startswith(("file://", "local://"))
+        # Buckets have no folders; only a local path needs them made.
         options = {"auto_mkdir": True} if self._is_local else {}
         try:
             self._files, root = url_to_fs(url, **options)
@@ -58,6 +59,7 @@ class RemoteBackend(Backend):
         if not paths:
             return {}
         found: dict[str, bytes] = {}
+        # Errors are returned: one missing name would else end the call for all.
         for path, data in self._files.cat(list(paths), on_error="return", end=SMALL_BYTES).items():
             if isinstance(data, FileNotFoundError):
                 continue
@@ -67,10 +69,12 @@ class RemoteBackend(Backend):
         return found
 
     def _exists(self, name: str) -> bool:
+        # fsspec keeps listings; other servers write and remove meanwhile.
         self._files.invalidate_cache()
         return bool(self._files.exists(f"{self._root}/{name}"))
 
     def _delete(self, name: str) -> bool:
+        # S3 reports success for an object that never was.
         if not self._exists(name):
             return False
         self._files.rm_file(f"{self._root}/{name}")
@@ -79,6 +83,7 @@ class RemoteBackend(Backend):
     def _list(self, prefix: str) -> Iterator[Item]:
         self._files.invalidate_cache()
         found: dict[str, dict[str, Any]] = self._files.find(f"{self._root}/{prefix}", detail=True)
+        # An empty store has a root; without one the URL is wrong.
         if not found and not self._files.exists(self._root):
             raise StoreError(f"store {self.url!r}: nothing is there")
         for path, info in found.items():

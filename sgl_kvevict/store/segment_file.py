@@ -115,6 +115,7 @@ class SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
         import torch
 
+        # Keys of the order lie part after part, so they are cut with the masks of the parts.
         cuts = [part.within(position, self.end) for part in self.parts]
         kept = torch.cat([mask for _, mask in cuts])
         evicted, order = self.evicted, self.evicted_order
@@ -139,6 +140,7 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
     """
     from safetensors.torch import save
 
+    # Rows that do not name their draft model could be read by a server with another one.
     record = record if draft else replace(record, shadow=None)
     if record.shadow is not None:  # a shadow may have rows of tokens that its segment has dropped
         record = replace(record, shadow=record.shadow.within(record.start, record.end))
@@ -150,9 +152,12 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
         draft=draft if record.shadow is not None else "",
         evicted=0 if record.evicted is None else record.evicted.bits,
     )
+    # Metadata of safetensors are strings only.
     metadata = {name: json.dumps(value) for name, value in msgspec.to_builtins(header).items()}
+    # safetensors refuses strided tensors.
     payload = save({name: tensor.contiguous() for name, tensor in record.tensors.items()}, metadata)
     head = MAGIC + FORMAT_VERSION.to_bytes(8, "little") + len(payload).to_bytes(8, "little")
+    # The head is hashed, too, so that no byte of the file can change unnoticed.
     return head + hashlib.sha256(head + payload).digest() + payload
 
 
@@ -168,15 +173,18 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
 
     payload = _payload(data)
     header, _ = _header(payload)
+    # A file under another name would be found with another prompt, maybe of another tenant.
     _require(header.key == key, f"key: got {shown(header.key)}; expected {shown(key)}")
     _require(header.identity == identity.digest, f"identity: got {shown(header.identity)}; expected {identity.digest}")
     try:
         tensors = load(payload)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CorruptSegmentError(f"the tensors cannot be read: {cut(str(error))}") from error
+    # The segment is of use without them: what a draft model lacks costs accepted drafts, never correct tokens.
     if draft is None or header.draft != draft.digest:
         tensors = {name: each for name, each in tensors.items() if not name.startswith("shadow.")}
         draft = None
+    # How many entries there are is the file's own claim here; `_check_values` compares it with the lengths of runs.
     layout = _layout(header, tensors, identity, draft)
     names, required = tensors.keys(), layout.keys() - {"order"}
     _require(required <= names <= layout.keys(), f"tensors: got {shown(sorted(names))}; expected {sorted(required)}")
@@ -186,6 +194,8 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
     start, end = key_bounds(key)
     grouped = _grouped(tensors, header.bits, header.evicted)
     record = SegmentRecord(key, header.identity, start, end, header.splittable, **grouped)
+    # The checksum proves no origin: anyone who can write a file can compute it. Kernels trust lengths and positions,
+    # so a made-up one could make a request read other rows.
     _check_values(record)
     return record
 
@@ -198,6 +208,7 @@ def most_bytes(key: str, *models: StoreIdentity) -> int:
     start, end = key_bounds(key)
     num_bytes = PREFIX_BYTES + 8 + MAX_HEADER_BYTES + 8 * end
     for model in models:
+        # An upper bound is enough: it keeps a forged file from filling the memory, before it is read.
         row = 4 * (model.head_dim + model.own_value_dim) + 8  # with its position, and its order or what it was paid
         run = 16  # lengths of three parts and of what was evicted
         num_bytes += model.num_layers * model.num_kv_heads * ((end - start) * row + run)
@@ -237,9 +248,11 @@ def _payload(data: bytes) -> bytes:
 def _header(payload: bytes) -> tuple[SegmentHeader, dict[str, dict[str, Any]]]:
     """Fields of a segment, and dtypes and shapes of its tensors."""
     length = int.from_bytes(payload[:8], "little")
+    # The length is read from the file, and may be anything.
     limit = min(MAX_HEADER_BYTES, len(payload) - 8)
     _require(2 <= length <= limit, f"header: got {length} bytes; allowed: 2 to {limit}")
     try:
+        # Nested deeply enough, JSON ends in a RecursionError.
         tensors = msgspec.json.decode(payload[8 : 8 + length], type=dict[str, dict[str, Any]])
         values = {name: json.loads(value) for name, value in tensors.pop("__metadata__", {}).items()}
         return msgspec.convert(values, SegmentHeader), tensors
@@ -293,6 +306,7 @@ def _layout(
         is_known = header.evicted in identity.row_bits
         _require(is_known, f"evicted: got {header.evicted}; expected one of {identity.row_bits}, or 0")
         layout["evicted_order"] = "torch.int16", (entries("evicted.", header.evicted),)
+    # Its keys index entries of all parts, so one of another length would belong to other entries.
     layout["order"] = "torch.int16", (num_entries,)
     if draft is not None:
         n, runs = count("shadow.positions"), (draft.num_layers, draft.num_kv_heads)
@@ -331,6 +345,7 @@ def _check_runs(of_lens: str, lens: Tensor, of_positions: str, positions: Tensor
     inside = bool(((positions >= record.start) & (positions < record.end)).all())
     _require(inside, f"{of_positions}: expected all in [{record.start}, {record.end})")
     run = torch.repeat_interleave(lens)
+    # Positions begin anew where a run begins. Within one, kernels search them by halving.
     ascending = bool(((positions.diff() > 0) | (run.diff() > 0)).all())
     _require(ascending, f"{of_positions}: expected ascending ones within a run")
 
@@ -342,6 +357,7 @@ def _check_distinct(record: SegmentRecord) -> None:
     named = {f"parts.{number}": part for number, part in enumerate(record.parts)}
     if record.evicted is not None:
         named["evicted"] = record.evicted
+    # Run and position in one int64: one sort over all parts finds every pair of equal entries.
     coded = [torch.repeat_interleave(part.keep_lens.flatten().long()) << 32 | part.positions for part in named.values()]
     entries = torch.cat(coded).sort().values
     twice = entries[1:][entries.diff() == 0]

@@ -93,12 +93,14 @@ class SegmentStore(Tier):
         tokens = record.tokens.tolist()
         if record.identity != self.identity.digest or record.key != namespace.segment(tokens, record.start):
             raise ValueError(f"the segment {record.key} is not of identity {self.identity.digest} and its namespace")
+        # Before the first segment: `_read` takes this file to tell a damaged item from a store that does not answer.
         if not self.backend.exists(self._name(IDENTITY)):
             description = json.dumps(self.identity.describe(), indent=1, sort_keys=True)
             self.backend.put(self._name(IDENTITY), description.encode())
         entry, block_tokens = IndexEntry.of(record), self.identity.block_tokens
         chain = namespace.chain(tokens, block_tokens)
         prefixes = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
+        # The index says whether the stored segment is complete, so the large file need not be read for that.
         near = [each for entries in self._listed(prefixes[-1:]).values() for each in entries]
         stored = max((each for each in near if each.key == record.key), key=lambda each: each.is_complete, default=None)
         name, written = segment_name(self.identity.digest, record.key), 0
@@ -107,8 +109,11 @@ class SegmentStore(Tier):
             data = encode_segment(record, "" if self._draft is None else self._draft.digest)
             self._put(name, data)
             written = len(data)
+        # The file stays, so the index goes on describing that one.
         elif stored is not None:
             entry = stored
+        # After the segment, so that an entry always leads to a file. Written even if the file was there: a newer
+        # segment may have taken its place in the index.
         for prefix in prefixes:
             self._put(self._prefix_name(prefix), msgspec.json.encode(entry))
         return written
@@ -123,6 +128,7 @@ class SegmentStore(Tier):
         """
         draft = self._draft or self.identity  # of another server; its rows are no more than the model's
         limit = most_bytes(key, self.identity, draft)
+        # One byte more tells a file that is too long from one that is just as long as allowed.
         data = self._read(segment_name(self.identity.digest, key), limit + 1)
         if data is None:
             return None
@@ -135,7 +141,7 @@ class SegmentStore(Tier):
         return self.backend.delete(segment_name(self.identity.digest, key))
 
     def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
-        """See :class:`Tier`; a file of the index that is damaged counts as missing.
+        """What is listed under names of prefixes; a damaged file of the index counts as missing.
 
         Raises:
             StoreError: the store cannot be read.
@@ -150,12 +156,14 @@ class SegmentStore(Tier):
             found = {file: data for file, data in read.items() if data is not None}
         listed = {}
         for file, data in found.items():
+            # The next server that computes this prefix writes the entry anew.
             with suppress(CorruptSegmentError):
                 listed[files[file]] = [decode_entry(data)]
         return listed
 
     def _put(self, name: str, data: bytes) -> None:
         self.backend.put(name, data)
+        # What was just written whole is readable again.
         self._quarantined.pop(name, None)
 
     def _is_quarantined(self, name: str) -> bool:
@@ -163,13 +171,14 @@ class SegmentStore(Tier):
         return until is not None and self._clock() < until
 
     def _read(self, name: str, limit: int) -> bytes | None:
-        """Bytes of an item, see :meth:`Backend.get`; None: there is none, or it is quarantined."""
+        """Bytes of an item, of a larger one maybe only ``limit``; None: there is none, or it is quarantined."""
         if self._is_quarantined(name):
             return None
         try:
             return self.backend.get(name, limit)
         except StoreError as error:
             self.backend.get(self._name(IDENTITY), SMALL_BYTES)  # raises if the store as a whole cannot be read
+            # To forget them costs one more attempt each; to keep them all would let a damaged disk fill the memory.
             if len(self._quarantined) >= MAX_QUARANTINED:
                 self._quarantined.clear()
             self._quarantined[name] = self._clock() + QUARANTINE_S

@@ -104,6 +104,7 @@ class Tier(ABC):
         names = namespace.chain(tokens, block_tokens)
         listed = self._listed(names)
         found: dict[str, Match] = {}
+        # Deepest first: a segment is listed at several depths, and its first hit here is its longest match.
         for number in range(len(names), 0, -1):
             for entry in listed.get(names[number - 1], ()):
                 if entry.key not in found:
@@ -121,12 +122,16 @@ class Tier(ABC):
         Each one, of those ``found``, reaches farthest of those that begin where the last one ended, and at least
         ``min_prefix_tokens`` beyond it. ``get``: as :meth:`get`.
         """
+        # A segment may replace uncompressed tokens of the tree, so it has to begin where compressed ones end, and to
+        # reach beyond all that the tree has.
         compressed, cached = lookup.compressed, lookup.cached
         while True:
             best, longest = None, cached + self.identity.min_prefix_tokens - 1
             for overlap, entry in islice(_candidates(found, compressed), MAX_TRIES):
+                # A read is expensive; one that cannot reach farther is not made.
                 record = (get or self.get)(entry.key) if overlap > longest else None
                 if record is not None:
+                    # The name covers whole blocks only, and a forged index could list anything: tokens decide.
                     same = num_shared(lookup.tokens, record.tokens)
                     if same > longest and _pays(IndexEntry.of(record), same, compressed):
                         best, longest = record, same
@@ -152,11 +157,14 @@ def listed_blocks(entry: IndexEntry, block_tokens: int) -> list[int]:
     last block alone.
     """
     last = entry.end // block_tokens
+    # One that cannot be split is used whole or not at all, so no shorter prompt has to find it.
     if not entry.splittable or not last:
         return [last] if last else []
     half = entry.start + int(MIN_USED * (entry.end - entry.start))
     first = min(max(-(-half // block_tokens), 1), last)
     step = max(-(-(last - first) // MAX_LISTED), 1)
+    # Steps are counted from the end, because the last block is asked for most: by the same prompt, or a longer one. A
+    # caller relies on the order.
     return sorted({first, *range(last, first, -step)})
 
 
@@ -167,6 +175,7 @@ def num_shared(tokens: Sequence[int], path: Tensor) -> int:
 
 def _candidates(found: Sequence[Match], start: int) -> Iterator[Match]:
     """Segments worth reading that continue at position ``start``, longest match first."""
+    # Of equal matches the one that begins latest: the fewest of its entries are cut off again.
     for overlap, entry in sorted(found, key=lambda each: (-each[0], -each[1].start)):
         if _pays(entry, overlap, start):
             yield overlap, entry

@@ -29,6 +29,7 @@ class Workers:
     def takes(self, num_bytes: int = 0) -> bool:
         """Whether :meth:`submit` would take work now."""
         sizes = self._sizes()
+        # Without this a piece beyond the limit could never be done at all.
         return len(sizes) < self._limit and (not any(sizes) or sum(sizes) + num_bytes <= self._max_bytes)
 
     def submit(self, work: Callable[[], None], num_bytes: int = 0) -> bool:
@@ -47,13 +48,17 @@ class Workers:
     def close(self, timeout_s: float) -> int:
         """Wait like :meth:`drain`, then cancel waiting work; return how many pieces were not done."""
         left = wait(self._unfinished.copy(), timeout_s).not_done
+        # This wait was bounded; the one of `shutdown` is not, and a service that is down would hold it.
         self._pool.shutdown(wait=False, cancel_futures=True)
         return len(left)
 
     def _sizes(self) -> list[int]:
+        # A copy, because threads remove entries meanwhile. One that is done may still be listed: its callback runs
+        # later.
         return [size for future, size in self._unfinished.copy().items() if not future.done()]
 
     def _ended(self, future: Future[None]) -> None:
         self._unfinished.pop(future, None)
+        # Nobody asks these futures for a result, so an exception would vanish.
         if not future.cancelled() and (error := future.exception()) is not None:
             logger.error("kvevict: a thread of the store failed", exc_info=error)

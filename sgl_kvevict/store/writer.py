@@ -35,6 +35,7 @@ class WriteBehind(Workers):
     ) -> None:
         super().__init__("kvevict-store-write", 1, MAX_WAITING, max_bytes)
         self.num_dropped = 0
+        # Appended by the thread, popped by the scheduler; bounded in case nobody pops.
         self.done: deque[int | None] = deque(maxlen=10_000)
         self._store = store
         self._clock = clock
@@ -48,6 +49,7 @@ class WriteBehind(Workers):
 
     def write(self, record: Callable[[], SegmentRecord], namespace: Namespace, num_bytes: int) -> bool:
         """Queue a segment of ``num_bytes`` of keys and values; the thread calls ``record`` for it. False: no room."""
+        # `record` waits for a copy from the device, which the scheduler's thread must not.
         return self.submit(lambda: self._write(record(), namespace), num_bytes)
 
     def _write(self, record: SegmentRecord, namespace: Namespace) -> None:
@@ -59,6 +61,7 @@ class WriteBehind(Workers):
 
     def _log(self, error: StoreError) -> None:
         cause = error.__cause__
+        # A full disk fails with every segment: one line each would bury the log.
         kind = f"{type(cause).__name__} {getattr(cause, 'errno', None)}"
         now = self._clock()
         if now >= self._next_log.get(kind, now):
