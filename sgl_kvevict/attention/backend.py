@@ -72,9 +72,11 @@ def _build_flashinfer(
     """FlashInfer for layers without a window; ``triton`` builds our own attention for the others and for trees."""
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
+    # FlashInfer would have no layer to attend in.
     if not geometry.full_layers:
         return triton()
     plain = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
+    # FlashInfer compiles at the first plan: now, not while a request waits.
     plain.warm_up()
     return ByWindow(plain, triton()) if geometry.has_windows or verifies else plain
 
@@ -118,18 +120,19 @@ class ByWindow:
         self._is_tree = False
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Launch the kernels with masks; see :meth:`CompiledAttention.warm_up`."""
+        """Launch the kernels with masks once."""
         self._masked.warm_up(sink_dtype)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward; see :meth:`Attention.plan`."""
+        """Prepare the layers of one forward."""
         self._is_tree = batch.visible is not None
+        # FlashInfer's plan copies lists to the device, which a forward of trees would pay for nothing.
         if not self._is_tree:
             self._plain.plan(batch)
         if self._is_tree or self.geometry.has_windows:
             self._masked.plan(batch)
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend as planned; see :meth:`Attention.run`."""
+        """Attend as planned."""
         chosen = self._masked if self._is_tree or self.geometry.window(layer) else self._plain
         return chosen.run(layer, q, sm_scale, sink_logits)

@@ -68,6 +68,7 @@ class AttentionBatch:
         for i, (compressed_len, seq_len, new) in enumerate(
             zip(self.compressed_lens, self.seq_lens, new_lens, strict=True)
         ):
+            # Behind this check stands that no filler of a row is read: a filler is some other token's slot.
             if not 0 <= compressed_len <= seq_len - new <= seq_len <= self.req_to_token.shape[1]:
                 raise InvariantError(
                     f"request {i}: compressed_len {compressed_len}, {new} new of {seq_len} tokens, "
@@ -135,6 +136,7 @@ class RecentBatches(Generic[K, V]):
 
     def get(self, key: K, build: Callable[[], V]) -> V:
         """Return the layout of a batch; if it is not kept, drop the least recently used one and ``build`` it."""
+        # Taken out and put back: the order of the dictionary is that of the last use.
         value = self._kept.pop(key, None)
         if value is None:
             if len(self._kept) == MAX_BATCHES:

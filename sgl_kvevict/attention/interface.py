@@ -100,5 +100,6 @@ def with_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tu
     """
     if sink_logits is None:
         return out, lse
+    # The sink's value is 0, so it only makes the other weights smaller: one factor for each query and head.
     total = torch.logaddexp(lse, sink_logits.float())
     return (out.float() * torch.exp(lse - total)[..., None]).to(out.dtype), total

@@ -28,6 +28,7 @@ def kernels_for(
     reads_fp8 = dtype_name == FP8 and device.type == "cuda" and chosen == "triton"
     return Kernels(
         name,
+        # Only ``auto`` falls back. Someone who asks for numba is told why it cannot run.
         "torch" if name == "auto" and numba_error is not None else chosen,
         device.type,
         numba_error,
@@ -35,6 +36,7 @@ def kernels_for(
         dtype_name,
         head_dim or 0,
         is_latent,
+        # Float8 alone depends on it: Triton has no such conversion on older GPUs.
         torch.cuda.get_device_capability(device) if reads_fp8 else None,
     )
 

@@ -26,4 +26,5 @@ def adapter_of(namespace: NamespaceKey, loaded: LoRANameTable) -> str | None:
     adapter whose client's key ends with such an id is refused (``request_check.py``), so that no namespace has both.
     """
     extra_key = namespace[0]
+    # SGLang appends the id without a separator, so only its length tells where it begins.
     return None if extra_key is None or loaded.resolve(extra_key) is None else extra_key[-ID_CHARS:]

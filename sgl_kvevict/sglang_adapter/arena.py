@@ -41,6 +41,7 @@ def create_arena_buffers(pool: MHATokenToKVPool) -> None:
             torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
             for shape in (k_shape, v_shape)
         )
+    # SGLang stores float8 as uint8; our kernels read the numbers.
     pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype))
     pool.k_buffer = list(k.unbind(0))
     pool.v_buffer = list(v.unbind(0))
@@ -53,6 +54,7 @@ def arena_of(pool: KVCache) -> Arena | None:
         return None
     latents = getattr(pool, "kv_buffer", None)
     stored = ((pool.k_buffer, arena.k), (pool.v_buffer, arena.v)) if latents is None else ((latents, arena.k),)
+    # If other buffers were put in their place since, entries moved in the arena would be read by no layer.
     if any(
         buffer.data_ptr() != plane.data_ptr()
         for buffers, planes in stored
@@ -69,6 +71,7 @@ def create_latent_buffers(pool: MLATokenToKVPool) -> None:
     with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), mem_pool:
         rows = torch.zeros(shape, dtype=pool.store_dtype, device=pool.device)
     stored = rows.view(pool.dtype)
+    # Values are a view of the keys, so moving a key moves its value.
     pool.kvevict_arena = Arena(stored, stored[..., : pool.kv_lora_rank])
     pool.kv_buffer = list(rows.unbind(0))
 

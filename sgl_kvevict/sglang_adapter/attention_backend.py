@@ -49,7 +49,7 @@ class Observing(Protocol):
     """Records the queries of a prefill: an observation of a prompt, or of a draft's queries."""
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float, /) -> None:
-        """See :meth:`PromptObservation.record`."""
+        """Record the queries of one layer, [num_tokens, num_qo_heads, head_dim], with their log-sum-exp."""
 
     def fail(self) -> None:
         """An error ended the recording."""
@@ -72,7 +72,7 @@ class KVEvictAttentionBackend(AttentionBackend):
     """
 
     slot_positions: Tensor | None = None
-    """See :class:`CachedRange`; None unless the model's positions have several axes (M-RoPE)."""
+    """[3, num_token_slots], int32: positions of the slots' tokens by axis; None unless there are several (M-RoPE)."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
@@ -83,6 +83,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         policy = configured_policy(config)
         facts = after_load(model_runner, config, policy)
         require(ATTENTION if model_runner.is_draft_worker else AFTER_LOAD, facts)
+        # Shadows are copies of a draft's rows, for which no statistics are learned.
         self.bits: Bits = 16 if model_runner.is_draft_worker else facts.bits
         self.why_16_bits = facts.why_16_bits
         arena = arena_of(full_pool_of(self.token_to_kv_pool))
@@ -93,6 +94,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         verifies = not model_runner.spec_algorithm.is_none()
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
+        # Neutral at first: attention is built here, before a file is looked for, and reads the same tensors later.
         self.coding = None if self.bits == 16 else RowCoding.of(arena.k, _neutral_statistics(arena))
         self.attention = _build_attention(
             config.attention, self.geometry, arena, model_runner.dtype, verifies, self.coding
@@ -105,6 +107,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
         for attention in (self.attention, None if self._window_layers is None else self._window_layers.attention):
+            # The kernels are compiled now, not when the first request reads a span; without sinks `build_attention` has
+            # done it.
             if self._on_gpu and sink_dtype is not None and isinstance(attention, CompiledAttention):
                 attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
@@ -124,12 +128,14 @@ class KVEvictAttentionBackend(AttentionBackend):
         Data-parallel attention pads a batch with rows of no request: they are not planned, see :meth:`forward`.
         """
         if forward_batch.forward_mode.is_idle():
+            # A rank without requests still takes part in the others' forward, with rows of padding alone.
             self._num_new = 0
             return
         self._note_positions(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             self._plan_verification(forward_batch)
             return
+        # Data-parallel attention pads the tensors of a batch, and not the list of its requests.
         readers = readers_of(forward_batch.rids)
         real = slice(None if readers is None else len(readers))
         seq_lens = forward_batch.seq_lens_cpu[real].tolist()
@@ -167,6 +173,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         if not isinstance(self.attention, CapturableAttention):
             raise UnsupportedSetupError([f"a graph cannot record {type(self.attention).__name__}"])
         self._captured = self.attention
+        # One buffer for all captures: a graph reads it by address, and each replay fills it before.
         self._visible = torch.ones(max_num_tokens, dtype=torch.int64, device=self.arena.k.device)  # of replays
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -179,6 +186,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             if self._window_layers is not None:
                 self._window_layers.start_capture(forward_batch.batch_size)
             return
+        # SGLang pads a batch to the size of a graph.
         real = slice(forward_batch.batch_size - forward_batch.num_padding)
         seq_lens = forward_batch.seq_lens_cpu[real].tolist()
         readers, extend_lens = replayed_readers(self.runner, len(seq_lens)), None
@@ -266,6 +274,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         if num_new is None or num_new == len(q):
             whole: Tensor = attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             return whole
+        # Zeros, and no unwritten memory: these rows go on through the layers of all ranks.
         out = q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         if num_new:
             new_kv = (None if rows is None else rows[:num_new] for rows in (k, v))
@@ -296,8 +305,10 @@ class KVEvictAttentionBackend(AttentionBackend):
             if new_kv is not None:
                 scales = self.geometry.scales.of(place) if self.geometry.scales.k else ()
                 location = KVWriteLoc(forward_batch.out_cache_loc[: len(q)], None)
+                # Before attention, which reads the new tokens from their slots.
                 self.token_to_kv_pool.set_kv_buffer(layer, location, *new_kv, *scales)
             out, lse = self.attention.run(place, queries, layer.scaling, sinks)
+            # A copy: an observation that fails is removed meanwhile.
             for observed in tuple(self._observed):
                 self._record(observed, place, queries, lse, layer.scaling)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
@@ -317,6 +328,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Record one request's queries of one layer; a failure ends this observation."""
         assert self.tree is not None
         rows, observation = observed
+        # A failed observation may cost one prompt its order, and must not end the forward of a batch.
         with self.tree.guard.at(Place.OBSERVATION) as attempt:
             observation.record(index, queries[rows], lse[rows], self.arena.k[index], scale)
         if attempt.failed:
@@ -325,7 +337,7 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> VerifyMask:
-        """See :data:`MASKS`."""
+        """How SGLang is to lay out the masks of drafts."""
         return MASKS
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
@@ -384,6 +396,7 @@ def _build_attention(
     ranks = TensorRanks(get_parallel().attn_tp_group.cpu_group)
 
     def on_all_ranks(here: bool) -> bool:
+        # Kernels that one rank cannot compile are used by none, so that all ranks compute alike.
         return all(there for (there,) in ranks.gather([here]))
 
     return build_attention(name, geometry, arena.k, arena.v, q_dtype, on_all_ranks, verifies=verifies, coding=coding)

@@ -42,7 +42,10 @@ class BlockingNodes:
                 continue
             salt = self._retired + secrets.token_hex()
             for node in _subtree(top):
+                # Taken out under the old name first: the salt is part of the name under which a parent knows its child.
                 del node.parent.children[node.key.child_key(cache.page_size)]
+                # A key of its own: the node may share the object with the request that inserted it, whose namespace
+                # stays.
                 node.key = node.key[:]
                 node.key.cache_salt = salt
                 node.parent.children[node.key.child_key(cache.page_size)] = node
@@ -59,6 +62,7 @@ class BlockingNodes:
     @accounting()
     def drop_unread(self, top: UnifiedTreeNode) -> bool:
         """Drop the nodes of a subtree that have no readers; return whether that was all of it."""
+        # Leaves first: SGLang drops nothing else.
         for node in reversed(_subtree(top)):
             if node.component_data[FULL].lock_ref > 0:  # a reader locks all nodes above its last one
                 continue

@@ -29,4 +29,5 @@ def after_details(
     if report is None:
         return found
     details = report.details
+    # A request that we have nothing to say about gets what stock SGLang would have sent.
     return found if found is None and details == NOTHING_READ else {**(found or NOTHING_FOUND), **details}

@@ -86,6 +86,7 @@ def changes() -> tuple[list[str], dict[str, list[str]], list[str]]:
         if is_now == was:
             continue
         sentence = f"{target}: {is_now}; expected {was}"
+        # A target that the list lacks may have any meaning, so it counts as broken.
         if target in known and not is_now.startswith(MISSING) and _fits(target):
             harmless.append(sentence)
         elif target in optional:
@@ -116,6 +117,8 @@ def takes(ours: Sequence[Parameter], theirs: Sequence[Parameter]) -> bool:
     mine, places = ([each for each in side if each.kind <= Parameter.POSITIONAL_OR_KEYWORD] for side in (ours, theirs))
     my_names, names = ({each.name for each in side if each.kind is Parameter.KEYWORD_ONLY} for side in (ours, theirs))
     others = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
+    # More arguments by place than ours names are taken by ``*args`` if given by place, and by ``**kwargs`` if given by
+    # name.
     wanted = others if len(places) > len(mine) else {each.kind for each in theirs} & others
     wanted |= {Parameter.VAR_KEYWORD} if names - my_names else set()
     same = (
@@ -126,6 +129,7 @@ def takes(ours: Sequence[Parameter], theirs: Sequence[Parameter]) -> bool:
 
 def is_on(feature: Feature) -> bool:
     """Whether the installed SGLang has what a feature needs."""
+    # A supported version is not compared: that imports much of SGLang, in every process.
     return version("sglang") in SUPPORTED_SGLANG or feature.name not in changes()[1]
 
 

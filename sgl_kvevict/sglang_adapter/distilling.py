@@ -86,6 +86,7 @@ class Distilling:
         self._geometry = geometry
         self._device = device
         self._ranks = TensorRanks(ctx.params.attn_tp_cache_group)
+        # A latent is one row for all heads, and every rank has it whole.
         self._num_heads = 1 if geometry.is_latent else model_config.get_total_num_kv_heads()
         runner = ctx.tp_worker.model_runner
         self._has_weights = has_weights(runner, ServerSettings.read())
@@ -98,6 +99,7 @@ class Distilling:
             self._identity = ModelIdentity(name, fingerprint, *sizes, rotary, geometry.is_latent)
         if self._identity is None and config.score_weights not in (None, AUTO):
             raise UnsupportedSetupError(["score_weights: the model has no safetensors files to know it by"])
+        # The compressor gets this object now and its weights later: they may have to be learned first.
         self.learned = LearnedScores(rotary)
         self._needs_scores = needs_scores
         self._statistics = statistics
@@ -172,6 +174,7 @@ class Distilling:
         parts = [ScoreWeights(*both, mine.num_prefixes) for both in zip(caches, windows, strict=True)]
         weights = ScoreWeights.of_ranks(parts, self._num_heads)
         recall = learner.recall(self._of_rank(weights), trial(), self.share)
+        # The smallest, because the warning is about the worst rank; in thousandths, because ranks exchange integers.
         return replace(weights, recall=-self._ranks.largest(-int(1000 * recall)) / 1000)
 
     def _statistics_of_all(self, mine: RowStatistics) -> RowStatistics:
@@ -218,6 +221,7 @@ class Distilling:
         for path in paths:
             if not path.exists():
                 continue
+            # One file may have scores and the other statistics.
             known = known.completed_by(found := load_learned(path, self._identity))
             if self._needs_scores and found.scores is not None and known.scores is found.scores:
                 self.log(logging.INFO, "learned scores of %d texts from %s", found.scores.num_prefixes, path)
@@ -258,6 +262,7 @@ def model_fingerprint(model_path: str, revision: str | None) -> str | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
+        # Local files only: SGLang has downloaded the model by now, and a start must not wait for a network.
         return fingerprint_of(Path(snapshot_download(model_path, revision=revision, local_files_only=True)))
     except (LocalEntryNotFoundError, ValueError, OSError):
         return None

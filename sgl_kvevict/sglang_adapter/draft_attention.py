@@ -46,8 +46,9 @@ class SeenQueries:
     count: int
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, _k_buffer: Tensor, sm_scale: float) -> None:
-        """See :meth:`PromptObservation.record`."""
+        """Record what these queries of a layer paid to the request's uncompressed tokens."""
         query_start = self.start + self.token_slots.numel() - self.count
+        # Queries of a layer may be a strided view of a fused projection, and the kernel reads them without strides.
         queries, lse = queries[-self.count :].contiguous(), lse[-self.count :].contiguous()
         self.rows.see(layer, queries, lse, self.token_slots, self.start, query_start, sm_scale)
 
@@ -64,6 +65,7 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
         self.rows = DraftRows(self.geometry, self.arena.k, self.arena.v)
+        # The factory sees the target's runner and pool only.
         full_pool_of(model_runner.token_to_kv_pool_allocator.get_kvcache()).kvevict_drafts = self
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -71,7 +73,9 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
         super().init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_idle():
             return
+        # What was paid to the former token of a slot does not belong to the new one.
         self.rows.forget(forward_batch.out_cache_loc)
+        # Its tokens may be rejected drafts, whose attention is no prompt's.
         if forward_batch.forward_mode.is_draft_extend_v2():
             self._observed = []
 
@@ -161,6 +165,7 @@ class DraftStep(AttentionBackend):
     ) -> Tensor:
         """Attend with one new token per branch; see :meth:`KVEvictAttentionBackend.forward_decode`."""
         backend = self._steps.backend
+        # SGLang asks for the plans of a round at its beginning, and one attention holds one plan at a time.
         if backend.places.get(layer.layer_id) == 0:
             self._steps.plan(self._index)
         return backend.forward_decode(q, k, v, layer, *args, **kwargs)

@@ -52,9 +52,11 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     if not isinstance(backend, KVEvictAttentionBackend):  # what was published says that it is ours
         raise InvariantError(f"SGLang has built {type(backend).__name__} for our attention backend")
+    # From here on ``auto`` is decided, for store, log and inspection alike.
     config = config.model_copy(update={"bits": backend.bits})
     drafts = draft_attention_of(full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()))
     tree = _assemble(ctx, config, policy, backend, drafts)
+    # Both need each other, and SGLang builds the backend first.
     backend.attach(tree)
     if drafts is not None:
         drafts.attach(tree)
@@ -112,6 +114,7 @@ def _assemble(
         stream = SideStream(arena.k.device) if is_alone else None
         compressor = Compressor(config, policy, packer, learned, backend.slot_positions, stream)
         if arena.k.is_cuda:
+            # No kernel may be compiled while requests wait.
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         elif backend.coding is not None:
             prepare_on_cpu(geometry.head_dim)
@@ -119,6 +122,7 @@ def _assemble(
             config, ctx, geometry, arena.k.dtype, drafts, "" if distilling is None else distilling.digest
         )
     host = open_host(config, ctx, packer)
+    # SGLang calls the class with its own arguments only.
     ours = partial(KVEvictTree, compressor=compressor, host=host, access=access, distilling=distilling)
     tree = create_unified_radix_cache(ctx, cache_class=ours)
     assert isinstance(tree, KVEvictTree)

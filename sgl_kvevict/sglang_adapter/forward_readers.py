@@ -24,12 +24,11 @@ class BatchReaders(list[str]):
 def after_init_new(
     forward: ForwardBatch, _cls: type, batch: ScheduleBatch, runner: ModelRunner, /, *_: Any, **__: Any
 ) -> None:
-    """Hook after a forward is created from a scheduler's batch: attach the requests.
-
-    The runner has them, too: a captured step has no ``rids``, and is replayed before the runner's next forward.
-    """
+    """Hook after a forward is created from a scheduler's batch: attach the requests, and note them at the runner."""
     if forward.rids is not None:
+        # A list still, because SGLang hands the ids on; None stays None, which marks a warm-up.
         forward.rids = BatchReaders(batch.reqs)
+    # A captured step has no ``rids``. It is replayed before the runner's next forward, so the runner remembers them.
     runner.kvevict_readers = forward.rids
 
 

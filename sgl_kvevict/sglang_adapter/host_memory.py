@@ -38,6 +38,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
     identity = host_identity(packer, config.min_prefix_tokens, ranks)
     block_bytes = BLOCK_SLOTS * packer.slot_bytes
     num_blocks = 0
+    # A copy has full attention only. A prompt that found one would lack rows of the window pool, or a recurrent state.
     if config.policy != "none" and config.host_bytes != 0 and not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):
         num_blocks = _num_blocks(config, packer, ranks, block_bytes)
     if ranks.is_first and num_blocks:
@@ -47,6 +48,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
 
 def _num_blocks(config: KVEvictConfig, packer: SegmentPacker, ranks: TensorRanks, block_bytes: int) -> int:
     """Blocks of host memory on each rank."""
+    # All ranks of a host see the same free memory.
     free = int(free_host_gib() * GIB) // ServerSettings.read().ranks_per_host
     wanted: int | None = config.host_bytes
     if wanted is not None and not block_bytes <= wanted <= free:
@@ -84,5 +86,6 @@ def before_matching(req: Req, tree_cache: Any = None, *_args: object, **_kwargs:
     if not isinstance(tree_cache, KVEvictTree) or not tree_cache.prefixes.host.is_on:
         return
     if req.positional_embed_overrides is None:  # else SGLang matches nothing
+        # A request that was retracted looks up its answer, too.
         prompt = tree_cache.prompt_of(req, req.origin_input_ids + req.output_ids)
         tree_cache.prefixes.admitting(req, prompt)

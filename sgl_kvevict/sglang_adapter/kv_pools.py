@@ -19,6 +19,7 @@ MAMBA = ComponentType.MAMBA
 
 def full_pool_of(pool: KVCache) -> KVCache:
     """Return the full-attention pool: the pool itself, or its part if SGLang combines several."""
+    # The exact types: a subclass may lay out its layers in another way, and is refused at the start.
     return pool.full_kv_pool if type(pool) in (SWAKVPool, HybridLinearKVPool) else pool
 
 
@@ -52,5 +53,6 @@ def state_slots(params: CacheInitParams, k_arena: Tensor) -> Callable[[UnifiedTr
         return None
     states = params.req_to_token_pool.mamba_pool.mamba_cache
     bytes_per_slot = 2 * k_arena.numel() // k_arena.shape[1] * k_arena.element_size()
+    # Dimension 1 of a state's tensors counts states, dimension 0 layers.
     num_slots = float(states.mem_usage_bytes() / states.temporal.shape[1] / bytes_per_slot)
     return lambda node: None if node.component_data[MAMBA].value is None else num_slots

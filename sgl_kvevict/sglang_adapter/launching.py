@@ -28,6 +28,7 @@ def after_first_step(server_args: ServerArgs, previous: Callable[[ServerArgs], N
     decided. Prints the reasons and exits with code 1 in SGLang's own commands; raises :class:`KVEvictError` elsewhere
     (``sgl.Engine``).
     """
+    # First SGLang's own step: the checks read what it decides.
     previous(server_args)
     value_of = resolving(server_args)
     if BACKEND_NAME not in map(value_of, BACKENDS):
@@ -38,6 +39,7 @@ def after_first_step(server_args: ServerArgs, previous: Callable[[ServerArgs], N
     except KVEvictError as error:
         if not is_command:
             raise
+        # In SGLang's own commands a traceback of its launcher would bury the reasons.
         raise SystemExit(f"sgl-kvevict: error: {error}") from error
 
 
@@ -49,6 +51,7 @@ def check_start(value_of: ValueOf, *, is_command: bool) -> None:
         UnsupportedSetupError: lists every reason.
     """
     config = load_config()
+    # Wrong options of a policy would otherwise be found after the model is loaded.
     configured_policy(config)
     address = (str(value_of("host")), value_of("port")) if is_command else None
     require(BEFORE_LOAD, before_load(value_of, config, address=address))

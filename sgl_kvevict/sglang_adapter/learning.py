@@ -88,6 +88,7 @@ class TextPrefills:
         if attention is None:
             self.prompt.begin_chunk(start, end, is_last=end >= prompt_len)
             return [self.prompt] if self._sums is None else [self.prompt, self._sums]
+        # A request repeats the text first, up to where its repetition begins: these tokens are found in the tree.
         if end <= attention.num_tokens:
             return []
         attention.begin_chunk(start, self._tree.port.slots_of(reader, 0, attention.num_tokens))
@@ -152,6 +153,7 @@ class TextReader:
             UnsupportedSetupError: the text was not admitted, or aborted.
         """
         tree = self._tree
+        # Takes the place of what compresses prompts, so that the text stays in the tree as it was computed.
         text = self._text = tree.prefixes.prefills = TextPrefills(tree, sums)
         self._run(tokens, is_cached=True)
         if text.node is None or text.prompt.has_failed or (sums is not None and sums.has_failed):
@@ -173,16 +175,20 @@ class TextReader:
         for repetition in repetitions(self.tokenizer, tokens_of(path), self._repeated):
             self._run([*key, *repetition], is_cached=False)
         path = path_to(text.node)
+        # Requests that repeat a text need slots, too; if the text was dropped for them, its nodes have lost their
+        # parents.
         above = [tree.root_node, *path[:-1]]
         if any(all(node is not child for child in up.children.values()) for up, node in zip(above, path, strict=True)):
             raise self._unreadable(num_tokens, "it was dropped between two repetitions")
         if attention.has_failed:
             raise self._unreadable(num_tokens, "a repetition failed")
+        # The last tokens are protected in a prompt, so no score decides about them.
         slots = tree.port.token_slots(path)[: -tree.compressor.config.tail_tokens]
         return tree.compressor.scored_text(slots, attention.sums, text.prompt)
 
     def forget(self) -> None:
         """Empty the cache; the server is as before the text."""
+        # The allocator keeps its memory, which the next text needs again.
         self._scheduler.flush_cache(empty_cache=False)
         self._tree.prefixes.prefills = self._served
 
@@ -198,6 +204,8 @@ class TextReader:
                 raise self._unreadable(len(req.origin_input_ids), "SGLang does not admit it")
         if isinstance(req.finished_reason, FINISH_ABORT):
             raise self._unreadable(len(req.origin_input_ids), req.finished_reason.message)
+        # SGLang takes a finished request out of its batches one turn later, and flushes the cache of an idle scheduler
+        # only.
         while self._turn():
             pass
 
@@ -270,6 +278,7 @@ def learn_before_ready(scheduler: Scheduler) -> None:
         return
     tree.distilling.use_none()
     if tree.distilling.lacks_scores or tree.distilling.lacks_statistics:
+        # The loop runs on this stream and without gradients; SGLang has not entered either yet.
         with scheduler.device_module.StreamContext(scheduler.schedule_stream), DynamicGradMode():
             learn(scheduler, tree)
 
@@ -289,6 +298,7 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
     subject, instead = SUBJECTS[has_scores]
     reader = TextReader(scheduler, tree, subject, instead)
     passages = passages_of(tree.compressor.config.score_texts)
+    # Every other one as a chat, because servers get both kinds of prompts.
     *samples, trial = (reader.tokens_of(text, as_chat=i % 2 == 1) for i, text in enumerate(passages))
     what = "scores"
     if has_scores:
@@ -309,12 +319,15 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
         distilling.log(logging.INFO, "learning %s: text %d of %d, %d tokens, %.1f s", what, number, len(samples), *size)
 
     def tried() -> ScoredText:
+        # Read only if scores were learned: statistics need no trial.
         reader.read(trial)
         return reader.score()
 
     distilling.finish(learner, sums, tried)
     reader.forget()
     if tree.prefixes.access is not None:
+        # Rows in the store were written with some statistics, so these are part of the identity under which they are
+        # found.
         read_with(tree.prefixes.access, distilling.digest)
     seconds = time.perf_counter() - begin
     if has_scores:

@@ -161,11 +161,14 @@ def around_check(
     """
     tree, admission = adder.tree_cache, admission_of(adder.token_to_kv_pool_allocator)
     if admission is not None:
+        # A long prompt may have begun in this very turn, when the scheduler does not know of it yet.
         busy = adder.new_chunked_req if is_long(tree, adder.new_chunked_req) else admission.prefilling
+        # Others may join its last chunk: no further one needs the room.
         if busy not in (None, req) and busy.extend_end < len(busy.full_untruncated_fill_ids):
             return False, None
     check = partial(original, adder, req, extend_input_len=extend_input_len, total_tokens=total_tokens, **kwargs)
     verdict, limit = check(), kwargs.get("chunk_limit", adder.rem_chunk_tokens)
+    # While anything runs its end may release enough.
     is_alone = not adder.can_run_list and not adder.running_batch.reqs
     if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.drop_unread_parts(req):
         verdict = check()
@@ -173,6 +176,7 @@ def around_check(
         return verdict
     # SGLang has locked the prefix for this check, so its slots count as taken; the peak counts the whole prompt.
     prefix = path_to(tree.tree_core.node_by_id(req.last_node))
+    # What an exact request reads cannot shrink, so it does not count as room.
     held = 0 if tree.prefixes.readers.has_exact(prefix) else sum(map(tree.node_slots, prefix))
     num_new = total_tokens - extend_input_len + _num_with_logprobs(req)
     peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new
@@ -192,6 +196,7 @@ def around_available(original: Callable[..., int | None], budget: PrefillBudget,
     evict_from_tree_cache(budget.tree_cache, max(available, 0))  # a policy that fails keeps no promise
     available = min(available, budget.allocator.available_size())
     rest = len(req.full_untruncated_fill_ids) - req.prefix_len
+    # A chunk shorter than the shortest range could not be compressed, and the next one would find still less room.
     admission.is_parked = available < min(wanted, rest, admission.plan.config.min_prefix_tokens)
     return None if admission.is_parked else available
 

@@ -100,6 +100,7 @@ def layer_traits(model: nn.Module) -> frozenset[str]:
 def pooling_of(policy: Policy | None, head_dim: int, device: torch.device) -> tuple[int, int]:
     """:attr:`AfterLoad.pooling`; zeros unless the policy pools row by row on a GPU."""
     scorer = None if policy is None else policy.scorer
+    # Kernel sizes are limited by a GPU's shared memory alone.
     if device.type != "cuda" or not isinstance(scorer, WindowAttentionScorer):
         return 0, 0
     if not pools_rows(scorer.kernel_size, scorer.pooling, scorer.order):

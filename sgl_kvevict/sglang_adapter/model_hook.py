@@ -27,13 +27,13 @@ SOURCE = f"{BACKEND_NAME}: around_model_adjustments"
 def around_model_adjustments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Resolution hook: present our backend as ``STAND_IN`` while SGLang checks its list, and switch off CUDA graphs.
 
-    Only those that are on by default, and that our attention does not support; no later step switches them on. A user's
-    explicit choice is left, and refused when the backend is built.
+    Only those that are on by default, and that our attention does not support; no later step switches them on.
     """
     value_of = resolving(server_args)
     if value_of("attention_backend") == BACKEND_NAME and architecture(server_args) in LISTED:
         decide(server_args, SOURCE, attention_backend=STAND_IN)
         previous(server_args)
+        # Back at once: later steps, and the runner, have to see the name that was asked for.
         decide(server_args, SOURCE, attention_backend=BACKEND_NAME)
     else:
         previous(server_args)
@@ -45,6 +45,7 @@ def around_model_adjustments(server_args: ServerArgs, previous: Callable[[Server
         reasons[Phase.DECODE] = f"attention {attention!r} plans on the host"
     for phase, reason in reasons.items():
         config = value_of("cuda_graph_config")
+        # A user's explicit choice is not overruled; the backend refuses it, with the reason, when it is built.
         if is_graph_chosen(server_args, phase) or config[phase].backend == Backend.DISABLED:
             continue
         logger.warning("CUDA graphs of %s steps are switched off: %s.", phase, reason)

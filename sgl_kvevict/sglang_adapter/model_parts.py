@@ -27,6 +27,7 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     found: list[Any] = [child for part in parts for child in part.children() if _is_rotary(child)]
     if not found:  # not beside the attention of each layer
         found = [module for module in model.modules() if _is_rotary(module)]
+    # Layers share a table, or have modules of their own around the same one: the memory tells.
     tables = {table.cos_sin_cache.data_ptr(): table for table in found}
     turned = {_turns_keys(part) for part in parts}
     if len(tables) != 1 or len(turned) > 1:
@@ -41,6 +42,7 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     if axis_of is None and getattr(table, "mrope_section", None):
         reason = f"{type(table).__name__} does not show which axis of the positions turns what"
         raise UnsupportedSetupError([f"the policy rotates queries, and {reason}"])
+    # In latents the rotated part of a key comes after the part that is also the value.
     start = next((layer.v_head_dim for layer in _layers_of(model, places) if layer.v_head_dim != layer.qk_head_dim), 0)
     return Rotary(table.cos_sin_cache[:, : None if turned != {False} else 0], table.is_neox_style, axis_of, start)
 

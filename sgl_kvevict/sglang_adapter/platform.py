@@ -24,6 +24,7 @@ class KVEvictCpuPlatform(CpuSRTPlatform):
     SGLang's own CPU path needs an AMX build of its kernels; out-of-tree platforms use its generic torch code.
     """
 
+    # SGLang takes its generic torch code for out-of-tree platforms alone.
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
@@ -55,6 +56,7 @@ class KVEvictCpuPlatform(CpuSRTPlatform):
         from sgl_kvevict.sglang_adapter.arena import kvevict_is_selected
 
         if kvevict_is_selected():
+            # SGLang builds its own worker next, which finds the stand-ins.
             _stand_ins().install()
         return None
 

@@ -36,6 +36,7 @@ def register() -> None:
     try:
         _register()
     except Exception as error:
+        # ``--flag kvevict`` and ``--flag=kvevict``.
         if not any(word.rpartition("=")[2] == BACKEND_NAME for word in sys.argv[1:]):
             raise
         if not isinstance(error, KVEvictError):
@@ -49,11 +50,13 @@ def _register() -> None:
     from sgl_kvevict.sglang_adapter.compat import is_on, require_supported_sglang
     from sgl_kvevict.sglang_adapter.hooks import FEATURES
 
+    # Before SGLang's modules are imported: another version shall be named, and not the import that fails in it.
     require_supported_sglang()
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 
+    # SGLang may call this several times in one process; hooks would be applied as often.
     if get_radix_cache_factory(BACKEND_NAME) is not None:
         return
     register_radix_cache_backend(BACKEND_NAME, _build_tree)
@@ -79,6 +82,7 @@ def cpu_platform() -> str | None:
 
 
 def _build_tree(ctx: TreeCacheBuildContext) -> BasePrefixCache:
+    # Imported here, because entry points also run in processes without a scheduler.
     from sgl_kvevict.sglang_adapter.factory import build_tree
 
     return build_tree(ctx)

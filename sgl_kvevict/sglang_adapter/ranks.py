@@ -35,6 +35,7 @@ class TensorRanks:
         """
         if self.size == 1:
             return value
+        # The largest of the negated numbers is the negated smallest, so one all-reduce finds both bounds.
         numbers = torch.tensor([value, *same, *(-number for number in same)])
         distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
         result, *bounds = numbers.tolist()
@@ -47,6 +48,7 @@ class TensorRanks:
 
     def gather_tensors(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, by rank, on the CPU; shape and dtype must be the same on each."""
+        # The group exchanges CPU tensors, without waiting for the forward in flight.
         mine = mine.cpu().contiguous()
         if self.size == 1:
             return [mine]

@@ -29,6 +29,7 @@ def check(scheduler: Scheduler, req: Req) -> None:
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree):
         return
+    # An error in our check is this request's failure, not the scheduler's.
     with tree.guard.at(Place.OPTIONS) as attempt:
         reason = refusal(scheduler, tree, req)
         if reason is not None:
@@ -40,6 +41,7 @@ def check(scheduler: Scheduler, req: Req) -> None:
 def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     """Return why a request cannot be served; None if it can."""
     if req.beam_group is not None:  # beams' rows have no Req, so they cannot be rewritten
+        # SGLang counts live groups of beams: this one would count for ever.
         scheduler.beam_coordinator.retire_group(req)
         req.beam_group = None
         return BEAMS
@@ -55,11 +57,13 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
                 tree.prefixes.readers[req].least_share = options.least_share
     except ConfigError as error:
         return str(error)
+    # Last, because it reads whether the request is exact.
     return length_error(admission_of(tree.token_to_kv_pool_allocator), tree, req)
 
 
 def _words(req: Req) -> Sequence[int]:
     """The prompt's token ids, with those of the vocabulary where SGLang has put the hashes of images."""
+    # The hashes lie outside the vocabulary on purpose.
     words: Sequence[int] = req.origin_input_ids if req.multimodal_inputs is None else req.origin_input_ids_unpadded
     return words
 
@@ -69,6 +73,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
     Raises :class:`ConfigError` with the first such id, or if there are no tokens. An ``array`` is not copied.
     """
+    # In numpy, because a prompt may be long, and this is the scheduler's thread.
     ids = np.asarray(tokens, dtype=np.int64)
     if not len(ids):
         raise ConfigError("input_ids: got no tokens; allowed: at least one")
@@ -89,6 +94,7 @@ def _check_namespace(req: Req, tree: KVEvictTree) -> None:
 def check_sampling(req: Req, vocab_size: int) -> None:
     """Raise :class:`ConfigError` for fields that SGLang 0.5.23 accepts, but that end the server in the batch."""
     sampling = req.sampling_params
+    # SGLang puts the values of a batch into an int32 tensor, which raises in the scheduler.
     if sampling.top_k > INT32_MAX:
         raise ConfigError(f"top_k: got {shown(sampling.top_k)}; allowed: -1, or 1 to {INT32_MAX}")
     outside = [token for token in sampling.stop_token_ids or () if not 0 <= token < vocab_size]
@@ -110,6 +116,7 @@ def _refuse(req: Req, reason: str, status: HTTPStatus) -> None:
     That stays out of the cache: its namespace may be one that it must not name.
     """
     req.skip_radix_cache_insert = True
+    # The refused values must not reach the batch: one that ends the server would do so with the single token, too.
     req.sampling_params = SamplingParams(max_new_tokens=1)
     req.sampling_params.normalize(None)
     req.logprob.top_logprobs_num = 0

@@ -108,8 +108,11 @@ def identity_of(
     fingerprint = model_fingerprint(model.model_path, model.revision) if has_files else None
     if fingerprint is None:
         return None
+    # Settings that decide which entries of a range are kept; a server with others would read segments that it would not
+    # have made.
     kept = ("policy", "policy_options", "budget", "bits", "tail_tokens", "sink_tokens")
     policy = {name: getattr(config, name) for name in kept} | {"shares": config.shares}
+    # The first rows tell embeddings apart. How many rows there are depends on --context-length, which changes no key.
     turned = rotary.cos_sin[:ROTARY_POSITIONS].to("cpu", torch.float16).contiguous()
     turns = hashlib.sha256(f"{tuple(turned.shape)} {rotary.is_neox} {rotary.start}".encode() + turned.numpy().tobytes())
     architectures = " ".join(model.hf_config.architectures or ())
@@ -149,6 +152,7 @@ def fetch(scheduler: Scheduler, req: Req) -> None:
     """Fetch what the store has of a queued request's prompt; nothing with an adapter."""
     tree = scheduler.tree_cache
     loading = tree.prefixes.loading if isinstance(tree, KVEvictTree) else None
+    # An adapter's id is new after each load, so no stored prefix could be named by it.
     if loading is None or req.lora_id is not None or req.to_finish is not None:
         return
     if req.positional_embed_overrides is not None or tree.prefixes.readers[req].is_exact:
@@ -170,11 +174,13 @@ def without_waiting(original: Callable[..., Any], scheduler: Scheduler, *args: A
         return original(scheduler, *args, **kwargs)
     queue = list(scheduler.waiting_queue)
     scheduler.waiting_queue = [req for req in queue if req not in waiting]
+    # The loop would spin, and take the interpreter's lock from the threads that fetch.
     if not scheduler.waiting_queue and scheduler.running_batch.is_empty() and scheduler.chunked_req is None:
         time.sleep(IDLE_WAIT_S)
     try:
         return original(scheduler, *args, **kwargs)
     finally:
+        # Also after an exception: requests that were left out would never be answered.
         scheduler.waiting_queue = in_order(queue, waiting, scheduler.waiting_queue)
 
 

@@ -117,6 +117,7 @@ class ServerSettings:
         return cls(
             ranks_per_host=max(ranks // published("nnodes"), 1),
             attn_dp_size=published("attn_dp_size"),
+            # -1 switches chunks off.
             chunked_prefill_size=chunk if chunk is not None and chunk > 0 else None,
             speculative_algorithm=published("speculative_algorithm"),
             speculative_num_draft_tokens=published("speculative_num_draft_tokens"),

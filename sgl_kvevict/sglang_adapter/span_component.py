@@ -63,7 +63,9 @@ class SpanComponent(FullComponent):
         if self._order is not None and is_short:
             self._order.raise_level(self._order.get_priority(node))
         if is_short:
+            # Before the node is dropped, while its entries still have slots to copy from.
             self._prefixes.host.leaving(node)
+        # Read first: afterwards the node has no span, and the owner's charge may have moved to another node.
         charged = self.reclaimable_value_len(node)
         slots = self._prefixes.dropped(node)
         if slots is None:
@@ -71,6 +73,7 @@ class SpanComponent(FullComponent):
             return released
         self.tree_core.adjust_component_size(node.id, FULL, -charged)
         if slots.numel():
+            # SGLang releases them together with the rest of the eviction.
             device_frees[FULL].append(slots)
         return slots.numel(), 0
 
@@ -100,6 +103,8 @@ class SpanComponent(FullComponent):
         top = None if self._heap is None else self._heap.top()
         num_released = self._prefixes.pressure.reclaim(None if top is None else top[0])
         if num_released:
+            # SGLang counts a changed tracker as progress, and asks again: the next leaf is compared with what resizes
+            # cost then.
             tracker[FULL] += num_released
             return None
         if self._heap is None:

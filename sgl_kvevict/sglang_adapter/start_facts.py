@@ -44,6 +44,7 @@ def file_traits(folder: Path) -> frozenset[str]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return frozenset()
+    # Models that also see images keep the language model's fields one level down.
     parts = (config, config.get("text_config")) if isinstance(config, dict) else ()
     keys = MODELS.keys() - {"v_head_dim"}  # the same as head_dim, or of latents, in models that are served
     return frozenset(key for part in parts if isinstance(part, dict) for key in keys if part.get(key))
@@ -105,6 +106,7 @@ def bind_error(host: str, port: int) -> str | None:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
+            # As SGLang binds it: a server that was just stopped leaves connections in TIME_WAIT, which are no obstacle.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

@@ -13,6 +13,7 @@ def newest_names(component: T) -> T:
     if not hasattr(component.__bases__[0], "reclaimable_value_len"):
         named = "reclaimable_value_len", "reclaimable_tokens"
         ours, theirs = named if named[0] in vars(component) else reversed(named)
+        # SGLang's own methods call theirs, and our code calls ours: both names have to lead to the override.
         setattr(component, theirs, getattr(component, ours))
     return component
 

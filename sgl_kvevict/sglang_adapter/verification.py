@@ -25,12 +25,15 @@ def visible_drafts(mask: Tensor, seq_lens: Tensor, num_drafts: int) -> Tensor:
         [num_requests * num_drafts], int64.
     """
     num_requests, node = seq_lens.numel(), torch.arange(num_drafts, device=mask.device)
+    # SGLang may build either; the sizes differ, because every prompt has a token.
     if mask.numel() == num_requests * num_drafts**2:
         trees = mask.view(num_requests, num_drafts, num_drafts)
     else:
         widths = seq_lens.long() + num_drafts
+        # Trees of all requests by one index: a loop over requests would read their lengths from the device.
         starts = num_drafts * (widths.cumsum(0) - widths) + seq_lens
         trees = mask[starts[:, None, None] + node[:, None] * widths[:, None, None] + node]
+    # A draft's row becomes the bits of one int64, hence at most 64 drafts.
     return (trees.long() << node).sum(-1).view(-1)
 
 

@@ -60,6 +60,7 @@ class SpanAwareSWA(SWAComponent):
         data = node.component_data[SWA]
         if data.value is not None:
             data.metadata[_OWN] = True
+            # Else the release of the full-attention slots would release the window's, too.
             self.cache.token_to_kv_pool_allocator.clear_full_to_swa_mapping(node.component_data[FULL].value)
 
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
@@ -72,6 +73,7 @@ class SpanAwareSWA(SWAComponent):
     def evict_component(self, node: UnifiedTreeNode, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Evict a node's window; returns the window slots released on the device, and on the host."""
         data = node.component_data[SWA]
+        # By name: the two supported versions pass the target at different places.
         given = signature(super().evict_component).bind(node, *args, **kwargs).arguments
         if EvictLayer.DEVICE not in given.get("target", EvictLayer.DEVICE) or _OWN not in data.metadata:
             freed: tuple[int, int] = super().evict_component(node, *args, **kwargs)
@@ -114,6 +116,7 @@ class SpanAwareSWA(SWAComponent):
     ) -> None:
         """Restore a missing window from a request that recomputed the tokens; compressed nodes take only the window."""
         if node in self._spans:
+            # SGLang would give the node the request's full-attention slots, and it has a span there.
             cache_actions.append(TakeWindow(node.id, incoming_full))
             return
         super()._recover_from_incoming(node=node, incoming_full=incoming_full, cache_actions=cache_actions, **kwargs)
@@ -125,6 +128,8 @@ class SpanAwareSWA(SWAComponent):
         if isinstance(action, FreeWindow):
             allocator.swa_attn_allocator.free(action.slots)
         elif isinstance(action, TakeWindow):
+            # Looked up before the mapping is cleared, and cleared before the slots go: their release would take the
+            # window's with them.
             slots = allocator.translate_loc_from_full_to_swa(action.incoming).long()
             allocator.clear_full_to_swa_mapping(action.incoming)
             allocator.free_full_segment(action.incoming, start_pos=0)
@@ -143,6 +148,7 @@ class SpanAwareSWA(SWAComponent):
         """
         slots: torch.Tensor = self.cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[row.long()]
         end = sum(len(node.key) for node in path)
+        # From the end: a window reaches back a little, so most of a long path is never looked at.
         for node in reversed(path):
             if end <= start:
                 break

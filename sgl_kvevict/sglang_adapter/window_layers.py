@@ -36,6 +36,7 @@ class WindowLayers:
         self.attention = attention
         self._places = window_layers_of(pool)
         self._rows = torch.zeros_like(req_to_token)
+        # A window counts the query's own key.
         self._reach = max(attention.geometry.windows) - 1
         self._last_nodes: dict[int, int] = {}
         self._new_slots = torch.zeros(0, dtype=torch.int64, device=req_to_token.device)
@@ -51,9 +52,11 @@ class WindowLayers:
         rows, device = batch.req_pool_indices, batch.req_pool_indices.device
         if batch.extend_lens is None:
             ends = batch.device_seq_lens
+            # On a GPU the lengths are on the device already: no copy from the host.
             positions = (torch.tensor(batch.seq_lens) if ends is None else ends) - 1
         else:
             lens = to_device(torch.tensor(batch.extend_lens), device)
+            # The size is given, so that the host does not ask the device for it.
             rows = torch.repeat_interleave(rows, lens, output_size=sum(batch.extend_lens))
             bounds = zip(batch.seq_lens, batch.extend_lens, strict=True)
             positions = to_device(torch.cat([torch.arange(end - new, end) for end, new in bounds]), device)
@@ -61,16 +64,16 @@ class WindowLayers:
         self.attention.plan(self._read_by(batch))
 
     def start_capture(self, num_requests: int) -> None:
-        """See :meth:`CapturableAttention.start_capture`."""
+        """Lay out a step of so many requests, which is captured next."""
         self._captured.start_capture(num_requests)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, out_cache_loc: Tensor) -> None:
-        """See :meth:`CapturableAttention.start_step`; recorded in the graph."""
+        """Read the lengths of a step from SGLang's static buffers; recorded in the graph."""
         self._take(req_pool_indices, seq_lens - 1, out_cache_loc)
         self._captured.start_step(seq_lens, req_pool_indices, self._rows)
 
     def follow(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch, size: int) -> None:
-        """See :meth:`CapturableAttention.follow`."""
+        """Give the replay of a step of ``size`` requests the batch that it runs for."""
         self._begin_rows(tree, readers, batch)
         self._captured.follow(self._read_by(batch), size)
 
@@ -116,6 +119,7 @@ class WindowLayers:
                 continue
             self._last_nodes[row] = req.last_node
             end = seq_len - new
+            # Older slots may hold other requests' tokens by now, and no query looks there.
             start = max(end - self._reach, 0)
             self._rows[row, start:end] = tree.window_slots(req, start, end).to(self._rows.dtype)
 

@@ -70,6 +70,7 @@ class LongPrefill:
     v_arena: Tensor  # like ``k_arena``, or the first columns of its rows
     windows: tuple[int, ...] = ()  # of the layers, see :attr:`KVGeometry.windows`
     coding: RowCoding | None = None  # of rows of 4 bits
+    # Layers and heads of a span read its bounds one by one; weak, because a resize replaces the span.
     _bounds: WeakKeyDictionary[SpanRuns, tuple[list[list[int]], list[list[int]]]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -99,6 +100,7 @@ class LongPrefill:
         if self.windows and self.windows[layer]:
             out, lse = self._attend_in_window(request, layer, q, sm_scale)
         else:
+            # The causal part alone: PyTorch's mask begins at the first key, so earlier keys need a call without one.
             out, lse = _attend(q, *self._tokens(layer, request.new_slots), sm_scale, is_causal=True)
             if request.path:
                 before = self._attend_to_path(request.path, request.cached_slots, layer, q, sm_scale)
@@ -116,6 +118,7 @@ class LongPrefill:
         first_new = compressed_len + request.cached_slots.numel()
         out = q.new_empty(*q.shape[:2], self.v_arena.shape[-1])
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        # In blocks: a mask of the whole prompt would have num_new * num_new numbers, almost all of them -inf.
         for begin in range(0, num_new, WINDOW_BLOCK):
             end = min(begin + WINDOW_BLOCK, num_new)
             block = _QueryBlock(slice(begin, end), first_new + begin, first_new + end, self.windows[layer])
@@ -151,6 +154,7 @@ class LongPrefill:
             runs = [self._run(span, layer, head, block) for span in path]
             rows = [(span.rows[run], span.bits) for span, run in zip(path, runs, strict=True)]
             rows.append((own_rows + head, WIDTHS[0]))
+            # A head may have kept no entry that a block sees, and a size of 0 ends the process.
             if not any(of_span.numel() for of_span, _ in rows):
                 continue
             added = None
@@ -215,6 +219,7 @@ def _attend(
 
 def _merge(before: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Combine two partial softmaxes in float32, with one rounding; ``before`` may be empty (0, -inf)."""
+    # A softmax of two: ``before`` without entries has -inf, which gives a weight of 0 and no NaN.
     weight = torch.sigmoid(before[1] - new[1])[..., None]
     out = torch.lerp(new[0].float(), before[0].float(), weight)
     return out.to(new[0].dtype), torch.logaddexp(before[1], new[1])

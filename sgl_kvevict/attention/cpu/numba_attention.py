@@ -43,7 +43,7 @@ class NumbaAttention:
         self._num_new = -1
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare a forward; see :meth:`sgl_kvevict.attention.interface.Attention.plan`.
+        """Prepare the layers of one forward.
 
         The layout of spans is kept until other requests or spans are read; a step only adds the places of the suffixes.
         """
@@ -55,12 +55,13 @@ class NumbaAttention:
         self._layout = self._lay_out(batch, new_lens, short) if short else None
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
+        """Attend as planned."""
         shape = (self._num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
         if tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
         if sink_logits is not None:
             sink_logits = sink_logits.float().contiguous()
+        # A prompt alone in its forward: its result is the whole result, without a copy.
         if self._layout is None and len(self._long) == 1:
             return self._prefill.run(self._long[0], layer, q, sm_scale, sink_logits)
         out = q.new_empty(*shape[:2], self.geometry.v_head_dim)
@@ -74,6 +75,7 @@ class NumbaAttention:
         return out, lse
 
     def _lay_out(self, batch: AttentionBatch, new_lens: list[int], requests: list[int]) -> Layout:
+        # The key has no lengths: they change with every step, and are set below.
         layout = self._recent.get(batch.key, lambda: self._build(batch, new_lens, requests))
         layout.locate(
             [batch.compressed_lens[i] for i in requests],

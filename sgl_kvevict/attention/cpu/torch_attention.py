@@ -38,12 +38,12 @@ class TorchAttention:
         self._batch: AttentionBatch | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Remember the batch; see :meth:`sgl_kvevict.attention.interface.Attention.plan`."""
+        """Remember the batch: nothing is prepared."""
         require_widths(batch.paths, has_coding=self._coding is not None)
         self._batch = batch
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
+        """Attend as planned."""
         batch, geometry = self._batch, self.geometry
         shape = (-1 if batch is None else sum(batch.new_lens), geometry.num_qo_heads, geometry.head_dim)
         if batch is None or tuple(q.shape) != shape:
@@ -59,6 +59,7 @@ class TorchAttention:
                 positions = torch.arange(seq_len - new, seq_len, device=q.device)
                 tree = batch.tree(request)
                 if tree is not None:
+                    # A node's position is its depth: siblings share one.
                     positions = key_positions[len(key_positions) - new :] = seq_len - new + tree.sum(1) - 1
                 for begin in range(0, new, QUERY_BLOCK):
                     end = min(begin + QUERY_BLOCK, new)

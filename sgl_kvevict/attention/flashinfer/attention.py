@@ -83,7 +83,7 @@ class FlashInferAttention:
             self.run(0, q, 1.0)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.interface.Attention.plan`.
+        """Prepare the layers of one forward.
 
         Raises:
             InvariantError: the new tokens are trees (:class:`sgl_kvevict.attention.backend.ByWindow` plans those), or
@@ -94,11 +94,12 @@ class FlashInferAttention:
             raise InvariantError("a tree of new tokens came to FlashInfer, which was planned for causal masks only")
         self._num_new = sum(batch.new_lens)
         self._spans = self._recent.get(batch.key, lambda: self._plan_spans(batch)) if any(batch.paths) else None
+        # The one that was planned longest ago: its copy to the device has ended.
         self._suffix_prefills.append(self._suffix_prefills.pop(0))
         self._suffix_prefills[-1].plan_suffixes(batch, self.geometry)
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
+        """Attend as planned."""
         geometry = self.geometry
         shape = (self._num_new, geometry.num_qo_heads, geometry.head_dim)
         if tuple(q.shape) != shape:
@@ -110,6 +111,7 @@ class FlashInferAttention:
             lists, prefill = self._spans.lists, self._spans.prefill
             prefill.set_row_bounds(lists.kv_indptr[layer])
             stacked = queries.view(-1, geometry.group_size, geometry.head_dim).index_select(0, lists.q_rows)
+            # The whole arena as pages of one head slot: an entry may lie in any layer's lane.
             k, v = (arena.view(-1, 1, 1, geometry.head_dim) for arena in (self.k_arena, self.v_arena))
             span_out, span_lse = prefill.run(stacked, k, v, sm_scale)
             out, lse = merge_spans(lists, span_out, span_lse, out, lse)
@@ -117,6 +119,7 @@ class FlashInferAttention:
 
     def _plan_spans(self, batch: AttentionBatch) -> _PlannedSpans:
         lists = build_span_lists(batch.paths, batch.new_lens, self.geometry, self.k_arena.device)
+        # There is one: `RecentBatches` has given a dropped layout's back before it builds the next.
         prefill = self._span_prefills.pop()
         prefill.plan(lists.pages, self.geometry.group_size, 1, causal=False, disable_split_kv=True)
         return _PlannedSpans(lists, prefill)

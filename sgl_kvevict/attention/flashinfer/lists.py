@@ -75,6 +75,7 @@ def build_span_lists(
         num_queries += [len(rows)] * (geometry.num_kv_heads * count)
     owners = torch.cat(q_rows)
     table, counts = merge_table(owners, ends[-1] * geometry.num_kv_heads)
+    # Tables are padded to one width; -inf takes the padding out of the softmax.
     bias = torch.where(torch.arange(table.shape[1]) < counts[:, None], 0.0, float("-inf"))
     lens, head_slots = join_runs(groups, geometry)
     one_each = torch.arange(len(num_queries) + 1, dtype=torch.int32)
@@ -101,8 +102,10 @@ def build_suffix_lists(batch: AttentionBatch, window: int = 0) -> PageLists:
     kv_indptr = _indptr(lens)
     total = int(kv_indptr[-1])
     host = torch.tensor([lens, firsts, kv_indptr[:-1].tolist()])
+    # Three lists in one copy.
     device_lens, device_firsts, starts = to_device(host, device)
     row_start = batch.req_pool_indices.long() * batch.req_to_token.stride(0) + device_firsts - starts
+    # The size of the result is known on the host, so nothing is read back.
     places = torch.repeat_interleave(row_start, device_lens, output_size=total) + torch.arange(total, device=device)
     kv_indices = batch.req_to_token.reshape(-1).index_select(0, places)
     return PageLists(_indptr(batch.new_lens), kv_indptr, kv_indices)
@@ -151,6 +154,7 @@ def _cut_runs(lens: Tensor, parts: list[int], geometry: KVGeometry) -> Tensor:
     first = counts.cumsum(0) - counts
     part = torch.arange(unit.numel()) - first[unit]
     unit, part, count = unit.to(device), part.to(device), counts[unit].to(device)
+    # Multiplied before it is divided: parts then differ by one entry at most.
     begin = (ends - lens)[:, unit] + lens[:, unit] * part // count
     return torch.cat([begin, ends[:, -1:]], dim=1).int()
 

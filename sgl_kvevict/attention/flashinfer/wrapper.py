@@ -70,11 +70,13 @@ class PagedPrefill:
             lists.qo_indptr,
             lists.kv_indptr,
             lists.kv_indices,
+            # A page is one row, so the last page of each is full.
             torch.ones(lists.num_rows, dtype=torch.int32),
             num_qo_heads,
             num_kv_heads,
             self._head_dim,
             1,
+            # Layers may differ in their scale and share a plan; the scale comes with `run`, as that of the keys.
             sm_scale=1.0,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,

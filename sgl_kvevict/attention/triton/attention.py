@@ -94,10 +94,7 @@ class TritonAttention:
         self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Launch kernels; see :meth:`sgl_kvevict.attention.interface.CompiledAttention.warm_up`.
-
-        Reads token slot 0 and row 0 of its own table, and writes to its own memory.
-        """
+        """Launch every kernel once. Reads token slot 0 and row 0 of its own table, and writes to its own memory."""
         device, geometry = self.k_arena.device, self.geometry
         many = SPLIT_ROWS // geometry.group_size + 1  # q rows of ragged_extend, in split parts, and merged
         few = SPLIT_ROWS // geometry.group_size  # q rows of the larger tile
@@ -116,6 +113,7 @@ class TritonAttention:
         )
         shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
         sink_logits = None if sink_dtype is None else torch.zeros(shape[1], dtype=sink_dtype, device=device)
+        # A decode step has kernels of its own.
         batches = [batch, replace(batch, extend_lens=None)]
         if self._verifies:
             news = [min(new, MAX_TREE_TOKENS) for new in new_lens]
@@ -124,14 +122,17 @@ class TritonAttention:
         for chosen in batches:
             self.plan(chosen)
             q = torch.zeros(shape, dtype=self.q_dtype, device=device)[: sum(chosen.new_lens)]
+            # Whether a layer has a window is compiled into a kernel; how wide it is, is not.
             for layer in {geometry.window(layer) > 0: layer for layer in range(geometry.num_layers)}.values():
                 self.run(layer, q, 1.0, sink_logits)
+        # No batch of requests has these tables, and their scratch would stay allocated.
         self._recent = RecentBatches()
         self._planned = None
         self._partials = self._scratch(0)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare a forward; with ``device_seq_lens`` the host copies nothing while the tables stay the same."""
+        # Bounds instead of lengths, so that the tables stay the same for many steps of a growing answer.
         planned = self._planned_of(batch.key._replace(suffix_bounds=_suffix_bounds(batch)))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
@@ -144,7 +145,7 @@ class TritonAttention:
     def start_step(
         self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, visible: Tensor | None = None
     ) -> None:
-        """Set lengths; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_step`."""
+        """Set the lengths of one forward of the batch laid out last."""
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
@@ -160,7 +161,7 @@ class TritonAttention:
         )
 
     def start_capture(self, num_requests: int, new_len: int = 1) -> None:
-        """Lay out; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_capture`."""
+        """Lay out steps of ``num_requests`` requests with ``new_len`` new tokens each, which are captured next."""
         if not uses_split(new_len, self.geometry.group_size):
             raise UnsupportedSetupError(
                 [
@@ -175,17 +176,19 @@ class TritonAttention:
         self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses), [])
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
-        """Swap the tables; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.follow`."""
+        """Give the next replay the tables of a batch of at most ``num_requests`` requests."""
         padding, new_len = num_requests - len(batch.paths), self._new_len
         if set(batch.new_lens) != {new_len} or padding < 0:
             raise InvariantError(f"{num_requests} rows of {new_len} were captured, got {batch.new_lens} new tokens")
         bounds = _suffix_bounds(batch) + (new_len,) * padding
+        # Padding attends to its own new tokens: a row without any key would have an lse of -inf.
         paths, news = batch.paths + ((),) * padding, (new_len,) * num_requests
         planned = self._planned_of(BatchKey(paths, news, bounds, new_len > 1))
+        # The recorded kernels find their tables through these addresses: one small copy gives them the new batch.
         self._captured_addresses.copy_(planned.addresses.on_device)
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
+        """Attend as planned."""
         planned, geometry = self._planned, self.geometry
         num_new = 0 if planned is None else planned.addresses.tables.num_new
         shape = (num_new, geometry.num_qo_heads, geometry.head_dim)

@@ -25,6 +25,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
     span_tokens = sum(span.num_tokens for span in tree.spans.values())
     logical_tokens = held - span_slots + span_tokens
     geometry, entries = tree.packer.geometry, Counter[int]()
+    # Numbers that the host has: a metric must not wait for the device.
     for segment in owned:
         entries.update(segment.entries_by_bits)
     return Gauges(

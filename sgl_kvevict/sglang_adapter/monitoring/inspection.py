@@ -127,6 +127,7 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
     """Return up to ``limit`` nodes, level by level; reads the device if a segment has several spans."""
     level = deque((child, 0) for child in tree.root_node.children.values())
     found: list[tuple[UnifiedTreeNode, int]] = []
+    # Level by level, so that a limit cuts off the deepest nodes, not whole branches.
     while level and len(found) < limit:
         node, start = level.popleft()
         found.append((node, start))
@@ -165,6 +166,7 @@ def _entries(spans: list[Span]) -> list[dict[int, int]]:
     counts = iter(torch.stack([runs.lens.sum() for runs in shared]).tolist() if shared else ())
     found: list[dict[int, int]] = []
     for span in spans:
+        # A segment of one span has all its entries there, and their number is known on the host.
         if span.segment.num_spans == 1:
             found.append(span.segment.entries_by_bits)
             continue
@@ -188,6 +190,7 @@ def kept_report(tree: KVEvictTree, request: Kept) -> KeptReport | NodeGone:
     if span is None:
         return NodeGone(f"node {request.node} holds no compressed tokens (it may have left the tree)")
     share = kept_share(span, min(request.bins, span.num_tokens))
+    # A byte a cell is enough for a picture, and keeps the message small.
     levels = share.mul(255).round().to(torch.uint8).cpu()
     return KeptReport(
         node=request.node,

@@ -33,9 +33,12 @@ class Metrics:
         self._next_refresh = 0.0
         self._gauges: list[tuple[Gauge, Callable[[Gauges], float]]] = []
         self._counters: list[tuple[Counter, Callable[[], float]]] = []
+        # Counters of Prometheus only grow by amounts, and totals are numbers: the difference since the last refresh is
+        # added.
         self._written: dict[Counter, float] = {}
 
         names, texts = list(labels), descriptions(Gauges)
+        # With several processes each writes a file; the newest value is the only one that says something about now.
         pool = Gauge(PREFIX + "pool_slots", texts.pop("pool"), [*names, "holder"], multiprocess_mode="mostrecent")
         for holder in HOLDERS:
             self._gauges.append((pool.labels(**labels, holder=holder), attrgetter(f"pool.{holder}")))

@@ -22,6 +22,7 @@ def after_env_vars(_result: None, controller: SchedulerInternalStateController, 
     if not isinstance(tree, KVEvictTree):
         return
     shown: dict[str, Any] = {}
+    # The key is there even if what follows fails, with the errors below.
     state["kvevict"] = shown
     with tree.guard.at(Place.STATE):
         shown |= cache_state(tree)

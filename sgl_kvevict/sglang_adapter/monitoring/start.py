@@ -72,6 +72,7 @@ def events_of_rank(events: EventsConfig, rank: int) -> EventsConfig:
     """Return the configuration of one data-parallel scheduler: its rank is added to the port or the IPC path."""
     endpoint = events.endpoint
     if endpoint.startswith("ipc://"):
+        # Rank 0 keeps the configured name, so that a server without data parallelism has it.
         endpoint = f"{endpoint}_dp{rank}" if rank else endpoint
     else:
         endpoint = ZmqEventPublisher.offset_endpoint_port(endpoint, rank)
