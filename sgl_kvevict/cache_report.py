@@ -91,6 +91,7 @@ class CacheReport:
         """
         if "prompt_tokens" not in meta_info:
             raise ConfigError(f"meta_info: got {shown(dict(meta_info))}; allowed: an object with 'prompt_tokens'")
+        # SGLang sends null for a request that found nothing.
         details = meta_info.get(DETAILS) or {}
         if not isinstance(details, Mapping):
             raise ConfigError(f"meta_info.{DETAILS}: got {shown(details)}; allowed: an object, or null")

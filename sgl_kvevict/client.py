@@ -61,6 +61,7 @@ def warm(
     _check_url(url)
     if messages is not None:
         path = "/v1/chat/completions"
+        # A chat has no request without an answer: SGLang's endpoint wants at least one token.
         body = {"model": "default", "messages": list(messages), "max_tokens": 1, "return_meta_info": True}
     else:
         path = "/generate"
@@ -76,6 +77,7 @@ def warm(
 def _headers(api_key: str | None) -> dict[str, str]:
     """Headers that carry the key; errors never quote it."""
     key = os.environ.get(API_KEY_VAR, "") if api_key is None else api_key
+    # urllib refuses other characters, too, with a message that quotes the key.
     if not re.fullmatch(r"[!-~]*", key):
         raise ConfigError(f"{API_KEY_VAR if api_key is None else 'api_key'}: allowed: printable ASCII without spaces")
     return {"Authorization": f"Bearer {key}"} if key else {}
@@ -108,6 +110,7 @@ def _call(url: str, path: str, body: dict[str, Any], headers: dict[str, str], ti
 def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
+        # urllib also opens files.
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # unbalanced brackets, or a port that is not a number
         is_url = False

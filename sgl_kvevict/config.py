@@ -215,6 +215,7 @@ class KVEvictConfig(BaseModel):
                 f"compress: got {self.compress!r}, prefill_budget is {self.prefill_budget}, with which prompts shrink "
                 "while they are prefilled; allowed: 'at once', or prefill_budget null"
             )
+        # A budget below the default of ``min_budget`` is allowed: the default then has no effect.
         least = self.min_budget if "min_budget" in self.model_fields_set else None
         if least is not None and least > self.budget:
             problems.append(
@@ -260,6 +261,8 @@ class KVEvictConfig(BaseModel):
         if least is None or least >= budget:
             return (budget,)
         is_far = self.bits != 16 and budget > 2 * least
+        # Without it a prefix under pressure would go from the budget to a quarter of it at once, and lose more than it
+        # has to.
         between = (round((budget + least) / 2, 6),) if is_far else ()
         return (budget, *between, least)
 
@@ -278,6 +281,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
             for problem in error.errors()
             for line in _describe(problem["loc"], problem.get("ctx", {}).get("error"), values).splitlines()
         ]
+        # Each once: a value that fits none of several types is reported for each of them.
         lines = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
         raise ConfigError(f"invalid configuration in {source}:\n{lines}") from error
 
@@ -320,6 +324,7 @@ def decode_config(text: str, source: str) -> dict[str, Any]:
         ConfigError: the text is not JSON, names a field twice, or is not one object.
     """
     try:
+        # By default the second of two equal names wins, and half of a merged file is lost unseen.
         values = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
         raise ConfigError(f"{source} is nested too deeply") from error

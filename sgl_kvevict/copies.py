@@ -39,7 +39,9 @@ class CopiedRows:
         positions, k, v = (torch.cat([getattr(rows, name) for rows in some]) for name in ("positions", "k", "v"))
         lens = torch.stack([rows.keep_lens for rows in some])
         runs = torch.arange(lens[0].numel(), device=lens.device).repeat(len(some))
+        # The size is known from the shapes, so nothing is read back from the device.
         runs = runs.repeat_interleave(lens.flatten().long(), output_size=positions.numel())
+        # Run and position in one int64: one sort orders the entries of all copies.
         numbers = (runs << 32 | positions).argsort()
         positions, k, v = (_rows_at(rows, numbers) for rows in (positions, k, v))
         return CopiedRows(some[0].bits, lens.sum(0, dtype=torch.int32), positions, k, v), numbers

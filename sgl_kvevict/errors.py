@@ -54,6 +54,7 @@ def shown(value: object) -> str:
 
 def cut(text: str) -> str:
     """Return at most ``MAX_SHOWN_CHARS`` of a text, as :func:`printable`: messages quote clients and files."""
+    # Cut before it is escaped: a client may send megabytes.
     short = printable(text[: MAX_SHOWN_CHARS + 1])
     return short if len(short) <= MAX_SHOWN_CHARS else f"{short[: MAX_SHOWN_CHARS - 3]}..."
 

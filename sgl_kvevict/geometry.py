@@ -74,6 +74,7 @@ class KVGeometry:
             raise ValueError(
                 f"num_qo_heads must be a multiple of num_kv_heads, got {self.num_qo_heads} and {self.num_kv_heads}"
             )
+        # Kernels read head slots as int32: twice as many indices fit a cache as with int64.
         if self.num_head_slots > 2**31 - 1:
             raise ValueError(f"head slot ids must fit int32, got {self.num_head_slots} head slots")
         if len(self.scales.k) not in (0, self.num_layers):

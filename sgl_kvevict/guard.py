@@ -108,11 +108,13 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        # KeyboardInterrupt and SystemExit end the process; broken accounting has to.
         if not isinstance(error, Exception) or isinstance(error, InvariantError):
             return False
         self.failed = True
         self._guard.held(self._place, error)
         if self._guard.num_ranks > 1 and self._place in PER_RANK:
+            # Raised after it was logged: the log is the only place that has the trace.
             raise InvariantError(
                 f"one rank's {self._place.value} failed; the others go on with another tree"
             ) from error

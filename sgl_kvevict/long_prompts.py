@@ -51,15 +51,19 @@ class LongPrompts:
         if rest <= 0:
             return num_tokens
         packed = self.config.num_slots(rest, share=self.config.shares[-1] if share is None else share)
+        # No segment is shorter than ``min_prefix_tokens``, which bounds how many slots rounding takes.
         return self._whole + packed + rest // self.config.min_prefix_tokens
 
     def longest(self, num_new: int = 1) -> int:
         """Tokens of the longest prompt that can be answered with ``num_new`` tokens."""
         room = self.num_slots - num_new - 2  # SGLang keeps one slot, and a request takes one more than its tokens
+        # Sizes grow with the prompt, so the largest that fits is found by halving. 1,000 pools are more than a
+        # ``min_budget`` of 0.001 makes room for.
         return bisect_right(range(1, 1000 * self.num_slots), room, key=self.slots_at_peak)
 
     def affordable_share(self, num_tokens: int, num_new: int) -> float:
         """Share of its compressed tokens that a prompt can keep in an empty pool; 0.0 if none, to three decimals."""
         rest = max(num_tokens - self._whole, 1)
         room = self.num_slots - num_new - 2 - self._whole - rest // self.config.min_prefix_tokens
+        # Rounded down: a share that is shown, or used, must fit.
         return max(math.floor(1000 * room / rest) / 1000, 0.0)

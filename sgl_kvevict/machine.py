@@ -278,6 +278,7 @@ def _cpu_flags() -> frozenset[str]:
 def free_host_gib() -> float:
     """Available memory of the machine, limited by its control group."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
+    # A container may have less than its machine reports; without a limit the file says "max".
     limit = _read(Path("/sys/fs/cgroup/memory.max"))
     available = int(found[1]) * 1024 if found else 0
     return (min(available, int(limit)) if limit.isdigit() else available) / GIB

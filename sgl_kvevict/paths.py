@@ -44,10 +44,12 @@ def replace_file(path: Path, content: bytes) -> None:
 def write_error(folder: Path) -> str | None:
     """Return why a folder, which may not exist yet, is not writable; None if it is."""
     try:
+        # The folder is made at the start; its nearest parent says whether it can be.
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
             return f"{folder} is not a folder"
+        # Tried, because permission bits say nothing of read-only file systems, quotas, or root.
         with tempfile.TemporaryDirectory(dir=folder):
             return None
     except (OSError, ValueError) as error:  # ValueError: a NUL

@@ -49,6 +49,7 @@ def reasons(table: Table[F], facts: F) -> list[str]:
 
 def require(table: Table[F], facts: F) -> None:
     """Raise :class:`UnsupportedSetupError` with the sentences of all rows that apply, if there are any."""
+    # All at once: a start takes minutes, and one reason a start would cost as many of them.
     if found := reasons(table, facts):
         raise UnsupportedSetupError(found)
 
@@ -133,7 +134,7 @@ class Kernels:
 
     @property
     def in_words(self) -> tuple[str, str]:
-        """See :data:`IN_WORDS`."""
+        """The other device, and the names of attention that may be configured on this one."""
         return IN_WORDS[self.device]
 
 

@@ -40,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         code = app(args=arguments, prog_name="sgl-kvevict", standalone_mode=False) or 0
+        # Flushed here: at the interpreter's end a broken pipe would be reported as an ignored exception.
         sys.stdout.flush()
     except BrokenPipeError:  # the pipe's reader has ended: sgl-kvevict policies | head
+        # Else the interpreter would try to write the rest at its end, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except typer.Abort:  # Ctrl-C, in some versions of typer
@@ -115,6 +117,7 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Start stock SGLang with compressed prefixes."""
+    # Imported in the command, so that `--version` and the other commands start without them.
     from sgl_kvevict.cli.server_plan import parse_policy_options, plan_serve, resolve_config
     from sgl_kvevict.config import EventsConfig
 

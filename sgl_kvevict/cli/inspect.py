@@ -191,6 +191,7 @@ def load_decoder(path: str) -> Decode | None:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError):  # no such folder or hub name, no tokenizer in it, or one that needs such code
             return None
+    # The page asks for the same tokens again and again, and a tokenizer decodes one at a time.
     cache: dict[int, str] = {}
 
     def decode(ids: Sequence[int]) -> list[str]:

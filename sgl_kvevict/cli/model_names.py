@@ -16,6 +16,7 @@ def resolve_model(model: str) -> str:
     """Return SGLang's ``--model-path``: the folder of a named model ("demo"), else ``model`` itself, ``~`` replaced."""
     if model.startswith("~"):
         return str(expanded(model, "model"))
+    # A slash is a hub name or a path, as in SGLang; a folder here cannot hide either.
     if not model or "/" in model or model.startswith("."):
         return model
     folder = models_dir() / model

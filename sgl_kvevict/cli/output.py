@@ -21,10 +21,12 @@ def print_shaped(renderable: RenderableType) -> None:
     """Print a table or a tree, one row per line unless the terminal is too narrow."""
     console = Console()
     if not console.is_terminal:
+        # Rich would take 80 columns for a pipe, and cut or fold what another program is to read.
         console = Console(width=PIPE_COLUMNS)
     with console.capture() as capture:
         console.print(renderable, highlight=False)
     lines = capture.get().splitlines()
+    # Rich pads lines to the width of the table; the spaces would wrap in a narrow terminal.
     console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
 
 
@@ -32,6 +34,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: 
     """Print rows of any texts below the names of their columns, and a caption below them."""
     table = Table(*columns, box=None, pad_edge=False, caption=caption or None, caption_justify="left")
     for row in rows:
+        # As `Text`: in a plain string brackets of a path or a name are Rich's markup.
         table.add_row(*(Text(printable(cell)) for cell in row))
     print_shaped(table)
 

@@ -41,6 +41,7 @@ class ServePlan:
 
     def execute(self) -> None:
         """Replace this process by the server; does not return."""
+        # What is still buffered would be lost with this process's memory.
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(self.command[0], self.command, {**os.environ, **self.environ})
@@ -77,6 +78,7 @@ def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvic
         ConfigError: a field is wrong; the policy is checked by :func:`check_policy`.
     """
     if config_file is None:
+        # Unset fields stay unset: whether a default was chosen decides which of two defaults applies.
         base, source = load_config().model_dump(exclude_unset=True), "the command line"
     else:
         base, source = read_config_file(config_file), f"{config_file} and the command line"
@@ -129,11 +131,13 @@ def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -
         if dtype in ("float", "float32"):  # a budget is a share of rows of 16 bits, and the pool's rows are no wider
             wanted["--kv-cache-dtype"] = "bfloat16"
         environ["SGLANG_PLATFORM"] = CPU_PLATFORM
+    # A model on this machine needs no hub, and transformers would wait for one that cannot be reached.
     if Path(path).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
     for flag, value in wanted.items():
         if flag_value(sglang_flags, flag) is None:
             command += [flag, value]
+    # Last, so that the user's flags win.
     command += sglang_flags
     pool = flag_value(command, "--max-total-tokens")
     place = "cpu" if on_cpu else device or "cuda"
@@ -183,6 +187,7 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str]) -> list[s
         if flag_value(flags, flag) is not None:
             problems.append(f"{flag}: give the model as the first argument instead")
     port = flag_value(flags, "--port")
+    # SGLang's own defaults.
     address = (flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port)
     facts = before_load(partial(_argument, flags), config, folder=folder, address=address)
     return problems + reasons(BEFORE_LOAD, facts)

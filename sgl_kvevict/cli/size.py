@@ -111,6 +111,7 @@ def read_model_sizes(model: str) -> ModelSizes:
     num_heads = values["num_attention_heads"]
     kinds = values.get("layer_types") or ["full_attention"] * values["num_hidden_layers"]
     dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+    # Without the field every query head has keys of its own.
     num_kv_heads = values.get("num_key_value_heads") or num_heads
     head_dim = values.get("head_dim") or values["hidden_size"] // num_heads
     latent_dim = values.get("kv_lora_rank")
@@ -198,6 +199,7 @@ def fits(
     shares = tuple(dict.fromkeys((1.0, *config.shares)))
     names = {shares[-1]: "min_budget", config.budget: "budget", 1.0: "uncompressed"}
     available = pool_slots - reserved_slots
+    # Chunks as large as the pool: the plan then takes the chunk that it would choose itself.
     plan = LongPrompts.of(config, available, available)
     longest, is_long = longest_prompt(config, available), is_longer_than(available, num_tokens)
     rows = []
@@ -208,6 +210,7 @@ def fits(
         entries = dict(rows_that_fit(sizes.geometry, slots, num_entries, config.bits, num_sinks=num_sinks))
         kept, steps = sum(entries.values()), entries.get(4, 0) * STEPS_BYTES
         load_bytes = slots * sizes.slot_bytes + kept * INDEX_BYTES + steps
+        # The last prefix is prefilled beside the others, which are cached by then.
         room = available - (plan.slots_at_peak(num_tokens, share) if is_long and plan is not None else num_tokens)
         rows.append(
             Fit(

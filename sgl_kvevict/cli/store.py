@@ -139,6 +139,7 @@ def _copy(source: str, target: str, source_name: str, target_name: str) -> None:
     from sgl_kvevict.store.maintenance import copy_store
 
     copied_from = _open(source, source_name)
+    # Most likely a mistyped name: copying nothing would look like success.
     if next(iter(copied_from.list()), None) is None:
         raise ConfigError(f"{source_name}: got {source!r}, where nothing is stored")
     copied_to = open_backend(_place(target, target_name))

@@ -102,6 +102,7 @@ class _Watcher:
         num_reports = 0
         async with InspectClient(self.state.endpoint, self.options.timeout_s) as client:
             while not self._quit.is_set():
+                # Before the question: a key that is pressed while the server answers is not forgotten.
                 self._changed.clear()
                 await self._ask(client)
                 yield
@@ -154,6 +155,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         loop.remove_reader(stdin)
+        # Also after an error: the shell would not show what is typed.
         termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
 
@@ -176,11 +178,13 @@ class TopState:
 
     def update(self, status: StatusReport) -> None:
         """Store a report; rates are computed within one run of the server."""
+        # Totals of a new run begin at 0, and would give negative rates.
         if self.status is None or status.started != self.status.started:
             self._history.clear()
         self.status = status
         self.silent = None
         self._history.append((status.ts, status.totals))
+        # Two are kept in any case: with an interval longer than the window there would be no rate at all.
         while len(self._history) > 2 and status.ts - self._history[0][0] > RATE_WINDOW_S:
             self._history.popleft()
 
@@ -224,6 +228,7 @@ def _pool_bar(pool: Pool, slot_bytes: int, width: int) -> Text:
     for name, label, glyph, colour in _POOL_PARTS:
         slots = getattr(pool, name)
         counted += slots
+        # Rounded as a sum, so that the parts always fill the whole width.
         cells = round(width * counted / max(pool.total, 1)) - used
         used += cells
         bar.append(glyph * cells, style=colour)

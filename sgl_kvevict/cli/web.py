@@ -51,6 +51,7 @@ class _Connection:
         return asyncio.run_coroutine_threadsafe(self._ask(ask), self._loop).result()
 
     async def _ask(self, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
+        # The client pairs answers with one call at a time.
         async with self._turn:
             if self._client is None:  # its socket belongs to the loop's thread
                 self._client = InspectClient(self._endpoint, self._timeout_s)
@@ -103,6 +104,7 @@ class WebServer(ThreadingHTTPServer):
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Whether a connection may have a thread; it is closed otherwise."""
+        # Never waits: this is the thread that accepts connections.
         return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -135,6 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer the page or its questions."""
+        # Programs that send no such header are no browser, so no page is behind them.
         is_own = self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
         if not is_own or not _HOST.fullmatch(self.headers.get("Host", "")):
             return self.send_error(HTTPStatus.FORBIDDEN, "this page is for 127.0.0.1 and localhost only")
@@ -159,6 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
         headers = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
+        # No other site may show the page in a frame, or read text of a prompt as a script.
         headers |= {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
         for name, value in headers.items():
             self.send_header(name, value)

@@ -96,8 +96,10 @@ def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
     positions = tokens.positions
     k_scale, v_scale = tokens.scales.of(layer)
     stored = gather_rows(tokens.k_arena[layer], tokens.token_slots, k_scale)
+    # Turned back, because a linear map cannot undo a rotation that differs with each position.
     keys = rotary.apply(stored, tokens.rotary_positions, inverse=True)
     values = gather_rows(tokens.v_arena[layer], tokens.token_slots, v_scale).float()
+    # A rotation keeps the norm, so the stored key has the right one.
     norms = [log_norm(stored.float()), log_norm(values)]
     place = (positions / tokens.end).float()[:, None].expand(-1, keys.shape[1])
     scalars = torch.stack([*norms, place, torch.ones_like(place)], dim=-1)

@@ -117,6 +117,8 @@ def load_learned(path: Path, model: ModelIdentity) -> Learned:
     with safe_open(path, framework="pt") as file:
         metadata, names = file.metadata(), file.keys()
         tensors = {name: file.get_tensor(name) for name in names}
+    # A file that fits by its shapes may be of another model: scores would then keep the wrong entries, and nothing
+    # would fail.
     problems = list(_differences(metadata, tensors, model))
     if problems:
         raise ConfigError(

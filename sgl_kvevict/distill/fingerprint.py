@@ -41,12 +41,14 @@ def fingerprint_of(folder: Path) -> str | None:
     found: list[tuple[str, str]] = []
     try:
         for path in sorted(folder.glob("*.safetensors")):
+            # Resolved: the same file is often reached by links of a hub's cache, and is hashed once.
             found += _digests(path.resolve(), _state(path.stat())).items()
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not found:
         return None
     digest = hashlib.sha256()
+    # Sorted over all files, so that how a model is split into files does not matter.
     for name, content in sorted(found):
         digest.update(f"{name}\0{content}".encode())
     return digest.hexdigest()
@@ -119,6 +121,7 @@ def _hash(file: int, offset: int, tensor: dict[str, Any]) -> str:
     begin, end = (offset + place for place in tensor["data_offsets"])
     digest = hashlib.sha256(f"{tensor['dtype']} {tensor['shape']}\0".encode())
     while begin < end:
+        # pread, because threads share the file and each has a place of its own.
         block = os.pread(file, min(BLOCK_BYTES, end - begin), begin)
         if not block:
             raise ValueError("the file ends within a tensor")

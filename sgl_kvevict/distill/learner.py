@@ -92,6 +92,7 @@ class RidgeStatistics:
 
     def add(self, layer: int, features: Tensor, targets: Tensor) -> None:
         """Add tokens of one layer: features [num_heads, num_tokens, num_features], targets [num_heads, num_tokens]."""
+        # float64: sums of products over 16 texts are differenced below, where float32 would leave noise.
         columns = features.double()
         self._gram[layer].baddbmm_(columns.mT, columns)
         self._cross[layer] += (columns.mT @ targets.double().unsqueeze(-1)).squeeze(-1)
@@ -108,10 +109,13 @@ class RidgeStatistics:
         target_mean = self._cross[layer, :, self.constant, None] / count
         centred = gram / count[..., None] - mean[:, :, None] * mean[:, None, :]
         cross = self._cross[layer, :, :num_columns] / count - mean * target_mean
+        # A feature that never varied, such as window attention that was not kept, would divide by 0.
         deviation = centred.diagonal(dim1=-2, dim2=-1).clamp_min(1e-10).sqrt()
         standard = centred / (deviation[:, :, None] * deviation[:, None, :])
         standard.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
         weights: Tensor = torch.linalg.solve(standard, cross / deviation) / deviation
+        # The constant was centred to 0. It is set so that predictions have the targets' mean, without a penalty, which
+        # would shift heads against each other.
         weights[:, self.constant] = target_mean[:, 0] - (mean * weights).sum(-1)
         return weights.float()
 
@@ -140,7 +144,9 @@ class ScoreLearner:
 
         Cost: at most ``SAMPLED_TOKENS * F**2`` products per head and layer, in float64.
         """
+        # Layers with a window keep their last tokens whatever these are, so there is nothing to learn.
         for layer in self._geometry.full_layers:
+            # Logarithms, because attention spans orders of magnitude and only its order decides.
             targets = (text.sampled_scores(layer) + SCORE_FLOOR).log()
             self._statistics.add(layer, text.features(layer, self._rotary), targets)
         self.num_texts += 1

@@ -89,6 +89,7 @@ class RowSums:
         are so large that rows have a mean square of 1.
         """
         means = self._sums / self._num_tokens
+        # Clamped: rounding may leave the difference of two large sums below 0.
         deviations = self._above_least((self._squares / self._num_tokens - means.square()).clamp_min(0).sqrt())
         scales = deviations.clone()
         if bool(self._of_queries.any()):  # without queries nothing says what they see of the noise

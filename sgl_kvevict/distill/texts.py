@@ -80,6 +80,7 @@ def texts_of_folder(folder: Path, lengths: Sequence[int]) -> list[str]:
         text = rests.popleft()
         passages.append(text[:length])
         if len(text) > length:
+            # To the end of the queue: each file gives a passage before one gives its second.
             rests.append(text[length:])
     return passages
 
@@ -97,6 +98,7 @@ def _blocks(kind: Kind) -> list[str]:
         return [_characters(first) if i % 2 else _types(i) for i, first in enumerate(_CHARACTERS * 2)]
     text = _manual() if kind == "prose" else _library()
     pages = [text[start : start + 6000] for start in range(0, len(text), 6000)]
+    # Neighbouring pages treat one subject, and a text is to have several.
     return [page for first in range(7) for page in pages[first::7]]
 
 
@@ -162,6 +164,7 @@ def repetitions(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], part_
 
 def split_sentences(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[list[int]]:
     """Cut ``tokens`` (at least one) after those that end a sentence or a line, and after ``MAX_SENTENCE_TOKENS``."""
+    # Each kind of token is decoded once: a long text has far fewer kinds than tokens.
     ends = {token for token in set(tokens) if not _SENTENCE_ENDS.isdisjoint(tokenizer.decode([token]))}
     sentences: list[list[int]] = [[]]
     for token in tokens:

@@ -91,6 +91,7 @@ def of_all_heads(parts: Sequence[Tensor], num_kv_heads: int) -> Tensor:
     total = parts[0].new_zeros(num_layers, num_kv_heads, columns)
     count = parts[0].new_zeros(num_kv_heads, 1)
     for rank, part in enumerate(parts):
+        # With more ranks than heads several ranks begin at the same one, as SGLang places them.
         first = rank * num_kv_heads // len(parts)
         total[:, first : first + num_heads] += part
         count[first : first + num_heads] += 1
@@ -168,6 +169,7 @@ def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Te
     columns = num_cache_features(head_dim, tokens.is_latent) + (0 if window is None else NUM_WINDOW)
     if tuple(weights.shape) != (num_layers, num_heads, columns):
         raise ValueError(f"weights: expected {(num_layers, num_heads, columns)}, got {tuple(weights.shape)}")
+    # Tokens before heads, as in the pool: sums over a row's numbers are then written side by side.
     scores = torch.empty(num_layers, tokens.token_slots.numel(), num_heads, device=weights.device)
     for layers, part in _blocks(tokens):
         _score_block(scores[layers, part], weights[layers], tokens.cut(part), layers, rotary)
@@ -191,6 +193,7 @@ def _score_block(scores: Tensor, weights: Tensor, tokens: CachedRange, layers: s
     scores.addcmul_(log_norm(keys), w_key_norm)
     if tokens.is_latent:
         scores.addcmul_(log_norm(keys[..., : tokens.v_arena.shape[-1]]), w_value_norm)
+    # In place: ``keys`` is a copy, and its memory is used for the values below.
     scores += keys.mul_(rotary.turn(w_keys, tokens.rotary_positions)).sum(-1)
     if tokens.is_latent:
         return

@@ -56,6 +56,7 @@ class InspectClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._num_asked = 0
+        # A server that is down would hold the end of the program with unsent questions.
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
             self._socket.connect(endpoint)
@@ -107,6 +108,7 @@ class InspectClient:
             async with asyncio.timeout(self.timeout_s):
                 while missing:
                     frames: list[bytes] = await self._socket.recv_multipart()
+                    # A late answer to a question that was given up has a ticket that nobody waits for.
                     if frames[0] in missing:
                         missing.remove(frames[0])
                         payloads[frames[0]] = frames[-1]

@@ -58,6 +58,7 @@ class EventService:
         self._closing = False
         self._thread = Thread(target=self._run, daemon=True, name="kvevict-events")
         self._thread.start()
+        # A context that is destroyed by the interpreter's end would wait for the thread's socket.
         atexit.register(self.close)
 
     # ---- called by the scheduler ----------------------------------------------------------------------------
@@ -76,6 +77,7 @@ class EventService:
         atexit.unregister(self.close)
         self._closing = True
         self._thread.join(timeout=2.0)
+        # A socket must not be closed under a thread that uses it; the process ends anyway.
         if not self._thread.is_alive():
             self._context.destroy(linger=0)
 
@@ -83,6 +85,7 @@ class EventService:
 
     def _run(self) -> None:
         while not self._closing:
+            # Answers come from another thread, which cannot wake this poll: it looks more often while one is due.
             if self._socket.poll(_TICK_WHILE_ASKED_MS if self._num_asked else _TICK_MS):
                 self._guarded(self._receive_question)
             self._guarded(self._send_answers)
@@ -99,6 +102,7 @@ class EventService:
             self._reply(envelope, Failure(f"not a request: {error}"))
             return
         if isinstance(request, Describe):
+            # Answered here: it needs nothing of the tree, and the scheduler may be busy.
             self._reply(envelope, self._description)
         elif len(self._questions) >= MAX_WAITING_QUESTIONS:
             self._reply(envelope, Failure(f"busy: {MAX_WAITING_QUESTIONS} questions wait already"))
@@ -119,6 +123,7 @@ class EventService:
     def _bind(self) -> zmq.Socket[bytes]:
         socket, endpoint = self._context.socket(zmq.ROUTER), self.config.endpoint
         socket.set_hwm(MAX_UNREAD_MESSAGES)
+        # ZeroMQ drops the connection of a client that sends more, before it is read into memory.
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         scheme, path = endpoint.split("://", 1)

@@ -139,6 +139,7 @@ class DensityLayers(LayerRule):
         num_layers, num_heads, num_tokens = scores.values.shape
         per_head, rest = divmod(total, num_heads)
         floor = max(4, math.ceil(self.floor_share * num_tokens) - scores.num_pinned)
+        # A small total cannot give every layer its floor.
         floor = min(floor, per_head // num_layers)
         weights = density_weights(attention_variance(scores.values, self.variance_norm))
         shares = water_fill(weights, floor, scores.num_candidates, per_head)
@@ -166,9 +167,12 @@ def water_fill(weights: Tensor, low: float, high: float, total: float) -> Tensor
 
     ``weights`` is [n], float64, >= 0; ``n * low <= total <= n * high``.
     """
+    # A weight of 0 would leave its lower bound at no finite factor.
     weights = weights.clamp(min=1e-200)
     turns = torch.cat((low / weights, high / weights)).sort().values  # values of c at which a share is clamped
     sums = (turns[:, None] * weights).clamp(low, high).sum(-1)
+    # The sum rises with the factor and is linear between two of its turns, so the factor follows from the turns around
+    # the total: no iteration, and no host sync.
     after = torch.searchsorted(sums, torch.full_like(sums[:1], total)).clamp(1, len(turns) - 1)
     left, right = turns[after - 1], turns[after]
     rise = (sums[after] - sums[after - 1]).clamp(min=1e-300)
@@ -212,6 +216,7 @@ class AdaptiveHeads(HeadRule):
         common, tensor, keys = common_total(totals), totals_tensor(totals, scores.values.device), scores.keys
         if self.safeguard == "kvpress":
             floors = self._own_floor(tensor, keys.shape[1], scores.num_pinned)
+            # As a largest key, a granted entry is counted by the same competition, and sums stay exact.
             keys = keys.masked_fill(top_mask(keys, floors), key_max(keys))
         hits = top_counts(keys, tensor if common is None else common)
         if self.safeguard in ("kvpress", "none"):
@@ -255,6 +260,7 @@ class AllLayersBudget(BudgetAllocator):
         keys = scores.keys
         num_layers, num_heads, _ = keys.shape
         own = int(exact_fraction(self.floor_share) * total / (num_layers * num_heads))
+        # A granted entry gets the largest key, so one competition counts both and the sum stays exact.
         keys = keys.masked_fill(top_mask(keys, own), key_max(keys))
         return top_counts(keys.flatten(0, 1).unsqueeze(0), total).view(num_layers, num_heads)
 
@@ -302,6 +308,7 @@ def largest_remainder_float(shares: Tensor, totals: Tensor) -> Tensor:
 
 
 def _add_missing(floors: Tensor, remainders: Tensor, totals: Tensor) -> Tensor:
+    # Stable: of equal remainders the lower index gets the rest, on every device.
     order = remainders.sort(dim=-1, descending=True, stable=True).indices
     missing = (totals - floors.sum(-1)).unsqueeze(-1)
     bonus = (torch.arange(floors.shape[-1], device=floors.device) < missing).to(floors.dtype)

@@ -86,6 +86,7 @@ def _load_user_policy(path: str, options: Mapping[str, Any]) -> Policy:
         public = ", ".join(key for key in vars(module) if not key.startswith("_"))
         raise ConfigError(f"policy: {path!r} names no callable; module {module_name!r} has: {public}")
     try:
+        # Bound before the call: a TypeError from inside the factory is a bug in it, and no wrong option.
         inspect.signature(factory).bind(**options)
     except TypeError as error:
         allowed = inspect.signature(factory)

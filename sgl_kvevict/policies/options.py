@@ -167,6 +167,7 @@ class BudgetOptions(NamedPolicy):
     @model_validator(mode="after")
     def _check_effects(self) -> Self:
         for name, field in type(self).model_fields.items():
+            # Refused, because a user who sets an option that does nothing measures something else than intended.
             if name in self.model_fields_set and _is_idle(field, self.budget_rule):
                 raise ConfigError(
                     f"policy_options.{name}: has no effect in policy {self.name!r} with "

@@ -64,6 +64,7 @@ def facts_of(scores: RangeScores, kept: Tensor) -> Tensor:
     """:attr:`RangeOrder.facts` of a policy's scores and choice; no host sync."""
     given = [each for each in (scores.values, scores.tie_break, scores.importance) if each is not None]
     num_wrong = torch.stack([each.isfinite().logical_not_().sum() for each in given]).sum()
+    # Checked when the order is used: to ask now would wait for the ranking.
     return torch.stack([num_wrong, kept.sum()]).to("cpu", non_blocking=True)
 
 
@@ -87,7 +88,9 @@ def order_of(scores: RangeScores, kept: Tensor, *, comparable: bool) -> Tensor:
 
 def _by_score(values: Tensor, kept: Tensor) -> Tensor:
     bits = values.half().add_(0.0).view(torch.int16)  # + 0.0: -0.0 becomes 0.0
+    # Bits of a float are ordered as integers, but those of negative numbers downwards.
     ordered = torch.where(bits < 0, bits ^ 0x7FFF, bits)
+    # One bit less makes room for the half: the sign says whether the policy keeps the entry.
     return ((ordered >> 1) - _HALF) ^ (kept.short() * _SIGN)
 
 

@@ -75,7 +75,7 @@ class Policy:
         return self.scorer.window_size
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """See :meth:`Scorer.caution`."""
+        """Warning for the log if an option of the scorer has no effect with this number of KV heads."""
         return self.scorer.caution(num_kv_heads)
 
     def order(
@@ -111,6 +111,7 @@ class Policy:
             return None
         views = [show(layer) for layer in range(geometry.num_layers)]
         lens = selection.keep_lens.flatten().long()
+        # The size is known on the host, so nothing is read back.
         runs = torch.repeat_interleave(
             torch.arange(lens.numel(), device=lens.device), lens, output_size=selection.num_entries
         )
@@ -120,14 +121,17 @@ class Policy:
 
     def _score(self, views: list[LayerView], per_head: int, protected: int, protected_last: int = 0) -> RangeScores:
         first = views[0]
+        # Sinks are counted from the path's beginning: a range further down has none of its own.
         num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
         in_range, num_behind = self._kept_window(first)
+        # Never more than a head keeps: a policy's window may be wider than a small budget.
         num_last = min(max(in_range, protected_last), per_head - num_first)
         stacks: list[Tensor | None] = []
         for row, view in enumerate(views):
             scores = self._scores_of(view)
             parts = (scores.values, scores.tie_break, scores.importance)
             if not stacks:
+                # Filled layer by layer, because `torch.stack` would need the memory twice.
                 stacks = [None if part is None else part.new_empty(len(views), *part.shape) for part in parts]
             for stack, part in zip(stacks, parts, strict=True):
                 if stack is not None and part is not None:

@@ -23,7 +23,9 @@ def order_keys(values: Tensor, tie_break: Tensor | None = None) -> Tensor:
     primary = _ordered_bits(values)
     if tie_break is None:
         return primary
+    # Rounded, not cut: round numbers such as 0.5 lie just at a cut, and rounding errors put them on both sides of it.
     rounded = ((primary.long() + (1 << (_DROPPED_BITS - 1))) >> _DROPPED_BITS) << _DROPPED_BITS
+    # Shifted to be positive: the lower half must not borrow from the upper one.
     return (rounded << 32) + (_ordered_bits(tie_break).long() + 2**31)
 
 
@@ -55,6 +57,7 @@ def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
     threshold = radix_select.kth_largest(keys.flatten(1).contiguous(), totals)[:, None, None]
     above = (keys > threshold).sum(-1)
     ties = (keys == threshold).sum(-1)
+    # Ties are given to rows in order: a threshold alone would keep all of them, or none.
     return above + fill_in_order(ties, (totals - above.sum(-1)).unsqueeze(-1))
 
 

@@ -40,6 +40,7 @@ class AccumulatedAttentionScorer(Scorer):
         if self.normalize == "none":
             return TokenScores(sums)
         seen_by = view.need_prompt_length() - view.start
+        # A token is seen by itself and by all later queries of the prompt.
         queries = torch.arange(seen_by, seen_by - view.num_tokens, -1, device=sums.device)
         return TokenScores(sums / queries)
 

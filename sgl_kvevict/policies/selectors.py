@@ -42,4 +42,5 @@ class HeavyHitterSelector(Selector):
         num_recent = (keep_lens * ratio.numerator).div(ratio.denominator, rounding_mode="floor")
         index = torch.arange(scores.num_candidates, device=keep_lens.device)
         recent = index >= scores.num_candidates - num_recent.unsqueeze(-1)
+        # Recent tokens get the largest key: one selection then fills the rest of the budget by score.
         return scores.with_pinned(top_mask(scores.keys.masked_fill(recent, key_max(scores.keys)), keep_lens))

@@ -40,6 +40,7 @@ class ChunkSelector(Selector):
 
     def _ranking(self, values: Tensor) -> Tensor:
         """Chunk indices, best first, ties to the lower one: [num_layers, num_kv_heads, num_chunks], int64."""
+        # float64, so that rounding does not decide between chunks of equal scores.
         chunks = self._per_chunk(values.double())
         if self.options.chunk_score == "mean":
             chunks = chunks / self._per_chunk(torch.ones_like(values))

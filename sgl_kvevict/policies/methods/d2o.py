@@ -163,8 +163,10 @@ def _layer_plan(
     entry_of = (kept.flatten().cumsum(0) - 1).view(kept.shape)
     own = torch.arange(num_tokens, device=kept.device).expand_as(kept)
     entry = entry_of.gather(-1, torch.where(merged, target, own)).flatten()
+    # The size is known by now; without it the host would wait for the device.
     source = torch.nonzero_static((kept | merged).flatten(), size=size).squeeze(-1)
     entry, is_merged = entry[source], merged.flatten()[source]
+    # An entry's own row sorts before what merges into it.
     order = (2 * entry + is_merged).sort(stable=True).indices
     source, entry, is_merged = source[order], entry[order], is_merged[order]
     cosine = torch.where(is_merged, similarity.flatten()[source], 1.0)

@@ -47,6 +47,7 @@ def relative_norms(values: Tensor) -> Tensor:
 
     ``values`` is [num_tokens, num_kv_heads, head_dim] of one layer, of any float dtype.
     """
+    # A copy, because the mean is taken off in place.
     rows = values.to(torch.float32, copy=True)
     norms: Tensor = torch.linalg.vector_norm(rows.sub_(rows.mean(0)), dim=-1).clamp_min_(NORM_FLOOR)
     return (norms / norms.mean()).log_().T

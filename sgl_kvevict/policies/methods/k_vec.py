@@ -72,6 +72,7 @@ class CrossHeadScorer(Scorer):
         count = self.num_rescored(rows.shape[0])
         if count:
             behind = _rows_after_range(view, window)[:, -self.options.base_window :].mean(1)
+            # float64, because heads are ranked by a difference of nearly equal numbers.
             spread = torch.cat((scores, self._pool(behind)), dim=-1).double().std(-1, correction=0)
             flattest = spread.sort(stable=True).indices[:count]
             scores = scores.index_copy(0, flattest, longer[flattest])
@@ -132,6 +133,7 @@ class CoverageSelector(Selector):
             raise InvariantError("the scorer promised an importance per token and gave none")
         values, importance = scores.candidates(scores.values), scores.candidates(scores.importance)
         share = exact_fraction(self.options.protected_share)
+        # The paper's share is of a budget that counts the window, inside the range or behind it.
         budgets = keep_lens + scores.num_pinned + scores.num_behind
         num_safe = (budgets * share.numerator).div(share.denominator, rounding_mode="floor")
         safe = top_mask(scores.keys, torch.minimum(num_safe, keep_lens))

@@ -24,6 +24,7 @@ class RandomScorer(Scorer):
         """Score one layer."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + view.layer) * 1_000_003 + view.start)
         shape = (view.num_kv_heads, view.num_tokens)
+        # Drawn on the CPU: a GPU's generator gives other numbers.
         return TokenScores(torch.rand(shape, generator=generator).to(view.token_slots.device, non_blocking=True))
 
 
