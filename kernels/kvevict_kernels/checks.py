@@ -69,6 +69,7 @@ def check_arenas(
 def is_latent(k_arena: torch.Tensor, v_arena: torch.Tensor) -> bool:
     """Whether values are the first numbers of the keys' rows."""
     width = v_arena.shape[-1]
+    # By memory, not by width: values that are as wide as keys may still be a part of them.
     return v_arena.data_ptr() == k_arena.data_ptr() and (
         (v_arena.shape, v_arena.stride(), v_arena.dtype)
         == ((*k_arena.shape[:-1], width), k_arena.stride(), k_arena.dtype)
@@ -106,6 +107,7 @@ def check_scoring(
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     """Require an int (not a bool) in ``[low, high]``."""
     upper = "" if high is None else f" and <= {high}"
+    # True is an int in Python.
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         raise ValueError(f"{name}: expected an int >= {low}{upper}, got {value!r}")
 

@@ -23,6 +23,7 @@ def implementation(device: torch.device, on_cpu: F, package: str) -> F:
         ValueError: the device is neither CUDA nor the CPU.
     """
     if device.type in TRITON_DEVICES:
+        # Imported here: Triton is missing on a CPU, and takes seconds elsewhere.
         on_device: Any = import_module(f"kvevict_kernels.{package}.triton_impl")
         name = on_cpu.__name__.removesuffix("_cpu") + "_triton"
         found: F = getattr(on_device, name)

@@ -20,6 +20,7 @@ def stamp_of(sources: Iterable[Path]) -> int:
     over this one is compiled again when any of the sources changes.
     """
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
+    # Seven bytes: numba keys its cache by what a function closes over, and this has to fit its int64.
     return int.from_bytes(digest[:7], "little")
 
 
@@ -33,6 +34,7 @@ def compiled(what: str, compile_it: Callable[[bool], T]) -> T:
     try:
         return compile_it(True)
     except RuntimeError as error:
+        # Any other RuntimeError is one of the compilation.
         if "no locator available" not in str(error):
             raise
         logger.warning("compiled %s cannot be kept for the next start: set NUMBA_CACHE_DIR to a folder", what)

@@ -33,6 +33,7 @@ class Rotary:
             return self.cos_sin[positions].float()
         assert self.axis_of is not None
         columns = torch.arange(self.cos_sin.shape[1], device=positions.device)
+        # Twice, for the cosine and the sine of each pair.
         return self.cos_sin[positions[self.axis_of.repeat(2)].T, columns].float()
 
     def apply(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
@@ -53,6 +54,7 @@ class Rotary:
         turned = rows.new_empty(*rows.shape[:-3], positions.shape[-1], *rows.shape[-2:])
         a, b = self._pairs(rows)
         first, second = self._pairs(turned)
+        # Into views of the result: `_rotate` would allocate halves, and join them.
         torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
         torch.mul(b, cos, out=second).addcmul_(a, sin)
         columns = self._columns

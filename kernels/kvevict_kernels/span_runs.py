@@ -49,6 +49,7 @@ class SpanReaders:
     """
 
     def __init__(self, paths: Sequence[Sequence[SpanRuns]], rows: Sequence[range]) -> None:
+        # By identity: two spans with the same numbers are still different memory.
         number_of = {span: i for i, span in enumerate(dict.fromkeys(span for path in paths for span in path))}
         self.spans = list(number_of)
         self.rows: list[list[int]] = [[] for _ in self.spans]

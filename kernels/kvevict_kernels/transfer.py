@@ -11,4 +11,5 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
     A GPU reads from a pinned copy, which torch's allocator keeps until the copy is done.
     """
+    # From pageable memory the copy would wait for the device, within a step.
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

@@ -91,6 +91,7 @@ def alloc_head_slots_cpu(
     layers = torch.arange(num_layers)[:, None, None]
     lanes = torch.arange(num_kv_heads)
     segment: Tensor = head_slot_of(layers, token_slots[:, None], lanes, num_token_slots, num_kv_heads)
+    # Rounded up to whole cells: the last one may be filled in part.
     cells = segment.view(-1)[first_cell : first_cell - (-num_entries // per_slot)]
     rows = cells[:, None] * per_slot + torch.arange(per_slot)
     return indptr, rows.to(torch.int32).view(-1)[:num_entries]

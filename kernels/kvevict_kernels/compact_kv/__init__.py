@@ -77,6 +77,7 @@ def compact_kv_cpu(
     Raises:
         ValueError: ``dst`` repeats a head slot; ``indptr`` does not ascend from 0 to M.
     """
+    # Two writes of one row would leave either; on a device nobody could tell.
     ordered = dst.sort().values
     if bool((ordered[1:] == ordered[:-1]).any()):
         raise ValueError("dst: expected head slots that are all different, got a repeated one")
@@ -86,6 +87,7 @@ def compact_kv_cpu(
             raise ValueError(f"indptr: expected to ascend from 0 to {src.numel()}, got {ends[0]} to {ends[1]}")
     targets = dst.long()
     for arena in (k_arena, v_arena):
+        # Values that are a part of the keys' rows have moved with these.
         if not arena.numel():
             continue
         rows = arena.view(-1, arena.shape[-1])
@@ -93,6 +95,7 @@ def compact_kv_cpu(
             rows = _as_words(rows)
         for columns in torch.split(rows, _columns_at_once(rows, dst.numel()), dim=1):
             if indptr is None or weights is None:
+                # All rows are gathered before one is written: destinations may be sources of others.
                 columns.index_copy_(0, targets, columns.index_select(0, src))
             else:
                 bits = as_moved(columns)
@@ -127,6 +130,7 @@ def _weighted_rows(rows: Tensor, src: Tensor, indptr: Tensor, weights: Tensor) -
         gathered = gather_rows(rows, src[first:last]).float()
         order = torch.arange(last - first)
         part = weights[first:last]
+        # It sums runs of rows with weights in one call, in ascending order.
         block = embedding_bag(order, gathered, bounds[:-1] - first, mode="sum", per_sample_weights=part)
         sums[begin : begin + runs_at_once] = block
     return sums

@@ -55,6 +55,7 @@ def _mark_kernel(
     m_out = i_out < num_out
     src = tl.load(src_ptr + i_out, mask=m_out, other=0)
     place, cell = _cell_of(src, place_ptr, m_out, num_token_slots, num_kv_heads, num_places)
+    # Programs may store the same 1: no atomic is needed.
     tl.store(occupied_ptr + cell, 1, mask=(place >= 0) & (place < num_places))
 
 
@@ -78,6 +79,7 @@ def _kind_kernel(
     dst = tl.load(dst_ptr + i_out, mask=m_out, other=0)
     from_place, _ = _cell_of(src, place_ptr, m_out, num_token_slots, num_kv_heads, num_places)
     to_place, cell = _cell_of(dst, place_ptr, m_out, num_token_slots, num_kv_heads, num_places)
+    # A row beyond the flags counts as a source, which is always safe: it takes the way through the temporary.
     is_hole = tl.load(occupied_ptr + cell, mask=(to_place >= 0) & (to_place < num_places), other=1) == 0
     kind = tl.where(is_hole, HOLE, tl.where(from_place >= 0, STAGED, DIRECT))
     tl.store(kind_ptr + i_out, kind.to(tl.int8), mask=m_out)
@@ -98,8 +100,10 @@ def _gather_kernel(
     BLOCK: tl.constexpr,
 ):
     """The columns of rows[src[i]] go to rows[dst[i]] if that is a hole, or to staging[i] if staged; bits unchanged."""
+    # int64 before the product with a row's length: the arena has more elements than int32 counts.
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
+    # Beyond the end there is a kind with which this launch does nothing.
     kind = tl.load(kind_ptr + i_out, mask=i_out < num_out, other=DIRECT)
     m_moved = kind != DIRECT
     mask = m_moved[:, None] & (o_col < width)[None, :]
@@ -108,6 +112,7 @@ def _gather_kernel(
     p_columns = rows_ptr + first_column + o_col[None, :]
     b_rows = tl.load(p_columns + src[:, None] * HEAD_DIM, mask=mask)  # [BLOCK, BLOCK_D]
     p_staging = staging_ptr + i_out[:, None] * width + o_col[None, :]
+    # One store with two kinds of addresses, because a store for each would issue every one twice.
     tl.store(tl.where((kind == HOLE)[:, None], p_columns + dst[:, None] * HEAD_DIM, p_staging), b_rows, mask=mask)
 
 
@@ -133,6 +138,7 @@ def _gather_sum_kernel(
     begin = tl.load(indptr_ptr + i_out, mask=m_out, other=0)
     length = tl.load(indptr_ptr + i_out + 1, mask=m_out, other=0) - begin
     acc = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
+    # A fixed order, so that sums have the same bits in every call.
     for step in range(0, tl.max(length, 0)):
         m_run = step < length
         src = tl.load(src_ptr + begin + step, mask=m_run, other=0).to(tl.int64)
@@ -161,6 +167,7 @@ def _write_kernel(
     """The columns of rows[dst[i]] = staging[i] if staged, those of rows[src[i]] if direct; bits unchanged."""
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
+    # Beyond the end there is a kind with which this launch does nothing.
     kind = tl.load(kind_ptr + i_out, mask=i_out < num_out, other=HOLE)
     m_out = kind != HOLE
     mask = m_out[:, None] & (o_col < width)[None, :]
@@ -202,6 +209,7 @@ def kinds_of_moves(src: Tensor, dst: Tensor, num_layers: int, num_token_slots: i
     written = torch.zeros(num_token_slots, dtype=torch.int32, device=device)
     written.index_fill_(0, token_slot_of(dst, num_token_slots, num_kv_heads).long(), 1)
     place = torch.where(written > 0, written.cumsum(0, dtype=torch.int32) - 1, -1)
+    # From the number of moves, which the host knows, and not of the written slots, which only the device counts.
     num_places = -(-num_out // (num_layers * num_kv_heads))
     occupied = torch.zeros(num_layers * num_places * num_kv_heads, dtype=torch.int8, device=device)
     kinds = torch.empty(num_out, dtype=torch.int8, device=device)
@@ -234,6 +242,7 @@ def compact_kv_triton(
         kinds = torch.full((num_out,), STAGED.value, dtype=torch.int8, device=dst.device)
     grid = (triton.cdiv(num_out, ROW_BLOCK),)
     groups = column_groups(num_out, head_dim, k_arena.element_size(), staging_bytes)
+    # One temporary for all groups of columns and both arenas: they are moved one after the other.
     buffer = torch.empty(num_out * groups[0][1], dtype=k_arena.dtype, device=k_arena.device)
     sizes = {
         "HEAD_DIM": head_dim,
@@ -242,6 +251,7 @@ def compact_kv_triton(
         "num_warps": 4 if head_dim <= WIDE else 8,
     }
     if indptr is None:
+        # Bits are moved, not numbers: float8 is no type that a mere copy needs.
         k_arena, v_arena, buffer = as_moved(k_arena), as_moved(v_arena), as_moved(buffer)
     for rows in (k_arena, v_arena) if v_arena.numel() else (k_arena,):
         for first_column, width in groups:

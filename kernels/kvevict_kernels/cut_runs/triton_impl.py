@@ -16,6 +16,7 @@ def _first_at_or_after(positions_ptr, low, high, bound, steps):
     """Index of the first entry in [low, high) whose position is at least ``bound``; ``high`` if there is none."""
     for _ in range(steps):
         searching = low < high
+        # The sum of both could exceed int32.
         middle = low + (high - low) // 2
         before = tl.load(positions_ptr + middle, mask=searching, other=0) < bound
         low = tl.where(searching & before, middle + 1, low)
@@ -43,6 +44,7 @@ def _cut_runs_kernel(
     low = tl.load(indptr_ptr + run, mask=mask, other=0)
     high = tl.load(indptr_ptr + run + 1, mask=mask, other=0)
     first = _first_at_or_after(positions_ptr, low, high, start, steps)
+    # From the first search's result on: the end lies behind the beginning.
     last = _first_at_or_after(positions_ptr, first, high, end, steps)
     tl.store(starts_ptr + run, first, mask=mask)
     tl.store(lens_ptr + run, last - first, mask=mask)

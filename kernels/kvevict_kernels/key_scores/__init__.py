@@ -84,6 +84,7 @@ def accumulated_attention(
     check_choice("reduction", reduction, ("sum", "squares"))
     first_key = key_start - query_start
     num_queries = queries.shape[0]
+    # No key that a query sees.
     if min(token_slots.numel(), num_queries, num_queries - first_key) <= 0:
         return torch.zeros(k_buffer.shape[1], token_slots.numel(), dtype=torch.float32, device=queries.device)
     run = implementation(queries.device, key_scores_cpu, "key_scores")
@@ -212,12 +213,15 @@ def key_scores_cpu(
     dtype = _product_dtype(queries.dtype) if reduction == "sum" else torch.float32
     tiles = []
     for start in range(0, num_seen, tile_keys):
+        # A pooling window reaches into the neighbouring tiles.
         low, end = start - halo if start else 0, start + tile_keys
         tiles += [(start, low, end, _key_columns(gather_rows(k_buffer, token_slots[low : end + halo]), dtype))]
     tile_queries = WEIGHTS_PER_TILE // (num_qo_heads * tile_keys) or 1
     if tile_queries > num_queries:
         tile_queries = num_queries
+    # One buffer for all tiles: memory that is touched again is in the caches.
     buffer = torch.empty(num_qo_heads * tile_queries * (tile_keys + 2 * halo))
+    # A sum over rows as a product: PyTorch's sum over the first of two dimensions is slower.
     ones = torch.ones(num_kv_heads, 1, tile_queries * group_size)
     for begin in range(0, num_queries, tile_queries):
         tile = slice(begin, begin + tile_queries)
@@ -226,6 +230,7 @@ def key_scores_cpu(
             ahead = first_key + low - begin  # of the tile's first query
             blind = ahead if ahead > 0 else 0  # queries before the tile's first key
             seeing = rows[:, blind * group_size :]
+            # Tiles ascend: later ones begin still further on.
             if seeing.shape[1] == 0:
                 break
             exponents = _exponents(seeing, columns, sm_scale, group_size, ahead - blind, buffer)
@@ -255,6 +260,7 @@ def _exponents(
     torch.baddbmm(product, rows, columns, beta=0, alpha=sm_scale * LOG2_E, out=product)
     if product is not p:
         p.copy_(product)
+    # Rows from the last key on see all keys, and need no mask.
     masked = min(num_rows // group_size, first_key + num_keys - 1)  # queries before the last key
     if masked > 0:
         future = torch.full((masked, 1, num_keys), float("-inf"))
@@ -272,6 +278,7 @@ def _query_rows(queries: Tensor, bias: Tensor, num_kv_heads: int, dtype: torch.d
     parts, rest = [queries.to(dtype)], bias[..., None]
     for _ in range(LSE_COLUMNS[dtype]):
         parts += [rest.to(dtype)]
+        # A second column takes what the first one's rounding has left.
         rest = rest - parts[-1]
     rows = torch.cat(parts, dim=-1)  # [num_queries, num_qo_heads, width]
     by_head = rows.view(rows.shape[0], num_kv_heads, -1, rows.shape[2]).transpose(0, 1)
@@ -281,6 +288,7 @@ def _query_rows(queries: Tensor, bias: Tensor, num_kv_heads: int, dtype: torch.d
 def _key_columns(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Columns of the product, [num_kv_heads, head_dim + LSE columns, num_keys]; keys [num_keys, num_kv_heads, ...]."""
     num_keys, num_kv_heads, head_dim = keys.shape
+    # Ones remain behind the key: they multiply the query's columns of log-sum-exp.
     rows = torch.ones(num_kv_heads, num_keys, head_dim + LSE_COLUMNS[dtype], dtype=dtype)
     rows[..., :head_dim] = keys.transpose(0, 1)
     return rows.transpose(1, 2)

@@ -81,6 +81,7 @@ def _key_scores_kernel(
         b_k_rot = _load_keys(k_ptr, slot * H + i_h, m_n, o_rot, D=D).to(product_type)
     acc = tl.zeros([BLOCK_N], dtype=tl.float32)
     pooled = tl.zeros([BLOCK_N], dtype=tl.float32)
+    # Earlier queries see none of the tile's keys.
     first_query = tl.maximum(first_key + tl.maximum(begin, 0), 0)
     for start in range(first_query * G, num_queries * G, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
@@ -101,6 +102,8 @@ def _key_scores_kernel(
         else:
             acc += tl.sum(p, 0)
         if KERNEL > 1:
+            # Each doubling joins two windows of the same width, the last one an overlap: log2(KERNEL) steps instead of
+            # KERNEL.
             for j in tl.static_range(NUM_DOUBLINGS):
                 shifted = tl.minimum(o_tile + min(2**j, KERNEL - 2**j), BLOCK_N - 1)
                 p = tl.maximum(p, tl.gather(p, tl.broadcast_to(shifted[None, :], (BLOCK_R, BLOCK_N)), 1))

@@ -81,6 +81,7 @@ def largest_entries(keys: Tensor, indptr: Tensor, num_entries: int) -> tuple[Ten
     Source and cost as for :func:`top_mask`.
     """
     check_tensor("indptr", indptr, (None,), (torch.int32, torch.int64), keys.device)
+    # The size is known, so the host does not wait for the device.
     numbers = torch.nonzero_static(top_mask(keys[None], num_entries)[0], size=num_entries).squeeze(-1)
     return numbers, torch.searchsorted(numbers, indptr.long()).diff().int()
 
@@ -121,6 +122,7 @@ def top_mask_cpu(keys: Tensor, counts: int | Tensor) -> Tensor:
 def _top_of_16_bits(row: Tensor, count: int) -> Tensor:
     """Mark the ``count`` >= 1 largest of one row's keys, [n], int16; ties to the lower position."""
     limits = torch.iinfo(torch.int16)
+    # 65,536 possible keys: a histogram is one pass, where a selection takes several.
     from_top = torch.bincount(limits.max - row.int(), minlength=2**16).cumsum(0)
     place = int(torch.searchsorted(from_top, count))
     mask = row >= limits.max - place

@@ -106,6 +106,7 @@ def _mask_kernel(
     threshold = tl.load(threshold_ptr + row)
     o_tile = tl.arange(0, MAX_TILES)
     p_ties = histograms_ptr + (row * num_tiles + o_tile) * BINS + (threshold % BINS).to(tl.int32)
+    # Ties of earlier tiles take their share first, so that the lower positions win, whatever order programs run in.
     ties_before = tl.load(p_ties, mask=o_tile < tile % num_tiles, other=0)
     missing = tl.load(remaining_ptr + row) - tl.sum(ties_before, 0)
     for start in range(begin, tl.minimum(begin + tile_keys, n), BLOCK):
@@ -141,6 +142,7 @@ def _select(keys: Tensor, counts: int | Tensor, mask: Tensor | None) -> Tensor:
     rows_at_once = min(num_rows, max(1, HISTOGRAM_BYTES // (num_tiles * BINS * 4)))
     histograms = torch.empty(rows_at_once, num_tiles, BINS, dtype=torch.int32, device=device)
     thresholds = torch.zeros(num_rows, dtype=keys.dtype, device=device)
+    # A copy: the kernels count it down.
     wanted = thresholds.new_full((num_rows,), counts, dtype=torch.int64) if isinstance(counts, int) else counts.clone()
     sizes = {"BINS": BINS, "num_warps": NUM_WARPS}
     tiling = {"SIGN": 1 << (key_bits - 1), "BLOCK": block, **sizes}
