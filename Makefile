@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo recording compare serve gallery docs lint test test-avx2 bench-smoke test-machines test-policies test-models test-sglang test-peers flows \
+.PHONY: help setup model demo recording compare serve gallery docs lint test test-avx2 bench-smoke test-machines test-policies test-models test-sglang test-services test-peers flows \
 	test-compile campaign bench-serving bench-judges bench-traces bench-quality bench-peers bench-policies
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -82,6 +82,10 @@ test-models: setup ## every family of docs/models.md in real servers, tiny rando
 
 test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 	@scripts/test_sglang.sh "$(VERSION)" $(ARGS)
+
+test-services: model ## the store in services of other people, as they are: S3 (moto), Mooncake; replicas behind smg
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-services -r requirements/services.txt
+	@PYTHONPATH=.venv-services $(BIN)/python -m pytest tests/store/test_services.py tests/e2e/test_replicas.py -rs $(ARGS)
 
 # Threads that wait asleep: several times faster where cores are shared.
 test-peers: export OMP_WAIT_POLICY := passive
