@@ -85,7 +85,7 @@ test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 
 test-services: model ## the store in services of other people, as they are: S3 (moto), Mooncake; replicas behind smg
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-services -r requirements/services.txt
-	@PYTHONPATH=.venv-services $(BIN)/python -m pytest tests/store/test_services.py tests/e2e/test_replicas.py -rs $(ARGS)
+	@PYTHONPATH=.venv-services PATH="$(CURDIR)/.venv-services/bin:$$PATH" $(BIN)/python -m pytest tests/store/test_services.py tests/e2e/test_replicas.py -rs $(ARGS)
 
 # Threads that wait asleep: several times faster where cores are shared.
 test-peers: export OMP_WAIT_POLICY := passive

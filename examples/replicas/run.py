@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def replicas(options: argparse.Namespace, logs: Path) -> list[Replica]:
 
 def gateway(options: argparse.Namespace, servers: Sequence[Replica], logs: Path) -> subprocess.Popen[bytes]:
     """Start the gateway: by cache affinity, asking every other second which replicas live."""
-    command = [str(BIN / "smg"), "launch", "--host", "127.0.0.1", "--port", str(options.port)]
+    smg = shutil.which("smg", path=os.pathsep.join([str(BIN), os.environ["PATH"]])) or "smg"
+    command = [smg, "launch", "--host", "127.0.0.1", "--port", str(options.port)]
     command += ["--worker-urls", *(server.url for server in servers), "--policy", "cache_aware"]
     command += ["--health-check-interval-secs", "2", "--health-check-timeout-secs", "10"]
     command += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]

@@ -23,7 +23,7 @@ from helpers.e2e_env import ENV
 from helpers.tiny_model import VOCAB_SIZE
 from kvevict_tools.launcher import free_port
 
-SMG = shutil.which("smg", path=str(Path(sys.executable).parent))
+SMG = shutil.which("smg")
 pytestmark = pytest.mark.skipif(SMG is None, reason="needs the package smg")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "replicas" / "run.py"

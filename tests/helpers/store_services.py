@@ -65,12 +65,11 @@ class Mooncake:
 
     def start(self) -> None:
         """Start both."""
-        bin_folder = Path(sys.executable).parent
-        master = [str(bin_folder / "mooncake_master"), "-port", str(self._port), "-metrics_port", str(self._listing)]
+        master = ["mooncake_master", "-port", str(self._port), "-metrics_port", str(self._listing)]
         self._master = self._stack.enter_context(
             process([*master, "-rpc_address", "127.0.0.1"], self._folder / "master.log", self._listens)
         )
-        client = [str(bin_folder / "mooncake_client"), "-master_server_address", f"127.0.0.1:{self._port}"]
+        client = ["mooncake_client", "-master_server_address", f"127.0.0.1:{self._port}"]
         client += ["-metadata_server", "P2PHANDSHAKE", "-host", "127.0.0.1", "-protocol", "tcp"]
         client += ["-port", str(free_port()), "-global_segment_size", "256MB"]
         self._stack.enter_context(process(client, self._folder / "client.log", self._has_memory))
