@@ -15,7 +15,7 @@ def head_slot_of(layer: Any, token_slot: Any, lane: Any, num_token_slots: Any, n
     this function; ``triton_rows.py`` has it for Triton.
     """
     slot = layer * num_token_slots + token_slot
-    # In place: tensors of all rows of a segment are large, and this is the only temporary.
+    # In place: of tensors this is one temporary less.
     slot *= num_kv_heads
     return slot + lane
 

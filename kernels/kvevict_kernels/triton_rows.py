@@ -89,7 +89,6 @@ def load_narrow(
     p_words = p_words[:, None] + o_w[None, :]
     words = tl.load(p_words) if D == BLOCK_D else tl.load(p_words, mask=(o_w < D // _CODES)[None, :], other=0)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
-    # Written out: a loop would put the eight parts into a tuple, which Triton cannot join.
     low_0, high_0 = _two_numbers(words, ones, 0, dtype, OF_V)
     low_1, high_1 = _two_numbers(words, ones, 1, dtype, OF_V)
     low_2, high_2 = _two_numbers(words, ones, 2, dtype, OF_V)

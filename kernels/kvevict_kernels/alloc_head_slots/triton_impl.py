@@ -34,7 +34,7 @@ def _indptr_kernel(
 
 
 @triton.jit(
-    # These differ with every segment. Triton would compile anew for a number that is 1, or divides by 16.
+    # These differ with every segment. Triton would compile anew for a 1, and for multiples of 16.
     do_not_specialize=["num_entries", "num_token_slots", "cells_per_layer", "first_cell"],
     do_not_specialize_on_alignment=["token_slots_ptr"],
 )
@@ -56,8 +56,6 @@ def _head_slots_kernel(
     layer = cell // cells_per_layer
     rest = cell % cells_per_layer
     slot = tl.load(token_slots_ptr + rest // num_kv_heads, mask=mask, other=0)
-    # int64 while it is multiplied, although the result fits int32 (``MAX_ROWS``): Triton takes the type of the
-    # operands.
     head_slot = head_slot_of(layer.to(tl.int64), slot, rest % num_kv_heads, num_token_slots, num_kv_heads)
     tl.store(numbers_ptr + entry, (head_slot * PER_SLOT + entry % PER_SLOT).to(tl.int32), mask=mask)
 

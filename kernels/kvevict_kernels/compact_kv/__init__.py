@@ -77,7 +77,7 @@ def compact_kv_cpu(
     Raises:
         ValueError: ``dst`` repeats a head slot; ``indptr`` does not ascend from 0 to M.
     """
-    # Two writes of one row would leave either; on a device nobody could tell.
+    # Two writes of one row would leave either of them. A device is not asked, which would stall its stream.
     ordered = dst.sort().values
     if bool((ordered[1:] == ordered[:-1]).any()):
         raise ValueError("dst: expected head slots that are all different, got a repeated one")

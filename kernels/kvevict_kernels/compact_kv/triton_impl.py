@@ -112,7 +112,6 @@ def _gather_kernel(
     p_columns = rows_ptr + first_column + o_col[None, :]
     b_rows = tl.load(p_columns + src[:, None] * HEAD_DIM, mask=mask)  # [BLOCK, BLOCK_D]
     p_staging = staging_ptr + i_out[:, None] * width + o_col[None, :]
-    # One store with two kinds of addresses, because a store for each would issue every one twice.
     tl.store(tl.where((kind == HOLE)[:, None], p_columns + dst[:, None] * HEAD_DIM, p_staging), b_rows, mask=mask)
 
 
@@ -251,7 +250,7 @@ def compact_kv_triton(
         "num_warps": 4 if head_dim <= WIDE else 8,
     }
     if indptr is None:
-        # Bits are moved, not numbers: float8 is no type that a mere copy needs.
+        # Bits are moved, not numbers: sums alone need to know the type.
         k_arena, v_arena, buffer = as_moved(k_arena), as_moved(v_arena), as_moved(buffer)
     for rows in (k_arena, v_arena) if v_arena.numel() else (k_arena,):
         for first_column, width in groups:

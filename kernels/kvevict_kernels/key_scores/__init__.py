@@ -221,7 +221,7 @@ def key_scores_cpu(
         tile_queries = num_queries
     # One buffer for all tiles: memory that is touched again is in the caches.
     buffer = torch.empty(num_qo_heads * tile_queries * (tile_keys + 2 * halo))
-    # A sum over rows as a product: PyTorch's sum over the first of two dimensions is slower.
+    # Rows are summed by a product with ones, which adds to ``part`` without a temporary.
     ones = torch.ones(num_kv_heads, 1, tile_queries * group_size)
     for begin in range(0, num_queries, tile_queries):
         tile = slice(begin, begin + tile_queries)
