@@ -1,8 +1,8 @@
 """Error handling: an error of one request ends that request's work, an error of accounting stops the server.
 
 SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a request. Where
-slots, spans and rows change hands, going on could give one user's keys to another: :class:`accounting` makes every
-exception an :class:`InvariantError`, which no guard holds.
+slots, spans and rows change hands, going on could give one user's keys to another. There :class:`accounting` makes
+every exception an :class:`InvariantError`, which no guard holds.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class AttentionBatch:
     ``[compressed_len, seq_len)`` has a token slot, in the request's row of ``req_to_token``; the last ``extend_len``
     are new. A row holds fillers in place of compressed tokens, which must not be read.
 
-    With ``visible`` the new tokens of a request are nodes of a tree, each after its ancestors: a node sees everything
-    before the new tokens, its ancestors and itself, and its position is the first new token's and its depth. Layers
+    With ``visible`` the new tokens of a request are nodes of a tree, each after its ancestors. A node sees everything
+    before the new tokens, its ancestors and itself. Its position is that of the first new token plus its depth. Layers
     with a window must not be narrower than the new tokens of a request.
 
     Raises:

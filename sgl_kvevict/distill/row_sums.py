@@ -84,9 +84,9 @@ class RowSums:
         """Means and scales of all tokens so far, at least one.
 
         Rounding adds the same noise to every number of a row, in proportion to the row's length. A channel of scale
-        ``s`` has the noise ``s``, which queries see ``q * s`` times, and adds ``(deviation / s) ** 2`` to the length:
-        the product of both sums is least where ``s ** 2 = deviation / q``. Values' scales are the deviations. Scales
-        are so large that rows have a mean square of 1.
+        ``s`` has the noise ``s``, of which queries see ``q * s``. It adds ``(deviation / s) ** 2`` to the length. The
+        product of both sums is least where ``s ** 2 = deviation / q``. Values' scales are the deviations. Scales are so
+        large that rows have a mean square of 1.
         """
         means = self._sums / self._num_tokens
         # Clamped: rounding may leave the difference of two large sums below 0.

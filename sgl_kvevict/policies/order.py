@@ -2,13 +2,13 @@
 
 Entries that a policy keeps at its budget have keys >= 0, all others keys < 0. So the best entries, as many as the
 budget holds, are exactly the policy's choice, and every smaller choice is a part of every larger one. Pinned entries
-have the largest keys: first tokens :data:`PINNED`, last tokens those below it, the later the larger, so that all heads
-would lose the same ones. Among equal keys the lower (layer, head) comes first, then the lower position
+have the largest keys. First tokens have :data:`PINNED`, last tokens the keys below it, the later the larger: so all
+heads would lose the same ones. Among equal keys the lower (layer, head) comes first, then the lower position
 (:func:`kvevict_kernels.radix_select.largest_entries`).
 
-Within both halves entries are ordered by their scores, rounded to float16 without the last bit of its mantissa (a
-relative step of 1/512), if these are comparable across heads; else by their rank within the (layer, head), as a share
-of the entries that the head has in this half, so that all heads shrink alike.
+Within both halves entries are ordered by their scores, if these are comparable across heads: rounded to float16 without
+the last bit of its mantissa (a relative step of 1/512). Other scores give ranks within the (layer, head), as a share of
+the head's entries in this half, so that all heads shrink alike.
 """
 
 from __future__ import annotations

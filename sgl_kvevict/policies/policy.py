@@ -85,8 +85,8 @@ class Policy:
 
         ``show`` is called once per scored layer, in ascending order; the first ``protected`` and the last
         ``protected_last`` tokens are kept in every head. No host sync on a device, unless a part has one. ValueError if
-        ``total`` does not fit the range or the protected tokens, or if a part returns tensors of another shape or dtype
-        than it has to; what their numbers have to be, :meth:`RangeOrder.check` says.
+        ``total`` does not fit the range or the protected tokens, or if a part returns tensors of a wrong shape or
+        dtype. What their numbers have to be, :meth:`RangeOrder.check` says.
         """
         views = [show(0)]
         num_tokens, runs = views[0].num_tokens, geometry.num_runs

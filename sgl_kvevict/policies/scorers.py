@@ -17,8 +17,8 @@ from sgl_kvevict.policies.signals import Signal
 class AccumulatedAttentionScorer(Scorer):
     """Attention that each token received from all queries so far.
 
-    Plain sums (H2O, D2O) favour early tokens, because more queries see them; ``normalize="queries"`` divides by the
-    number of these queries, as kvpress' ObservedAttention and RoCo do.
+    Plain sums (H2O, D2O) favour early tokens, because more queries see them. With ``normalize="queries"`` they are
+    divided by the number of these queries, as kvpress' ObservedAttention and RoCo do.
 
     Source: H2O (arXiv 2306.14048), Sec. 4; D2O, Eq. 6.
     Differs: evaluated once, when a range is compressed, not at every decode step. With grouped queries, the

@@ -61,9 +61,9 @@ class KVEvictAttentionBackend(AttentionBackend):
     SGLang builds the backend before the tree; the tree's factory attaches it. Batches without requests (warm-up) read
     no spans. ``places`` are the full-attention layers, as in :func:`full_layers_of`.
 
-    ``bits`` are those of compressed rows; ``why_16_bits``: why they are 16, whatever the configuration says;
-    ``coding``: with what rows of 4 are read; its statistics are filled when they are found or learned (None: all have
-    16).
+    ``bits``: of compressed rows. ``why_16_bits``: reasons why these are 16, whatever the configuration says.
+    ``coding``: how rows of 4 bits are read; its statistics are filled in once they are found or learned. None: all rows
+    have 16.
 
     Raises:
         UnsupportedSetupError: another radix cache is selected, or the configured attention does not support the device,
@@ -343,8 +343,8 @@ class KVEvictAttentionBackend(AttentionBackend):
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         """Spans, and on a GPU rows of ``req_to_token``, are read until the last layer has attended.
 
-        Compaction and releases run on the scheduler's stream, which waits for a captured step's replay (only sampling
-        is left then) or a whole prefill; the next forward waits for that stream. So nothing moves under a reader.
+        Compaction and releases run on the scheduler's stream. It waits for a captured step's replay (only sampling is
+        left then), or for a whole prefill, and the next forward waits for it. So nothing moves under a reader.
         """
         return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 

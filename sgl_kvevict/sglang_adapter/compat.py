@@ -75,8 +75,8 @@ def _parameters(function: Callable[..., object]) -> list[Parameter]:
 def changes() -> tuple[list[str], dict[str, list[str]], list[str]]:
     """How the installed SGLang differs from the newest supported version, in sentences.
 
-    Returns those of functions without which no server starts, that are missing or called as ours cannot be; the same of
-    optional features, which are switched off, by name; and those of functions that are called in another way.
+    Returns first those on functions without which no server starts, and that are missing or called as ours cannot be;
+    then the same of optional features, by the feature's name, which are off; last those on other calls that ours take.
     """
     known, now = json.loads(SIGNATURES.read_text(encoding="utf-8"))[SUPPORTED_SGLANG[-1]], signatures()
     optional = {hook.target: feature.name for feature in FEATURES if feature.is_optional for hook in feature.hooks}

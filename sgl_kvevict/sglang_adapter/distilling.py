@@ -51,11 +51,11 @@ AUTO = "auto"
 class Distilling:
     """Has what is learned of one scheduler's model: found in a file, or learned before it is ready (``learning.py``).
 
-    That is scores, for a policy that looks at them, and statistics of keys and values, for any policy whose entries may
-    be written in rows of 4 bits. Every rank holds those of its own heads; files hold those of all heads.
+    These are scores, for a policy that reads them, and statistics of keys and values, for any policy whose entries may
+    have rows of 4 bits. Every rank holds those of its own heads; files hold those of all heads.
 
-    Both stay as they are for a server's life, even if its weights change: rows that were written with some statistics
-    can be read with no others, and to learn scores anew would take minutes in which nobody is served.
+    Both stay as they are for a server's life, even if its weights change. Rows can be read only with the statistics
+    that they were written with, and to learn scores anew would take minutes without service.
 
     Args:
         config: names the file.

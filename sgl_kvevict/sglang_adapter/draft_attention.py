@@ -104,8 +104,8 @@ def draft_attention_of(pool: KVCache) -> DraftAttentionBackend | None:
 class DraftSteps:
     """The decode steps of one round of drafts: step i sees i + 1 tokens more than SGLang's lengths say.
 
-    With ``topk`` above 1 a request has as many branches. Branch t's tokens lie in the row's slots from
-    ``seq_len + t * num_steps`` on; here each branch has a row of its own, with these slots behind the request's.
+    With ``topk`` above 1 a request has as many branches. Branch t's tokens lie in the row's slots from ``seq_len + t *
+    num_steps`` on. Here each branch gets a row of its own, with these slots behind the request's.
     """
 
     needs_cpu_seq_lens = True

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     """Build the compressed tree of one scheduler (SGLang's radix-cache factory ``kvevict``).
 
-    Checks the settings again, because SGLang only logs a plugin part that fails to load, among them the one that checks
-    them before the load, and because it may override what was given.
+    Checks the settings again. SGLang may override what was given, and it only logs a part of a plugin that fails to
+    load, such as the one that checks settings before the load.
 
     Raises:
         UnsupportedSetupError: lists every unsupported setting.

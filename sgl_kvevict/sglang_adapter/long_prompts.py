@@ -156,8 +156,7 @@ def around_check(
     """Hook around the check whether a request fits: a long prompt counts with what it holds at its peak.
 
     While one is prefilled no other request is admitted, as beside a prompt of SGLang's that fills every chunk. If a
-    request does not fit although nothing runs, the part of its segment behind its own prefix is released: the
-    request's lock counts the whole segment as taken, so it would wait for ever.
+    request does not fit although nothing runs, the part of its segment behind its own prefix is released.
     """
     tree, admission = adder.tree_cache, admission_of(adder.token_to_kv_pool_allocator)
     if admission is not None:
@@ -170,6 +169,7 @@ def around_check(
     verdict, limit = check(), kwargs.get("chunk_limit", adder.rem_chunk_tokens)
     # While anything runs its end may release enough.
     is_alone = not adder.can_run_list and not adder.running_batch.reqs
+    # Its lock counts the whole segment as taken, so without this the request would wait for ever.
     if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.drop_unread_parts(req):
         verdict = check()
     if verdict[0] or admission is None or limit is None or not is_long(tree, req):

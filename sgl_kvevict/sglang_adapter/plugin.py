@@ -30,8 +30,8 @@ def register() -> None:
     """Register tree, attention backend and hooks as ``kvevict`` (entry point ``sglang.srt.plugins``).
 
     SGLang only logs an exception raised here (:class:`UnsupportedSetupError` for an unsupported SGLang version). Its
-    command line would then refuse the flags that select this plugin, below all its options and without the reason: so a
-    process that was started with these flags ends here, and the reason is its last line.
+    command line would then refuse the flags that select this plugin, without the reason. So a process that was started
+    with these flags ends here; its last line is the reason.
     """
     try:
         _register()

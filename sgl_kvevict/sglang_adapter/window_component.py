@@ -46,8 +46,8 @@ class SpanAwareSWA(SWAComponent):
     """Window slots of nodes, compressed ones included.
 
     SGLang finds window slots through the full-attention slots allocated with them. A compressed node has no such slots,
-    so it owns its window slots: they stay when it is compressed, go when SGLang evicts its window, and are replaced
-    when a request that recomputed the tokens is inserted.
+    so it owns its window slots. They stay when it is compressed, and go when SGLang evicts its window. A request that
+    recomputed the tokens replaces them when it is inserted.
     """
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:

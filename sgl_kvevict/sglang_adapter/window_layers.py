@@ -27,8 +27,8 @@ class WindowLayers:
     """Attention of the layers in the sliding-window pool, where nothing is compressed.
 
     SGLang finds a token's window slot through its full-attention slot, which compressed tokens lack. So each request
-    has a row of window slots here, in the shape of ``req_to_token`` ([num_rows, max_context_len], int32), valid from
-    the first token that the next query sees.
+    has a row of window slots here, in the shape of ``req_to_token`` ([num_rows, max_context_len], int32). A row is
+    valid from the first token that the next query sees.
     """
 
     def __init__(self, pool: SWAKVPool, attention: Attention, req_to_token: Tensor) -> None:

@@ -29,7 +29,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class DirectoryBackend(Backend):
     """Files below a folder, on a local or a shared file system; the first write creates it.
 
-    A read sets the file's modification time; when the files exceed ``max_bytes`` (None: no limit), or the disk is full,
+    A read sets the file's modification time. When the files exceed ``max_bytes`` (None: no limit), or the disk is full,
     the least recently used ones are removed. Several processes that remove at once remove the same ones.
     """
 

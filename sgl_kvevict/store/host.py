@@ -99,13 +99,12 @@ class HostSegment:
 class HostSegments(Tier):
     """Segments of one pool in ``num_blocks`` blocks of ``block_bytes`` bytes, which are allocated once.
 
-    As in the pool (``cache/recency.py``), what saves the fewest tokens of prefill per byte, and was not used for
-    long, goes first (GreedyDual-Size). Before all others go segments that were loaded, until the pool drops them; then
-    entries that were evicted from segments, those first that were written longest ago. So evicted entries never push
-    out a segment that the pool does not have.
+    As in the pool (``cache/recency.py``), what saves the fewest tokens of prefill per byte, and was not used for long,
+    goes first (GreedyDual-Size). Segments that were loaded go before all others, until the pool drops them. Evicted
+    entries go next, the oldest first. So they never push out a segment that the pool does not have.
 
-    The tokens of their paths, which are compared, lie beside the blocks, and take at most as many bytes as all blocks:
-    many short segments may end long paths.
+    The tokens of paths, which look-ups compare, lie beside the blocks. They take at most as many bytes as all blocks,
+    because many short segments may end long paths.
 
     On a GPU the arena is pinned, and copies run on a stream of their own.
 

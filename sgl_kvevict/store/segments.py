@@ -57,10 +57,9 @@ class StoredSegment:
 class SegmentStore(Tier):
     """The segments of one identity; those of others are neither found nor loaded.
 
-    Each name of the index is a small file that lists one segment, the newest. No two writers need a lock: a file
-    appears in one piece, and one that is lost, hides an older segment or lists a removed one costs a look-up, until
-    somebody computes that prefix again. (A list of segments would have to be read before it is written, and two writers
-    at once would lose entries.)
+    Each name of the index is a small file that lists one segment, the newest. Writers need no lock: a file appears in
+    one piece. One that is lost, hides an older segment or lists a removed one costs a look-up, until that prefix is
+    computed again. (A list of segments would have to be read before it is written, and two writers would lose entries.)
 
     An item that cannot be read although the store answers (an I/O error, missing permission, a folder of its name) is
     quarantined: it counts as missing for ``QUARANTINE_S``.

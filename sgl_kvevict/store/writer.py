@@ -26,8 +26,8 @@ LOG_EVERY_S = 60.0
 class WriteBehind(Workers):
     """Hands segments to one thread; a segment beyond ``max_bytes`` of keys and values waits alone.
 
-    ``num_dropped``: segments not taken because too many waited. ``done``: of the others, the bytes written, for the
-    scheduler; 0: the store had the segment, None: it could not be written.
+    ``num_dropped``: segments not taken because too many waited. ``done``: results of the others, for the scheduler:
+    bytes written; 0 if the store had the segment; None if it could not be written.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """Index lists for FlashInfer's paged prefill, built with torch alone.
 
-Spans: pages of one head slot over the whole arena, one KV head; one row per (group of sharers, KV head, part), with the
-group's queries stacked. Without split-KV FlashInfer's plan depends only on the number of queries per row, so one plan
-serves all layers, and long runs are cut into parts here. Suffixes: the usual pages of one token slot.
+Spans are pages of one head slot over the whole arena, with one KV head. There is a row for each (group of sharers, KV
+head, part), with the group's queries stacked. Without split-KV FlashInfer's plan depends only on the number of queries
+per row, so one plan serves all layers, and long runs are cut into parts here. Suffixes: the usual pages of one token
+slot.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class _PlannedBatch:
 class TritonAttention:
     """Attention by our Triton kernels; other arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
-    Spans are laid out on the device when requests come or go or their paths change; a step copies no lists, reads
-    nothing back and launches one kernel that counts the suffixes' work. A CUDA graph may record decode steps
+    Spans are laid out on the device when requests come or go, or their paths change. A step copies no lists and reads
+    nothing back; it launches one kernel that counts the suffixes' work. A CUDA graph may record decode steps
     (:class:`sgl_kvevict.attention.interface.CapturableAttention`).
 
     Args:
