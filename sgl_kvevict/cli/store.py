@@ -47,6 +47,7 @@ def list_all(url: Url, as_json: Json = False, is_long: Long = False) -> None:
         ]
         typer.echo(json.dumps(listed))
         return
+    # One read for each identity, of which there are few, and not for each segment.
     made_by = {identity: describe_identity(backend, identity) or {} for identity in {e.identity for e in segments}}
     rows = []
     now = time.time()

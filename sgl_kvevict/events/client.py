@@ -108,7 +108,7 @@ class InspectClient:
             async with asyncio.timeout(self.timeout_s):
                 while missing:
                     frames: list[bytes] = await self._socket.recv_multipart()
-                    # A late answer to a question that was given up has a ticket that nobody waits for.
+                    # A question that was given up may be answered late.
                     if frames[0] in missing:
                         missing.remove(frames[0])
                         payloads[frames[0]] = frames[-1]

@@ -46,6 +46,7 @@ class Policy:
     compresses: bool = True
 
     def __post_init__(self) -> None:
+        # Checked when the policy is made: a misfit would otherwise show with the first prompt that is compressed.
         have = self.scorer.traits
         for part in (self.allocator, self.selector):
             missing = part.requires - have

@@ -73,7 +73,7 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
         super().init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_idle():
             return
-        # What was paid to the former token of a slot does not belong to the new one.
+        # Attention to the former token of a slot says nothing about the new one.
         self.rows.forget(forward_batch.out_cache_loc)
         # Its tokens may be rejected drafts, whose attention is no prompt's.
         if forward_batch.forward_mode.is_draft_extend_v2():

@@ -125,6 +125,7 @@ class TextReader:
         self._instead = instead
         self.tokenizer = scheduler.tokenizer or self._loaded_tokenizer()
         room = min(scheduler.max_req_input_len, scheduler.max_total_num_tokens) - SPARE_TOKENS
+        # A quarter at most, so that a small pool is left to the text.
         self._repeated = max(min(REPEATED_TOKENS, room // 4), 1)
         lead = len(request_to_repeat(self.tokenizer)) + 1
         self.longest = min(room - lead - self._repeated, MAX_TEXT_TOKENS)

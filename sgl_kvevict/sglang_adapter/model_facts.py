@@ -54,12 +54,14 @@ def after_load(runner: ModelRunner, config: KVEvictConfig, policy: Policy | None
         pool_class=(type(pool).__name__, arena is not None),
         windows_class=windows_class if has_windows_pool else None,
         page_size=pool.page_size,
+        # Pools of latents have no layout to choose.
         layout=getattr(pool, "kv_cache_layout", "nhd"),
         has_full_layers=not runner.is_hybrid_swa or runner.full_max_total_num_tokens != 0,
         windows=() if arena is None else find_windows(model, full_layers_of(pools)),
         traits=model_traits(model_config) | layer_traits(model),
         has_states=uses_ssm_state(model_config),
         is_multimodal=model_config.is_multimodal,
+        # SGLang calls it on models whose image tokens attend to each other.
         sees_later=hasattr(model, "prepare_attn_masks"),
         has_axes=model_config.model_is_mrope,
         prefill_graphs=graphs[Phase.PREFILL].backend,

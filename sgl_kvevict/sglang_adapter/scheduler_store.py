@@ -82,6 +82,7 @@ def open_access(
             logger.warning("kvevict: the draft model has no safetensors files to know it by: its rows are not stored")
     backend = open_backend(config.store, config.store_bytes)
     segments = SegmentStore(backend, identity, draft=draft)
+    # Now, so that a folder that cannot be made is an error of the start, and not of the first write.
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
     access = StoreAccess(segments, WriteBehind(segments), reader)

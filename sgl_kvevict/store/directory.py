@@ -68,7 +68,7 @@ class DirectoryBackend(Backend):
             if not S_ISREG(status.st_mode):  # a pipe would be waited for, and a device has no end
                 raise OSError(errno.EINVAL, "not a regular file")
             with path.open("rb") as file:
-                # Not to the end: a file that somebody appends to has none.
+                # Not to the end: a file that grows meanwhile has none.
                 data = file.read(status.st_size if limit is None else min(status.st_size, limit))
         except (FileNotFoundError, NotADirectoryError):
             self._require_folder()

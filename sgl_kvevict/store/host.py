@@ -337,7 +337,7 @@ class HostSegments(Tier):
         This allocates, so it comes before anything changes: without the memory everything stays as it is.
         """
         if self._stream is not None:
-            # What is gathered was written on the scheduler's stream a moment ago.
+            # The parts were written on the scheduler's stream a moment ago.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             padded: list[Tensor] = []

@@ -162,7 +162,7 @@ class SegmentStore(Tier):
 
     def _put(self, name: str, data: bytes) -> None:
         self.backend.put(name, data)
-        # What was just written whole is readable again.
+        # An item that was just written is readable again.
         self._quarantined.pop(name, None)
 
     def _is_quarantined(self, name: str) -> bool:

@@ -59,6 +59,6 @@ class Workers:
 
     def _ended(self, future: Future[None]) -> None:
         self._unfinished.pop(future, None)
-        # Nobody asks these futures for a result, so an exception would vanish.
+        # No caller asks these futures for a result, so an exception would vanish.
         if not future.cancelled() and (error := future.exception()) is not None:
             logger.error("kvevict: a thread of the store failed", exc_info=error)

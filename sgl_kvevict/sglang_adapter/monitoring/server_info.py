@@ -36,6 +36,8 @@ def after_env_vars(_result: None, controller: SchedulerInternalStateController, 
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     """Return totals, gauges and settings of the cache, as plain values."""
     gauges, totals = read_gauges(tree), tree.prefixes.totals
+    # A request owns what was allocated for it behind the part that the tree protects; slots that neither has are
+    # leaked.
     owned = sum(
         req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.prefixes.readers if req.kv.holds_kv
     )
