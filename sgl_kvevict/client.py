@@ -61,7 +61,7 @@ def warm(
     _check_url(url)
     if messages is not None:
         path = "/v1/chat/completions"
-        # A chat has no request without an answer: SGLang's endpoint wants at least one token.
+        # One token, because a chat has no request without an answer.
         body = {"model": "default", "messages": list(messages), "max_tokens": 1, "return_meta_info": True}
     else:
         path = "/generate"

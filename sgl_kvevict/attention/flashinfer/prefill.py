@@ -110,7 +110,7 @@ class PlainPrefill:
         got_lse = lse[rows] if in_place else torch.empty(queries.shape[:2], dtype=torch.float32, device=q.device)
         k, v = self.k_arena[layer].unsqueeze(1), self.v_arena[layer].unsqueeze(1)
         self._prefills[self.geometry.window(layer)][-1].run(queries, k, v, sm_scale, got, got_lse)
-        # FlashInfer has no sinks, so they join the finished softmax.
+        # This kernel of FlashInfer has no sinks, so they join the finished softmax.
         if sink_logits is not None or not in_place:
             out[rows], lse[rows] = with_sink_logits(got, got_lse, sink_logits)
 
