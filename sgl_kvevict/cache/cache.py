@@ -35,8 +35,8 @@ class PrefixCache:
     """Prefixes, from the first prompt that holds them until they leave the tree.
 
     The adapter reports an event to the object that it concerns; events that concern several objects are the methods
-    here. A feature that is off has an object, too, which does nothing: policy ``none`` is a policy that compresses
-    nothing, and a host tier may have no memory.
+    here. A feature that is off is an object that does nothing: policy ``none`` compresses nothing, and a host tier may
+    have no memory.
 
     Args:
         clock: see :class:`CostAwareRecency`.
@@ -108,6 +108,7 @@ class PrefixCache:
         """A request was released: forget its state and compress ranges that waited for it."""
         record = self.readers[reader]
         record.observation, record.is_live, record.room = None, False, -1
+        # The request is gone: an error here must not fail the step of others.
         with self._guard.at(Place.RELEASE):
             self.resizer.try_open(Occasion.RELEASED)
 
@@ -125,9 +126,12 @@ class PrefixCache:
         request that waits; nothing is done unless more token slots are available than the last time.
         """
         record = self.readers[reader]
+        # SGLang asks for each waiting request in each turn. Without more room the answer is the same, and would cost a
+        # look-up.
         if record.is_exact or (room := self._tree.num_available) <= record.room:
             return
         record.room = room
+        # First what comes back as it was: growth then starts from more, and needs fewer parts.
         self.host.load(reader, prompt)
         if record.least_share:
             tokens = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]
@@ -175,6 +179,7 @@ class PrefixCache:
             self.complements.forget(drop.span.segment)
         if drop.owner is not None:
             assert drop.span is not None
+            # Parts that reach behind the new end would bring back entries of tokens that no node holds.
             self.complements.end_at(drop.span.segment, drop.span.start)
             slots = self.resizer.repack(drop.owner, drop.span.start)
         num_slots = len(node.key) if slots is None else slots.numel()
@@ -194,6 +199,7 @@ class PrefixCache:
 
     def keep_only_spans(self) -> None:
         """Forget everything but segments: the tree is empty, or the weights have changed."""
+        # Prefills under way go on, but what they have observed is of old weights, or of tokens that have left the tree.
         for _, record in self.readers.items():
             record.observation = None
         self.host.clear()
@@ -206,6 +212,7 @@ class PrefixCache:
         if self.access is None:
             return False
         was_on, self.access.is_on = self.access.is_on, False
+        # Requests in the queue would wait for prefixes that are not wanted any more.
         if self.loading is not None:
             self.loading.clear()
         return was_on

@@ -87,6 +87,7 @@ def length_of(path: Sequence[Node]) -> int:
 
 def tokens_of(path: Sequence[Node]) -> list[int]:
     """Token ids of a path, or of a part of one: those that have KV."""
+    # The last token of a pair's list has no KV yet.
     return [token for node in path for token in node.key.token_ids[: len(node.key)]]
 
 
@@ -101,6 +102,7 @@ class NodeSet(set[Node]):
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         super().__init__(nodes)
+        # A dictionary keeps the order: ranks visit new leaves alike, which a set does not promise.
         self._new: dict[Any, None] = dict.fromkeys(self)
 
     def add(self, node: Node) -> None:

@@ -76,6 +76,7 @@ class Pressure:
 
         Nodes without readers do not count: they can be dropped. :meth:`reclaim` releases at least as many.
         """
+        # SGLang asks several times for each request, mostly when there is nothing to count.
         if not (self._shrinking or self._table.open):
             return 0
         nodes = self._readers.movable_nodes()
@@ -103,6 +104,7 @@ class Pressure:
         """
         num_released = self._resizer.try_open(Occasion.SHORT)
         rest: list[Node] = []
+        # More than was asked for: each round walks readers and paths, and the next request needs room, too.
         while num_released < self._round and (top := self._heap.top()) is not None:
             priority, node = top
             if leaf is not None and priority > leaf:
@@ -113,11 +115,13 @@ class Pressure:
             if node in self._shrinking:
                 rest.append(node)
             if slots:
+                # As for a dropped leaf: what is used from now on is worth more than what was not.
                 self._recency.raise_level(priority)
             if slots or node not in self._shrinking:
                 for waiting in rest:  # another range with the same beginning was compressed, or shrinks no more
                     self._heap.push(waiting)
                 rest.clear()
+        # Back into the heap: the next round may find their readers gone.
         for waiting in rest:
             self._heap.push(waiting)
         return num_released

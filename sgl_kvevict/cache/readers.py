@@ -82,10 +82,12 @@ class ReaderTable:
     def __init__(self, tree: TreePort, chunk_share: float | None) -> None:
         self._tree = tree
         self._chunk_share = chunk_share
+        # Weak: SGLang tells of a release, but a request that is refused early just disappears.
         self._records: WeakKeyDictionary[Reader, ReaderRecord] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Reader]:
         """Live readers."""
+        # A copy, because a request object may be collected while this is walked.
         return iter([reader for reader, record in self._records.items() if record.is_live])
 
     def __getitem__(self, reader: Reader) -> ReaderRecord:
@@ -113,6 +115,7 @@ class ReaderTable:
     def movable(self, node: Node) -> list[Reader] | None:
         """Return the readers of a node; None if one of them is not movable."""
         readers = [reader for reader in self if (last := self._tree.locked_by(reader)) and node in path_to(last)]
+        # A lock that no known request explains could be anything of SGLang's; its slots must not move.
         if len(readers) != self._tree.num_locks(node) or any(self[reader].is_exact for reader in readers):
             return None
         return readers
@@ -132,6 +135,7 @@ class ReaderTable:
                 if node in movable:
                     continue
                 if node in fixed or counts[node] != self._tree.num_locks(node):
+                    # Below a node that must not move none may: a path's compressed tokens come first.
                     break
                 movable[node] = None
         return list(movable)

@@ -30,7 +30,7 @@ class CostAwareRecency:
 
     A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
     recency would drop the prefix to keep questions that are not asked again. Here a node's credit is the level at its
-    last access plus the loss per slot released; the level rises to the credit of each node that shrinks or is dropped.
+    last access plus the loss per slot released. The level rises to the credit of each node that shrinks or is dropped.
     Where all leaves save the same (a budget of 1.0) this is plain recency.
 
     Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
@@ -83,6 +83,7 @@ class CostAwareRecency:
             return
         if self._now < self._last_end:  # ranks exchange the time only while it matters
             self._now = self._read_now()
+        # Times, moments and levels only rise, so a node's level is found by halving.
         self._times.append(self._clock())
         self._moments.append(self._now)
         self._levels.append(priority[0])
@@ -118,7 +119,7 @@ class StatefulRecency(CostAwareRecency):
     Dropping a leaf without a state loses nothing: no prompt matches it. Dropping a state loses the tokens since the
     state above it; it releases the state's memory and the slots of nodes that only this leaf needs. Steps in which a
     segment shrinks lose the same as without states, because the state stays. A priority falls when a state is inserted
-    above the leaf's; :class:`NodeHeap` notices only when the leaf reaches its top, so it may be dropped late.
+    above the leaf's. :class:`NodeHeap` notices only when the leaf reaches its top, so the leaf may be dropped late.
 
     ``state_slots`` gives the memory of a node's state in token slots; None: the node has no state.
     """
@@ -173,6 +174,7 @@ class NodeHeap:
                 heapq.heappop(heap)
                 continue
             current = self._priority(node)
+            # Priorities only grow, so stored ones are lower bounds: one that still holds at the top is the smallest.
             if current == priority:
                 return priority, node
             heapq.heapreplace(heap, (current, number, node))

@@ -68,6 +68,7 @@ class Saving:
             segment = spans[last].segment
             complements = self._complements
             num_evicted = 0 if complements is None else complements.num_bytes(segment)
+            # Asked before the copy is made: it takes memory of the device, and would be dropped at once.
             if not writer.has_room(packer.bytes_of(segment) + num_evicted):
                 self._table.totals.not_stored += 1
                 return

@@ -24,7 +24,7 @@ class SideStream:
     after the launch, when the work is done, or earlier if slots are short.
 
     Memory needs no ``record_stream``. Inputs are kept until the work was seen to be done. What work allocates belongs
-    to this stream's pool, and is given out again to later work only, which waits for the scheduler's stream, and so for
+    to this stream's pool. It is given out again only to later work, which waits for the scheduler's stream, and so for
     the last use.
     """
 
@@ -34,14 +34,16 @@ class SideStream:
         self._running: list[tuple[torch.cuda.Event, Callable[[], object]]] = []
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
-        """See :class:`ChoiceStream`."""
+        """Launch work behind everything that the scheduler's stream has; the result, once called, is done."""
         self._forget_done()
+        # Keys and values of the range were written by forwards that this stream has not seen.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.stream(self._stream):
                 value = work()
         finally:
+            # Also after an error: kernels that were launched before it still read their inputs.
             done.record(self._stream)
             self._running.append((done, work))
 

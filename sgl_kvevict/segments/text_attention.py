@@ -45,6 +45,7 @@ class TextAttention:
             return
         skipped = max(self.num_tokens - self._query_start, 0)
         self.sums[layer] += accumulated_attention(
+            # These compute the text again; what comes after it repeats it.
             queries[skipped:].contiguous(),
             lse[skipped:].contiguous(),
             k_buffer,

@@ -76,5 +76,6 @@ class TableAddresses:
         class_tables = self.tables.classes[which]
         if class_tables.max_items + class_tables.max_suffix_items:
             return True
+        # A replayed batch may share its spans in another way: any class counts that so many rows could fall into.
         most_rows = self.tables.num_new * self.tables.sizes.group_size
         return self.is_captured and (which == 0 or most_rows > self.tables.sizes.decode_rows[which - 1])

@@ -128,6 +128,7 @@ def _send(wide: dict[str, list[int]], narrow: dict[str, list[int]], device: torc
     """Copy lists to the device in one piece: 64-bit ones, then 32-bit ones."""
     words = torch.tensor([x for values in wide.values() for x in values], dtype=torch.int64)
     halves = torch.tensor([x for values in narrow.values() for x in values], dtype=torch.int32)
+    # 64-bit numbers first, so that they are aligned. One copy: each costs as much as a launch.
     flat = to_device(torch.cat([words.view(torch.int32), halves]), device)
     first = 2 * words.numel()
     pieces = torch.split(flat[:first].view(torch.int64), [len(values) for values in wide.values()])

@@ -75,6 +75,7 @@ def attend_block(
         s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     s = tl.where(seen, s, float("-inf"))
     new_max = tl.maximum(b_max, tl.max(s, 1))
+    # A row may have seen no key yet, and the difference of two infinities is NaN.
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(s - base[:, None])
     decay = tl.exp2(b_max - base)
@@ -94,6 +95,7 @@ def narrow_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.conste
     # Warps of a tile of few q rows have keys of their own. To add up theirs in each block takes many instructions.
     b_sum = tl.zeros([BLOCK_M, min(BLOCK_N, _WARP_KEYS) if reads_in_place(BLOCK_M) else 1], dtype=tl.float32)
     b_weight = tl.zeros([BLOCK_M, _MIN_COLUMNS], dtype=tl.float32)
+    # Finite: a row that has seen no key yet would have the difference of two infinities, NaN.
     b_max = tl.full([BLOCK_M], -3.0e38, dtype=tl.float32)
     return b_max, b_sum, b_weight, tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
@@ -166,6 +168,7 @@ def hide_branches(seen, visible_ptr, visible, place, is_span):
     ``place`` [BLOCK_N] is a key's place among the new tokens, negative before them.
     """
     if visible_ptr is not None:
+        # A shift by more bits than there are is undefined.
         shift = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
         is_before = is_span | (place < 0)
         seen = seen & (is_before[None, :] | (((visible[:, None] >> shift[None, :]) & 1) != 0))

@@ -49,6 +49,7 @@ REQUEST_BLOCK = 128
 @triton.jit
 def _store_partials(addresses_ptr, row, b_max, b_sum, b_out, o_d, m_m, DV: tl.constexpr):
     """Write rows [BLOCK_M] of partial outputs and their log-sum-exps."""
+    # A row may have seen no key of this item: its log-sum-exp is -inf then, and its output 0 instead of NaN.
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
     p_out = at.floats_at(addresses_ptr, at.PARTIAL_OUT) + row[:, None] * DV + o_d[None, :]
     tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & (o_d < DV)[None, :])
@@ -193,10 +194,7 @@ def _split_kernel(
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
     PDL: tl.constexpr,  # the merge may start beside it
 ):
-    """Write partials, float32, [num_partials, DV], and their log-sum-exps, base 2.
-
-    Addresses are read again for every item: kept, they would take registers from the products.
-    """
+    """Write partials, float32, [num_partials, DV], and their log-sum-exps, base 2."""
     if PDL:
         gdc_launch_dependents()
     o_d, o_m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
@@ -206,6 +204,8 @@ def _split_kernel(
         tl.program_id(0), num_suffix_items, suffix_items_ptr, layer, addresses_ptr, CLASS=CLASS
     )
     num_items = num_suffix_items + tl.load(at.class_int32s_at(addresses_ptr, at.ITEM_COUNT, CLASS) + layer)
+    # With a stride, so that uneven runs balance. Addresses are read again for every item: kept, they would take
+    # registers from the products.
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         num_kv, member, count = low_of(keys), high_of(keys), readers_of(readers)
         head, i_row = high_of(readers) % H, high_of(readers) // H * BLOCK_M + o_m
@@ -263,6 +263,7 @@ def advance(addresses: TableAddresses, step: Step) -> None:
     for which, class_tables in enumerate(tables.classes):
         num_requests = class_tables.requests.numel()
         if not num_requests:
+            # The split kernel reads how many there are from here, also where there are none.
             step.item_start[which].zero_()
             continue
         suffix_work_kernel[(num_requests,)](
@@ -315,6 +316,7 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
         "num_warps": tile.warps,
     }
     num_programs = _num_programs(inputs, tile, args, options)
+    # A replay may have more work than the batch that was captured.
     if not addresses.is_captured:
         num_programs = min(num_programs, class_tables.max_items + class_tables.max_suffix_items)
     _split_kernel[(num_programs,)](*args, **options)
@@ -330,6 +332,7 @@ def _num_programs(inputs: LayerInputs, tile: Tile, args: tuple[object, ...], opt
         return INTERPRETER_PROGRAMS
     key = (q.device, q.dtype, inputs.k_arena.dtype, *(arg is None for arg in args), *options.values())
     if key not in _NUM_PROGRAMS:
+        # Only the compiled kernel knows how many registers and how much shared memory it takes.
         compiled = _split_kernel.warmup(*args, grid=(1,), **options)
         compiled._init_handles()
         limits = limits_of(q.device)

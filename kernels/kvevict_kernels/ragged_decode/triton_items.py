@@ -121,6 +121,7 @@ def suffix_work_kernel(
     mine = tl.program_id(0)
     start = tl.zeros([], dtype=tl.int32)
     num_items = tl.zeros([], dtype=tl.int32)
+    # Each program counts the items of all before it, so that none waits for another and one launch is enough.
     for first in range(0, mine + 1, BLOCK):
         i = first + tl.arange(0, BLOCK)
         mask = i <= mine

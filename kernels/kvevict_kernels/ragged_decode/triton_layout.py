@@ -60,6 +60,7 @@ def _runs_kernel(
     partials = tl.zeros([], dtype=tl.int64)
     items_0 = tl.zeros([], dtype=tl.int32)
     items_1 = tl.zeros([], dtype=tl.int32)
+    # One program scans a layer: prefix sums over several programs would take another launch.
     for begin in range(0, num_units, BLOCK):
         unit = begin + tl.arange(0, BLOCK)
         mask = unit < num_units

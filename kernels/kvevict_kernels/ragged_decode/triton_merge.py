@@ -123,6 +123,7 @@ def _merge_kernel(
     b_max = tl.full([], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+    # Counted here, where all parts of a row's softmax meet: once.
     if sink_logits_ptr is not None:  # without a value
         b_max = 1.4426950408889634 * tl.load(sink_logits_ptr + q_head).to(tl.float32)
         b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
