@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo recording compare serve gallery docs lint test test-avx2 bench-smoke test-machines test-policies test-models test-sglang test-services test-peers flows \
-	test-compile campaign bench-serving bench-judges bench-traces bench-quality bench-peers bench-policies
+	test-compile rehearse-gpu campaign bench-serving bench-judges bench-traces bench-quality bench-peers bench-policies
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
 
@@ -97,6 +97,9 @@ test-peers: model ## compare kept positions with kvpress, in an environment of i
 test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
 	@scripts/setup_compile.sh
 	@$(BIN)/python -m pytest tools/check_compiled.py $(ARGS)
+
+rehearse-gpu: setup ## the calls of tools/gpu_kit/run.py with tiny models on a faked GPU, beside what is expected
+	@scripts/rehearse_gpu.sh $(ARGS)
 
 campaign: model ## random operations, input, requests, faults and a soak; many hours, resumable (ARGS="machine fuzz"); writes docs/reliability.md
 	@PYTHONPATH=tools:tests $(BIN)/python -W ignore -m campaign.run $(ARGS)

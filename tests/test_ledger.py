@@ -74,7 +74,7 @@ CEILINGS = {
     "kernels": 6_996,
     "sgl_kvevict": 22_027,
     "tests": 34_433,
-    "benchmarks": 10_477,
+    "benchmarks": 10_476,
     "tools": 6_849,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""

@@ -26,14 +26,14 @@ PARTS = {
     "decode": ("correctness", "error", "bandwidth", "sharers", "planning", "graph", "ordering"),
     "compression": ("compaction", "compression"),
     "shapes": ("shapes", "extend"),
-    "baselines": ("uniform", "flashinfer"),
+    "baselines": ("uniform",),
 }
 SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
 def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
     """Measure one section in this process."""
-    from gpu_bench import checks, decode, flashinfer, insertion, ordering, shapes
+    from gpu_bench import checks, decode, insertion, ordering, shapes
     from gpu_bench.clock import copy_bandwidth
     from gpu_bench.setting import FULL, SMOKE
 
@@ -49,7 +49,6 @@ def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
         "graph": decode.graph,
         "compaction": insertion.compaction,
         "compression": insertion.compression,
-        "flashinfer": flashinfer.side_by_side,
         "ordering": ordering.poisoned_slots,
         "uniform": shapes.uniform,
         "extend": shapes.extend,

@@ -9,7 +9,7 @@ that everything works.
 
 | word of a plan | does |
 |---|---|
-| ours, ours-full | our plugin at budget 0.2 and 1.0: start, first document, cached question, decode, ... |
+| ours, ours-16, ours-full | our plugin at budget 0.2, with rows of 16 bits, at budget 1.0: all phases |
 | fa3, triton, flashinfer | the same of stock SGLang with this attention |
 | answers | greedy answers of ``triton``, ``ours-full`` and ``ours`` from a thin model with random weights |
 | real-answers | the same from SmolLM2, if it is there (``sgl-kvevict model``), beside ``--expected`` |
@@ -42,9 +42,9 @@ from gpu_bench.phases import START_SECONDS_LEFT, Phases  # noqa: E402
 from gpu_bench.rows import Rows  # noqa: E402
 from gpu_bench.systems import (  # noqa: E402
     ATTENTIONS,
-    BUDGETS,
     FULL,
     NAMES,
+    OURS,
     SMALL,
     MissingError,
     require,
@@ -57,7 +57,7 @@ from kvevict_tools.models import model_path  # noqa: E402
 
 ANSWERING = ("triton", "ours-full", "ours")
 """Systems whose answers are compared with those of the first."""
-WORDS = (*BUDGETS, *ATTENTIONS, "answers", "real-answers", "mixed")
+WORDS = (*OURS, *ATTENTIONS, "answers", "real-answers", "mixed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

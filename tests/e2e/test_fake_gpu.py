@@ -23,7 +23,10 @@ from kvevict_tools.measure import plugin_state
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"))
 
-from gpu_bench.systems import TINY, write_random_model
+import serve_gpu
+from gpu_bench.phases import Phases
+from gpu_bench.rows import Rows, read_rows
+from gpu_bench.systems import SMALL, TINY, Load, write_model, write_random_model
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one here"),
@@ -137,21 +140,32 @@ def test_a_compressed_prefix_is_read_by_captured_steps(ask: Ask, stock: Answers,
     assert compressed.state is not None and compressed.state["leaked_slots"] == 0
 
 
-def test_the_script_for_gpu_servers_starts_them(tmp_path: Path, spawn: Spawn) -> None:
-    """``serve_gpu.py`` with its flags for a GPU: every phase."""
-    import serve_gpu
-    from gpu_bench.phases import Phases
-    from gpu_bench.rows import Rows, read_rows
-    from gpu_bench.systems import SMALL
-
-    load = replace(SMALL, model=MODEL, pool=900, document=260, question=4, answer=2, excess=1, longest=60)
-    rows = Rows(tmp_path, "fake", 3600.0, load.sizes())
-    model = write_random_model(tmp_path / "model", MODEL)
-    phases = Phases(rows, load, model, tmp_path, is_gpu=True, spawn=spawn)
-    failed = serve_gpu.run(["ours"], phases, None)
+def served(
+    plan: Sequence[str], load: Load, folder: Path, spawn: Spawn, *, is_gpu: bool
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rows of ``serve_gpu.py`` by system and phase; mixed traffic is one round."""
+    rows = Rows(folder, "fake" if is_gpu else "CPU", 3600.0, load.sizes())
+    phases = Phases(rows, load, write_model(folder / "model", load.model), folder, is_gpu=is_gpu, spawn=spawn)
+    phases.mixed_seconds = 0.0
+    failed = serve_gpu.run(plan, phases, None)
     found = {(row["system"], row["what"]): row for row in read_rows([rows.path]) if "system" in row}
     assert not failed, json.dumps(list(found.values()))
+    return found
+
+
+def test_the_script_for_gpu_servers_starts_them(tmp_path: Path, spawn: Spawn) -> None:
+    """``serve_gpu.py`` with its flags for a GPU: every phase."""
+    load = replace(SMALL, model=MODEL, pool=900, document=260, question=4, answer=2, excess=1, longest=60)
+    found = served(["ours"], load, tmp_path, spawn, is_gpu=True)
     assert found["budget 0.2", "start"]["attention"] == "kvevict"
     assert found["budget 0.2", "start"]["capture_s"] > 0
     assert found["budget 0.2", "cached"]["cached_tokens"] == 260
     assert found["budget 0.2", "leaks"]["leaks"] == 0
+
+
+def test_answers_and_mixed_traffic_of_tiny_servers(tmp_path: Path, preloaded: Preloaded) -> None:
+    """``serve_gpu.py --tiny`` on a CPU."""
+    found = served(["answers", "mixed"], SMALL, tmp_path, preloaded.start, is_gpu=False)
+    assert found["budget 1.0", "answers"]["like_first"] == "8 of 8"
+    mixed = found["budget 0.2", "mixed"]
+    assert mixed["leaks"] == mixed["errors"] == 0 and mixed["answered"] > 50 and mixed["aborted"] > 0

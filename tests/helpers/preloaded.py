@@ -106,18 +106,18 @@ class Preloaded:
         self._process.communicate()
 
 
-def fork_where_sglang_spawns() -> None:
-    """Have :mod:`multiprocessing` fork from now on; only for a process that has no threads yet."""
+def prepare() -> None:
+    """Import SGLang and its plugins, and have it fork where it spawns; for a process that has no threads yet."""
+    for module in MODULES:
+        importlib.import_module(module)
+    importlib.import_module("sglang.srt.plugins").load_plugins()  # hooks look for what they replace in all modules
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda method, force=False: None
 
 
 def main() -> None:
     """Fork servers and reap them, by orders on stdin."""
-    for module in MODULES:
-        importlib.import_module(module)
-    importlib.import_module("sglang.srt.plugins").load_plugins()  # hooks look for what they replace in all modules
-    fork_where_sglang_spawns()
+    prepare()
     gc.freeze()
     while line := sys.stdin.readline():
         order = json.loads(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import struct
 import subprocess
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from gpu_kit import packing, run, unpack
 from gpu_kit.fatbin import ENTRY, HEADER, MAGIC, fatbins, find_section, prune
-from gpu_kit.run import CALL_AGAIN, DONE, GIVE_BACK, STEPS, Progress, Step, follow
+from gpu_kit.run import CALLS, DIFFERS, DONE, GIVE_BACK, NO_TIME, Step, follow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,60 +156,61 @@ def test_a_kernel_that_does_not_load_is_looked_up_as_usual(tmp_path: Path) -> No
 
 
 class Machine:
-    """Runs steps in no time; the clock moves by what they take."""
+    """Runs the steps of a call in no time; the clock moves by what they take."""
 
     def __init__(self, seconds: float, codes: dict[str, list[int]] | None = None, takes: float = 10.0) -> None:
         self.left, self.codes, self.takes = seconds, codes or {}, takes
         self.begun: list[tuple[str, bool]] = []
-        self.kept = 0
 
     def run(self, step: Step, seconds: float, graphs: bool) -> int:
         self.begun.append((step.name, graphs))
         self.left -= self.takes
-        codes = self.codes.get(step.name, [])
-        return codes.pop(0) if codes else 0
+        return (self.codes.get(step.name) or [0]).pop(0)
 
-    def follow(self, progress: Progress, wanted: set[str] | None = None) -> int:
-        names = {step.name for step in STEPS} if wanted is None else wanted
-        return follow(progress, self.run, lambda: self.left, lambda: setattr(self, "kept", self.kept + 1), names)
+    def follow(self, call: str = "servers") -> int:
+        return follow(CALLS[call], self.run, lambda: self.left, lambda step: True, graphs=True)
 
 
-def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
-    progress = Progress()
-    first = Machine(165.0, takes=20.0)
-    assert first.follow(progress) == CALL_AGAIN
-    assert [name for name, _ in first.begun] == ["unpack", "smoke", "answers", "ours"]
-    progress.write(tmp_path / "kit" / "progress.json")
-    second = Machine(1000.0)
-    assert second.follow(Progress.read(tmp_path / "kit" / "progress.json")) == DONE
-    assert [name for name, _ in second.begun] == [
-        *("unpack", "fa3", "ours-full", "triton", "mixed", "tests", "real-answers")
-    ]
+def test_a_call_fits_its_seconds() -> None:
+    """Three are 25 minutes, and each step can be begun unless others take what they may; else it is not begun."""
+    assert 3 * run.SECONDS <= 25 * 60
+    for call, steps in CALLS.items():
+        assert Machine(run.SECONDS, takes=run.SECONDS / len(steps) - 15.0).follow(call) == DONE
+    machine = Machine(165.0, takes=20.0)
+    assert machine.follow() == NO_TIME
+    assert [name for name, _ in machine.begun] == ["unpack", "smoke", "answers", "ours"]
 
 
-@pytest.mark.parametrize(("step", "code"), [("unpack", 1), ("smoke", 2)])
-def test_the_machine_is_given_back_where_no_server_can_answer(step: str, code: int) -> None:
-    machine = Machine(1000.0, {step: [code]})
-    assert machine.follow(Progress()) == GIVE_BACK
-    assert machine.begun[-1][0] == step
+@pytest.mark.parametrize(("step", "codes"), [("unpack", [1]), ("smoke", [2]), ("answers", [3, 3])])
+def test_the_machine_is_given_back_where_no_server_can_answer(step: str, codes: list[int]) -> None:
+    machine = Machine(1000.0, {step: [*codes]})
+    assert machine.follow() == GIVE_BACK
+    assert machine.begun[-1] == (step, len(codes) == 1)
 
 
 def test_a_first_server_that_does_not_start_gets_one_try_without_graphs() -> None:
     machine = Machine(1000.0, {"answers": [3, 0]})
-    assert machine.follow(Progress()) == DONE
+    assert machine.follow() == DONE
     assert machine.begun[2:5] == [("answers", True), ("answers", False), ("ours", False)]
-    machine = Machine(1000.0, {"answers": [3, 3]})
-    assert machine.follow(Progress()) == GIVE_BACK
-    assert machine.begun[-1] == ("answers", False)
 
 
-def test_a_run_writes_logs_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real command line, with steps that only say something."""
-    monkeypatch.setattr(
-        run, "command_of", lambda step, *args, **kwargs: f"echo said {step.name}; exit {int(step.name == 'mixed')}"
+def test_what_a_call_finds_is_compared_with_what_is_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real command line, with steps that only say something, after rows of a server."""
+    kit, out, expected = tmp_path / "kit", tmp_path / "out", tmp_path / "expected.txt"
+    rows = kit / "results" / "ours-full" / "rows.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text(
+        '{"what": "run"}\n{"what": "decode 8", "system": "budget 1.0", "tokens_s": 7.0}\n'
+        '{"what": "leaks", "system": "budget 1.0", "leaks": 0}\n'
     )
-    arguments = [str(tmp_path), "--kit", str(tmp_path / "kit"), "--out", str(tmp_path / "out")]
-    assert run.main(arguments) == DONE
-    assert (tmp_path / "out" / "mixed.log").read_text() == "said mixed\n"
-    assert json.loads((tmp_path / "kit" / "progress.json").read_text())["done"]["mixed"] == 1
-    assert run.main([*arguments, "--seconds", "20"]) == CALL_AGAIN
+    expected.write_text("smoke: exit code 0\nours-full: budget 1.0, decode\nours-full: budget 1.0, leaks, leaks 1\n")
+    monkeypatch.setattr(run, "EXPECTED", expected)
+    monkeypatch.setattr(run, "command_of", lambda step, *args, **kwargs: f"echo said {step.name}")
+    assert run.main([str(tmp_path), "rest", "--kit", str(kit), "--out", str(out)]) == DIFFERS
+    told = [line for line in capsys.readouterr().out.splitlines() if "smoke: " in line or "budget" in line]
+    assert told == [f"run: {sign} ours-full: budget 1.0, leaks, leaks {count}" for sign, count in ("-1", "+0")]
+    assert "said mixed\n" in (out / "run.log").read_text()
+    assert len((out / "rows.jsonl").read_text().splitlines()) == 3
+    assert {path.name for path in out.iterdir()} == {"run.log", "rows.jsonl", "found.txt", "logs.tar.xz"}

@@ -113,7 +113,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-kit")
     parser.add_argument("--parts", nargs="*", choices=[*MAKERS, "smollm2"], default=[*MAKERS, "smollm2"])
-    parser.add_argument("--preset", type=int, default=6, help="of xz")
     parser.add_argument("--again", action="store_true", help="make parts that exist, too")
     args = parser.parse_args()
     wheels = Wheels(args.out / "downloads")
@@ -127,7 +126,7 @@ def main() -> int:
         print(f"{name} ...", flush=True)
         with tempfile.TemporaryDirectory(dir=args.out) as folder:
             MAKERS[name](wheels, args.out / "compiled", Path(folder))
-            packing.pack(Path(folder), path, args.preset)
+            packing.pack(Path(folder), path)
     packing.write_sums(args.out)
     too_large = False
     for name, digest in packing.read_sums(args.out).items():

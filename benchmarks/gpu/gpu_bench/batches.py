@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gpu_bench.setting import Setting
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from kvevict_kernels.row_codec import RowCoding, RowStatistics
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
@@ -25,6 +26,7 @@ class Requests:
         is_scattered: token slots in random order; else consecutive.
         suffix_tokens: uncompressed tokens per request, the new ones included.
         new_tokens: of each request; None: a decode step.
+        bits: of rows of prefixes. With 4 as many bytes hold more entries; what they are does not matter here.
     """
 
     def __init__(
@@ -36,10 +38,12 @@ class Requests:
         is_scattered: bool,
         suffix_tokens: int,
         new_tokens: int | None = None,
+        bits: int = 16,
     ) -> None:
         torch.manual_seed(42)
         self.setting = setting
         self.new_tokens = new_tokens
+        self.bits, self.per_slot = bits, 16 // bits
         num_spans = (1 if is_shared else count) if setting.prefix_tokens else 0
         # A run may be longer than the average; its span's slots are counted over all runs.
         span_slots = setting.kept_tokens + 1
@@ -59,21 +63,32 @@ class Requests:
             row[setting.prefix_tokens :] = free.pop(0).int()
         self.paths = tuple((self.spans[i % num_spans],) if num_spans else () for i in range(count))
         self.suffix_tokens = suffix_tokens
-        self.attention = TritonAttention(self.geometry, self.k, self.v)
+        coding = None if bits == 16 else self.coding()
+        self.attention = TritonAttention(self.geometry, self.k, self.v, coding=coding)
         q_shape = (count * (new_tokens or 1), self.geometry.num_qo_heads, setting.head_dim)
         self.q = torch.empty(q_shape, dtype=torch.bfloat16, device=setting.device).normal_()
         self.device_seq_lens = torch.tensor(self.seq_lens(0), dtype=torch.int32, device=setting.device)
 
+    def coding(self) -> RowCoding:
+        """Statistics that change nothing, and steps of ordinary size."""
+        shape = (self.geometry.num_layers, self.geometry.num_kv_heads, self.setting.head_dim)
+        zeros, ones = (make(shape, device=self.setting.device) for make in (torch.zeros, torch.ones))
+        coding = RowCoding.of(self.k, RowStatistics(zeros, ones, zeros, ones))
+        coding.k_steps.uniform_(0.1, 0.3)
+        coding.v_steps.uniform_(0.1, 0.3)
+        return coding
+
     def span(self, token_slots: Tensor) -> SpanRuns:
         """A prefix whose runs are packed into these token slots."""
         setting, geometry = self.setting, self.geometry
-        average = setting.kept_tokens
+        average = min(setting.kept_tokens * self.per_slot, setting.prefix_tokens)
         lens = average * (torch.rand(geometry.num_layers, geometry.num_kv_heads) * 4 / 3 + 1 / 3)
         lens = (lens * (average * lens.numel() / float(lens.sum()))).int().clamp(max=setting.prefix_tokens)
         used = int(lens.sum())
-        held = token_slots[: geometry.slots_for(used)].long()
-        indptr, head_slots = alloc_head_slots(lens.to(setting.device), held, geometry.num_token_slots, used)
-        return SpanRuns(head_slots, indptr[:-1].view(lens.shape), lens.to(setting.device), setting.prefix_tokens)
+        held = token_slots[: geometry.slots_for(-(-used // self.per_slot))].long()
+        on_device = lens.to(setting.device)
+        indptr, rows = alloc_head_slots(on_device, held, geometry.num_token_slots, used, per_slot=self.per_slot)
+        return SpanRuns(rows, indptr[:-1].view(lens.shape), on_device, setting.prefix_tokens, bits=self.bits)
 
     def seq_lens(self, grown: int) -> list[int]:
         """Logical lengths after so many more tokens."""
@@ -91,10 +106,11 @@ class Requests:
         )
 
     def bytes_per_layer(self) -> float:
-        """K, V and index bytes that one layer has to read, on average; a shared prefix once."""
+        """K, V, steps and index bytes that one layer has to read, on average; a shared prefix once."""
         entries = sum(span.rows.numel() for span in self.spans) / self.geometry.num_layers
         own = len(self.paths) * self.suffix_tokens * self.geometry.num_kv_heads
-        return (entries + own) * (self.setting.entry_bytes + 4)
+        steps = 4 if self.bits < 16 else 0
+        return entries * (self.setting.entry_bytes / self.per_slot + steps + 4) + own * (self.setting.entry_bytes + 4)
 
     def run(self, i: int) -> tuple[Tensor, Tensor]:
         """One layer of the planned step."""

@@ -16,6 +16,8 @@ from gpu_bench.clock import copy_bandwidth, device_seconds, host_seconds, synchr
 from gpu_bench.setting import Setting, syncs_raise
 from sgl_kvevict.attention import AttentionBatch
 
+PLACES = ((False, 16), (True, 16), (True, 4))
+"""Whether token slots are scattered, and bits of a row; with 4 as many bytes hold up to four times the entries."""
 CAPTURED_REQUESTS = 256
 SHARERS_SUFFIX = 16
 """Own tokens of each request on a shared prefix."""
@@ -26,9 +28,10 @@ def bandwidth(setting: Setting) -> list[dict[str, Any]]:
     copied = copy_bandwidth(setting)
     rows = []
     for count in setting.batches:
-        for is_scattered in (False, True):
+        for is_scattered, bits in PLACES:
+            own = setting.suffix_tokens
             requests = Requests(
-                setting, count, is_shared=False, is_scattered=is_scattered, suffix_tokens=setting.suffix_tokens
+                setting, count, is_shared=False, is_scattered=is_scattered, suffix_tokens=own, bits=bits
             )
             requests.attention.plan(requests.batch())
             seconds = device_seconds(setting, requests.run)
@@ -36,6 +39,7 @@ def bandwidth(setting: Setting) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "requests": count,
+                    "bits": bits,
                     "token slots": "scattered" if is_scattered else "consecutive",
                     "MB per layer": read / 1e6,
                     "us per layer": seconds * 1e6,

@@ -17,7 +17,6 @@ TITLES = {
     "graph": "A captured decode step that follows requests to other spans (attention only)",
     "compaction": "Compaction of one prefix",
     "compression": "Whole compression of one prefix: scores, selection, packing",
-    "flashinfer": "FlashInfer beside our kernels, on the same spans",
     "uniform": "Dense decode over as many entries",
     "extend": "New tokens of one request on a compressed prefix",
     "shapes": "Decode with other head_dims and numbers of KV heads",
@@ -26,7 +25,8 @@ TITLES = {
     "ordering": "Moving and poisoning slots beside running forwards",
 }
 NOTES = {
-    "bandwidth": "Copy: bytes read and written by a large device copy. A layer's bytes: K, V and index of all entries.",
+    "bandwidth": "Copy: bytes read and written by a large device copy. A layer's bytes: K, V and index of all entries. "
+    "Rows of 4 bits: up to four times the entries in as many bytes.",
     "extend": "Beside dense attention over as many keys. Prefix 0: our kernel all the same; a server takes FlashInfer.",
     "servers": "llama-8B's shape with random weights, each server alone. What is asked: `benchmarks/gpu/serve_gpu.py`.",
     "planning": "While planning and running, torch raises at anything that waits for the device.",

@@ -60,7 +60,7 @@ class Setting:
 
 
 FULL = Setting("cuda", 32, 8, 8, 4, 128, 32768, 0.2, (1, 8, 64), (1, 2, 4, 8, 16, 32, 64), 128, 30)
-SMOKE = Setting("cpu", 2, 2, 2, 4, 16, 96, 0.25, (1, 2), (1, 2), 9, 1)
+SMOKE = Setting("cpu", 2, 2, 2, 4, 32, 96, 0.25, (1, 2), (1, 2), 9, 1)
 
 
 @contextlib.contextmanager

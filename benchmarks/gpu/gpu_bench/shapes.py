@@ -16,14 +16,14 @@ QUICK_REPEATS = 8
 def extend(setting: Setting) -> list[dict[str, Any]]:
     """New tokens of one request on a prefix, beside dense attention over as many keys."""
     rows = []
-    for prefix, new in extend_sizes(setting):
+    for prefix, new, bits in extend_sizes(setting):
         sizes = replace(setting, prefix_tokens=prefix, repeats=min(setting.repeats, QUICK_REPEATS))
-        requests = Requests(sizes, 1, is_shared=False, is_scattered=True, suffix_tokens=new, new_tokens=new)
+        requests = Requests(sizes, 1, is_shared=False, is_scattered=True, suffix_tokens=new, new_tokens=new, bits=bits)
         requests.attention.plan(requests.batch())
         seconds = device_seconds(sizes, requests.run)
-        row: dict[str, Any] = {"prefix tokens": prefix, "new tokens": new, "us per layer": seconds * 1e6}
+        row: dict[str, Any] = {"prefix tokens": prefix, "new tokens": new, "bits": bits, "us per layer": seconds * 1e6}
         row["host us per layer"] = host_seconds(sizes, lambda these=requests: these.run(0)) * 1e6
-        kept = sizes.kept_tokens if prefix else 0
+        kept = min(sizes.kept_tokens * requests.per_slot, prefix)
         theirs = Uniform(sizes, 1, kept + new, new).times() if setting.device == "cuda" else {}
         row |= {f"{name}, us": value * 1e6 for name, value in theirs.items()}
         row["times the best"] = seconds / min(theirs.values()) if theirs else "not measured"
@@ -32,11 +32,13 @@ def extend(setting: Setting) -> list[dict[str, Any]]:
     return _same_columns(rows)
 
 
-def extend_sizes(setting: Setting) -> list[tuple[int, int]]:
-    """Tokens of the prefix and new ones of each line of :func:`extend`."""
+def extend_sizes(setting: Setting) -> list[tuple[int, int, int]]:
+    """Tokens of the prefix, new ones and bits of a row of each line of :func:`extend`."""
     new_tokens = (32, 128, 512, 2048, 8192) if setting.device == "cuda" else (3, 40)
     prefixes = (0, setting.prefix_tokens // 4, setting.prefix_tokens)
-    return [(prefix, new) for prefix in prefixes for new in new_tokens]
+    return [
+        (prefix, new, bits) for prefix in prefixes for new in new_tokens for bits in (16, 4) if prefix or bits == 16
+    ]
 
 
 def shapes(setting: Setting) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ from kvevict_tools.launcher import System, config_env, kvevict_system, stock_sys
 
 ATTENTIONS = {"fa3": "stock, fa3", "triton": "stock, triton", "flashinfer": "stock, flashinfer"}
 """Stock systems: SGLang's name of an attention backend, and the system's name in tables."""
-BUDGETS = {"ours": 0.2, "ours-full": 1.0}
-"""Our systems: share of a prefix's entries that is kept."""
-NAMES = ATTENTIONS | {name: f"budget {budget}" for name, budget in BUDGETS.items()}
+OURS = {"ours": "budget 0.2", "ours-16": "budget 0.2, 16 bits", "ours-full": "budget 1.0"}
+"""Our systems. Rows have 4 bits where nothing is said, SGLang's 16 at budget 1.0."""
+NAMES = ATTENTIONS | OURS
 POOL = 131_072
 """Token slots, fixed so that a card with more memory caches no more: 17 GB at llama-8B's shape."""
 LLAMA_8B: dict[str, Any] = {
@@ -46,6 +46,7 @@ TINY = LLAMA_8B | {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "vocab_size": 512,
+    "torch_dtype": "float16",  # which a faked GPU's interpreter multiplies rightly
 }
 
 
@@ -100,7 +101,7 @@ def require(names: Sequence[str]) -> None:
             "kit's environment (docs/gpu.md)"
         )
     plugins = importlib.metadata.entry_points(group="sglang.srt.plugins").names
-    if BUDGETS.keys() & set(names) and "kvevict" not in plugins:
+    if OURS.keys() & set(names) and "kvevict" not in plugins:
         raise MissingError(
             "SGLang would not find the plugin: no package on the path has the entry point 'kvevict' of group "
             "sglang.srt.plugins (pip install -e . --no-deps; a folder on PYTHONPATH alone has none)"
@@ -120,16 +121,17 @@ def find_system(name: str, model: Path, load: Load, *, is_gpu: bool, graphs: boo
     flags = ["--max-total-tokens", str(load.pool), "--page-size", "1", "--random-seed", "1", "--skip-server-warmup"]
     flags += [] if list(model.glob("*.safetensors")) else ["--load-format", "dummy"]
     flags += [] if has_tokenizer(model) else ["--skip-tokenizer-init"]
-    config = {"policy": "ada-snapkv", "budget": BUDGETS.get(name)}
+    config = {"policy": "ada-snapkv", "budget": 1.0 if name == "ours-full" else 0.2}
+    config |= {"bits": 16} if name == "ours-16" else {}
     if not is_gpu:
         flags += ["--dtype", "float32"]  # small sizes show that everything works: greedy answers are then the same
-        ours = name in BUDGETS
+        ours = name in OURS
         return kvevict_system(NAMES[name], config, flags) if ours else stock_system(NAMES[name], flags)
     most = str(max(load.batches))
     flags += ["--cuda-graph-max-bs-decode", most, "--max-running-requests", str(max(64, max(load.batches)))]
     flags += ["--chunked-prefill-size", "8192", "--sampling-backend", "pytorch"]
     flags += [] if graphs else ["--cuda-graph-backend-decode", "disabled"]
-    if name in BUDGETS:
+    if name in OURS:
         chosen = ("--radix-cache-backend", "kvevict", "--attention-backend", "kvevict")
         return System(NAMES[name], (*chosen, *flags), config_env(config))
     return System(NAMES[name], ("--attention-backend", name, *flags), {})
@@ -158,5 +160,5 @@ def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> P
     torch.manual_seed(seed)
     spread = 2.8 * config["hidden_size"] ** -0.5
     model = LlamaForCausalLM(LlamaConfig(**config, initializer_range=spread, tie_word_embeddings=False))
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(getattr(torch, config["torch_dtype"])).save_pretrained(folder)
     return folder

@@ -48,7 +48,7 @@ def test_what_is_timed_runs() -> None:
     from gpu_bench.setting import SMOKE
 
     tiny = replace(SMOKE, batches=(2,), sharers=(2,), prefix_tokens=64)
-    assert decode.bandwidth(tiny)[1]["token slots"] == "scattered"
+    assert [row["bits"] for row in decode.bandwidth(tiny)] == [16, 16, 4]
     assert decode.sharers(tiny)[0]["sharers"] == 2
     assert decode.planning(tiny)[0]["us, new batch"] > 0
     moved = insertion.compaction(tiny)[0]
@@ -56,7 +56,7 @@ def test_what_is_timed_runs() -> None:
     assert 1 < moved["share of copy, temporary counted"] / moved["share of copy"] < 2
     assert [row["policy"] for row in insertion.compression(tiny)] == list(insertion.POLICIES)
     assert len(shapes.shapes(tiny)) == 4
-    assert [row["new tokens"] for row in shapes.extend(tiny)] == [3, 40] * 3
+    assert [row["new tokens"] for row in shapes.extend(tiny)] == [3, 40] + 2 * [3, 3, 40, 40]
 
 
 def test_what_is_measured_is_on_disk_before_the_next_section_begins(

@@ -14,8 +14,9 @@ import pytest
 import serve_gpu
 from gpu_bench import systems
 from gpu_bench.phases import Phases, agreement, recorded_outputs
-from gpu_bench.rows import Rows, read_rows
-from gpu_bench.systems import SMALL, MissingError, require
+from gpu_bench.rows import COLUMNS, Rows, read_rows
+from gpu_bench.systems import NAMES, SMALL, MissingError, require
+from gpu_kit import run as gpu_run
 
 from kvevict_tools.launcher import LaunchError
 
@@ -143,3 +144,14 @@ def test_answers_are_compared_token_by_token(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert recorded_outputs(path) == {"budget 0.2": first}
     assert recorded_outputs(None) == {}
+
+
+def test_what_is_expected_has_the_steps_and_phases_of_today() -> None:
+    """The committed file, beside which ``make rehearse-gpu`` puts what it finds."""
+    lines = gpu_run.EXPECTED.read_text().splitlines()
+    steps = {step.name for call in gpu_run.CALLS.values() for step in call} - {"real-answers"}
+    assert {line.partition(":")[0] for line in lines} == steps
+    for what in COLUMNS:
+        for step in steps & NAMES.keys():
+            start = f"{step}: {NAMES[step]}, {what.rstrip('0123456789 ')}"
+            assert any(line.startswith(start) for line in lines), start

@@ -158,7 +158,9 @@ def install(torch: Any) -> None:
     register = torch.library.Library.impl
 
     def register_on_cpu(self: Any, name: Any, function: Any, key: str = "", **options: Any) -> None:
-        register(self, name, function, "CPU" if key == "CUDA" else key, **options)
+        # torch 2.11 refuses a second one for the CPU, which an operator may have already.
+        with contextlib.suppress(RuntimeError) if key == "CUDA" else contextlib.nullcontext():
+            register(self, name, function, "CPU" if key == "CUDA" else key, **options)
 
     torch.library.Library.impl = register_on_cpu
     Redirect().__enter__()  # modes belong to threads
