@@ -1,9 +1,9 @@
 """``sgl-kvevict top --web``: a page that shows the tree, live, on this machine's loopback only.
 
-All open pages ask the watched server over one connection to its event socket. Three answers: ``/`` is the page,
-``/tree`` and ``/node/ID`` are the JSON that it asks for. Nothing is read from disk by name, and nothing can be changed.
-Pages of other sites get no answer: neither one whose name leads here (DNS rebinding: another name in ``Host``), nor one
-that embeds ours (``Sec-Fetch-Site``).
+All open pages ask the watched server over one connection to its event socket. ``/`` is the page; ``/tree``,
+``/node/ID`` and ``/text/ID`` are the JSON that it asks for. Nothing is read from disk by name, and nothing can be
+changed. Pages of other sites get no answer: neither one whose name leads here (DNS rebinding: another name in
+``Host``), nor one that embeds ours (``Sec-Fetch-Site``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.events.client import InspectClient, check_endpoint
 
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
-_NODE = re.compile(r"/node/(\d{1,18})")
+_NODE = re.compile(r"/(node|text)/(\d{1,18})")
 _NUM_NODES, _NUM_BINS = 5000, 256
 MAX_CONNECTIONS = 32
 """Connections at once, each of which has a thread; a page uses one or two, and a browser opens at most six."""
@@ -124,9 +124,9 @@ class WebServer(ThreadingHTTPServer):
         ask = partial(inspection.ask_snapshot, limit=_NUM_NODES)
         return inspection.tree_content(self._connection.ask(ask))
 
-    def node(self, number: int) -> Mapping[str, object]:
+    def node(self, number: int, *, bins: int = _NUM_BINS) -> Mapping[str, object]:
         """Return what heads kept of a node (None: everything, or it is gone), and its tokens if they are exposed."""
-        about, kept, ids = self._connection.ask(partial(inspection.ask_node, node=number, bins=_NUM_BINS))
+        about, kept, ids = self._connection.ask(partial(inspection.ask_node, node=number, bins=bins))
         tokens = None if ids is None else (self._decoder(about.tokenizer) or inspection.as_numbers)(ids)
         return {"map": kept, "tokens": tokens}
 
@@ -148,9 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/tree":
             self._send_json(self.server.tree)
         elif node:
-            self._send_json(lambda: self.server.node(int(node[1])))
+            self._send_json(lambda: self.server.node(int(node[2]), bins=1 if node[1] == "text" else _NUM_BINS))
         else:
-            self.send_error(HTTPStatus.NOT_FOUND, "allowed: /, /tree and /node/ID")
+            self.send_error(HTTPStatus.NOT_FOUND, "allowed: /, /tree, /node/ID and /text/ID")
 
     def _send_json(self, content: Callable[[], Mapping[str, object]]) -> None:
         try:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -97,7 +98,8 @@ def test_the_page_the_tree_and_a_node(web):
 def test_no_token_leaves_a_server_that_exposes_none(web):
     for node in nodes(web):
         assert node["namespace"] is None
-        assert json.loads(get(web, f"/node/{node['id']}")[1])["tokens"] is None
+        for path in ("node", "text"):
+            assert json.loads(get(web, f"/{path}/{node['id']}")[1])["tokens"] is None
 
 
 def test_other_hosts_methods_and_paths_are_refused(web):
@@ -109,7 +111,7 @@ def test_other_hosts_methods_and_paths_are_refused(web):
         assert get(web, "/tree", site=site)[0] == status  # a page of another site, and an address that was typed
     for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"):
         assert get(web, "/tree", method)[0] == 501
-    paths = ["/..", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/node/../tree", "/node/", "/node/-1", "/node/1/"]
+    paths = ["/..", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/node/../tree", "/node/", "/node/-1", "/text/1/"]
     for path in [*paths, "/tree?x=1", "/tree/", "/node/" + "9" * 40, "/node/1%00", "*"]:
         status, body = get(web, path)
         assert status == 404 and b"root:" not in body, path
@@ -177,35 +179,18 @@ def test_a_port_that_is_taken_and_options_that_do_not_go_together(capsys, web):
         assert caught.value.code == 2 and reason in capsys.readouterr().err
 
 
-PROBE = """
-<script>
-(async () => {
-  const until = async (what) => { while (!what()) await new Promise((done) => setTimeout(done, 50)); };
-  const hits = () => $("facts").textContent.match(/prompts through it: (\\d+)/)[1];
-  const button = () => [...document.querySelectorAll("#icicle button")].find((b) => !nodes.get(+b.dataset.node).start);
-  await until(() => nodes && button());
-  button().click();
-  await until(() => !$("text").hidden);
-  const first = hits(), words = $("text").textContent, shades = [...$("text").children].map((s) => +s.style.opacity);
-  await until(() => hits() !== first && !$("found").hidden && samples.at(-1).tokens > samples[0].tokens);
-  const out = document.createElement("pre");
-  out.id = "result";
-  const found = $("found-text").textContent;
-  out.textContent = JSON.stringify({ words, shades, first, later: hits(), silent: $("silent").hidden, found });
-  document.body.append(out);
-})();
-</script>
-"""
+PROBE = Path(__file__).with_name("page_probe.js")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("web", [(True, True)], indirect=True)
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian package chromium)")
 def test_the_live_page_in_a_browser(web, tmp_path, monkeypatch):
-    plain = inspection.page
-    monkeypatch.setattr(inspection, "page", lambda seconds: plain(seconds).replace("</body>", PROBE + "</body>"))
+    plain, script = inspection.page, f"<script>{PROBE.read_text()}</script>"
+    monkeypatch.setattr(inspection, "page", lambda seconds: plain(seconds).replace("</body>", script + "</body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     flags += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=120000"]
+    flags += ["--window-size=390,900"]  # a telephone's
     command = [CHROMIUM, *flags, "--dump-dom", f"http://127.0.0.1:{web.server_port}/"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     found = re.search(r'<pre id="result">(.*?)</pre>', dom, re.DOTALL)
@@ -213,4 +198,12 @@ def test_the_live_page_in_a_browser(web, tmp_path, monkeypatch):
     result = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">"))
     assert result["words"].startswith("".join(f"<w{token}> " for token in DOCUMENT[:20])[:40])
     assert min(result["shades"]) < 0.9 and int(result["later"]) > int(result["first"]) and result["silent"]
+    assert re.fullmatch(
+        r"the last \d+ s: slots, 0 % of prompt tokens found, \d+ compressions, \d+ nodes dropped", result["history"]
+    )
+    assert min(result["marked"]) >= 20
+    assert result["keys"] == [True] * 5
+    label, count, height, width = result["folded"]
+    assert (label, count) == ("193 more", 9) and height >= 16 and width >= 24
+    assert result["unfolded"][0] == 201 and result["unfolded"][1] >= 16 and not result["sideways"]
     assert re.fullmatch(r"Since the start 0 % of [\d,]+ tokens of [\d,]+ prompts were found; .*", result["found"])
