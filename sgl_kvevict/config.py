@@ -129,6 +129,13 @@ class KVEvictConfig(BaseModel):
     min_prefix_tokens: int = Field(
         default=256, ge=1, description="shorter ranges stay uncompressed until they have grown"
     )
+    answer_block: int | None = Field(
+        default=512,
+        ge=1,
+        description="an answer in progress is compressed, too, whenever it has grown by so many tokens, but at least "
+        "`min_prefix_tokens`, and again at its end. null: with the prompt of the next turn "
+        "(docs/design/prefix.md#answers)",
+    )
     score_weights: _Path | None = Field(
         default="auto",
         description="file of what was learned of this model (scores, statistics of rows); what it lacks is learned "
@@ -141,12 +148,6 @@ class KVEvictConfig(BaseModel):
         description="folder of UTF-8 files to learn scores and statistics from; null: texts of the Python installation "
         "(English manual, code, tables)",
         json_schema_extra={"allowed": "the path of a folder, or null"},
-    )
-    observation_bytes: ByteSize = Field(
-        default=ByteSize(256 * 1024**2),
-        ge=0,
-        description="memory outside the pool for observations of prefixes that wait for compression (256 MiB); beyond "
-        "it the oldest is dropped",
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict,

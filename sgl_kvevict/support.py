@@ -201,6 +201,11 @@ class AfterLoad(Kernels, HasTraits):
         return 16 if self.policy is None or self.why_16_bits else self.config.bits
 
     @property
+    def why_whole_answers(self) -> list[str]:
+        """Why answers stay uncompressed while they are generated, whatever ``answer_block`` says; [] if they do not."""
+        return [] if self.policy is None or self.config.answer_block is None else reasons(ANSWERS, self)
+
+    @property
     def has_places(self) -> bool:
         """Prompts continue a cached prefix only where a window, or a state, is stored."""
         return self.windows_class is not None or self.has_states
@@ -492,6 +497,18 @@ BITS: Table[AfterLoad] = {
         "statistics of keys and values are learned from texts, and the model's folder has no tokenizer"),
 }
 """Why rows of compressed prefixes have 16 bits: ends of sentences."""
+
+FROM_THE_CACHE = frozenset({"keys", "values"})
+"""Of ``policies.signals.Signal``: what any range has, without importing torch."""
+ANSWERS: Table[AfterLoad] = {
+    "policy": (lambda f: f.policy and "learned_scores" not in f.policy.needs and f.policy.needs - FROM_THE_CACHE,
+        "policy {f.policy.name!r} ranks entries by queries of a prompt"),
+    "windows": (lambda f: f.narrowest, "layers with sliding windows share the pool, and nothing may end in a segment"),
+    "places": (lambda f: f.has_places, "the model has {f.kind}, whose part of a prefix is at the end of a prompt"),
+    "strip_thinking_cache": (lambda f: f.settings.strips_thinking,
+        "--strip-thinking-cache is set, which keeps answers out of the cache"),
+}
+"""Why answers stay uncompressed until the prompt of the next turn: ends of sentences."""
 
 AFTER_LOAD: Table[AfterLoad] = {
     **ATTENTION,

@@ -72,7 +72,8 @@ def test_a_budget_is_a_share(text: str) -> None:
         ("host_bytes", True, "null (twice the pool)"),
         ("store_bytes", 0, "an amount like 64MiB, 40GB or a number of bytes, >= 1"),
         ("store_bytes", None, "an amount like 64MiB"),
-        ("observation_bytes", "much", "an amount like 64MiB, 40GB or a number of bytes, >= 0"),
+        ("answer_block", 0, "an integer >= 1, or null"),
+        ("answer_block", "512", "an integer >= 1, or null"),
         ("tail_tokens", 0, "an integer >= 1"),
         ("tail_tokens", 32.0, "an integer >= 1"),
         ("tail_tokens", "32", "an integer >= 1"),
@@ -128,7 +129,7 @@ def test_complete_files_need_what_keeps_evicted_entries(values: dict[str, object
 
 def test_every_field_of_bytes_takes_what_people_write() -> None:
     names = [name for name in KVEvictConfig.model_fields if name.endswith("_bytes")]
-    assert len(names) == 3
+    assert len(names) == 2
     for name in names:
         for text, amount in (("64MiB", 64 * 2**20), ("1.5 GB", 1_500_000_000), ("4096", 4096), (4096, 4096)):
             config = load(json.dumps({name: text}))

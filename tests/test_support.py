@@ -16,6 +16,7 @@ from sgl_kvevict.machine import Check
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.support import (
     AFTER_LOAD,
+    ANSWERS,
     ATTENTION,
     BEFORE_LOAD,
     BITS,
@@ -129,6 +130,12 @@ SIXTEEN = {
     "weights": loaded(has_weights=False),
     "tokenizer": loaded(has_texts=False),
 }
+WHOLE_ANSWERS = {
+    "policy": loaded(policy=build_policy("snapkv", {})),
+    "windows": loaded(windows=(8, 0)),
+    "places": loaded(has_states=True),
+    "strip_thinking_cache": loaded(own=settings(strips_thinking=True)),
+}
 MACHINES = {
     "part": Check("GPU", "missing", "torch sees none", "see driver"),
 }
@@ -136,6 +143,7 @@ MOMENTS: list[tuple[str, Table[Any], dict[str, Any]]] = [
     ("before", BEFORE_LOAD, BEFORE),
     ("after", AFTER_LOAD, AFTER),
     ("bits", BITS, SIXTEEN),
+    ("answers", ANSWERS, WHOLE_ANSWERS),
     ("machine", MACHINE, MACHINES),
     ("first forward", FIRST_FORWARD, {"extras": LayerCall("'sinks'")}),
 ]
@@ -198,6 +206,13 @@ def test_where_rows_must_have_16_bits_auto_means_16(facts: AfterLoad) -> None:
     auto = replace(facts, policy=policy)
     (why,) = auto.why_16_bits
     assert why and auto.config.bits == "auto" and auto.bits == 16
+
+
+def test_answers_are_compressed_where_nothing_of_a_prompt_is_needed() -> None:
+    assert all(loaded(policy=build_policy(name, {})).why_whole_answers == [] for name in ("distilled", "streaming-llm"))
+    assert loaded(policy=build_policy("random", {})).why_whole_answers == loaded(windows=(8, 0)).why_whole_answers == []
+    assert loaded(policy=build_policy("h2o", {})).why_whole_answers
+    assert loaded(KVEvictConfig(answer_block=None), build_policy("h2o", {})).why_whole_answers == []
 
 
 @pytest.mark.parametrize("bits", ["auto", 16])

@@ -100,6 +100,12 @@ class Complements:
         if not complement.parts:
             del self._of[segment]
 
+    def join(self, segment: Segment, joined: Sequence[Segment]) -> None:
+        """Several segments become one."""
+        parts = [part for each in joined for part in self._of.pop(each, Complement()).parts]
+        if parts:
+            self._of[segment] = Complement(parts)
+
     def of(self, views: Sequence[View]) -> list[EvictedPart]:
         """Parts of what was evicted from views of segments, lost or not; not held for the caller."""
         return [part.within(view.start, view.end) for view in views for part in self[view.segment].parts]

@@ -40,6 +40,9 @@ class PrefillEvents(Protocol):
         how many requests with the same prompt come next, all of which read it uncompressed; -1: this is one of them.
         """
 
+    def answered(self, node: Node, start: int, end: int, options: RequestOptions) -> None:
+        """The tree has a request's answer, ``[start, end)`` (logical positions) of its path, which may end before."""
+
 
 class Prefills:
     """Prefills of requests: :class:`PrefillEvents`. A complete prompt is compressed."""
@@ -78,7 +81,7 @@ class Prefills:
         if share is None or observation is None or observation.has_failed or not self._compressor.scores_any_range:
             return
         path = path_to(node)
-        self._resizer.compress(path, length_of(path), share=share)
+        self._resizer.compress(path, length_of(path), share=share, goes_on=True)
 
     def complete(self, reader: Reader, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
         """Compress a prompt.
@@ -91,10 +94,23 @@ class Prefills:
             return
         path = path_to(node)
         end = self._compressor.end_of(min(observation.end, length_of(path)))
-        waits = self._compressor.config.compress == "when short"
-        waits |= bool(options.least_share and self._compressor.scores_any_range)
+        waits = self._waits(options)
         if not waits and num_samples and self._table.await_samples(node, num_samples):
             if num_samples < 0:  # the first of these samples has opened the range
                 return
             waits = True
         self._resizer.compress(path, end, observation, waits=waits)
+
+    def answered(self, node: Node, start: int, end: int, options: RequestOptions) -> None:
+        """Compress an answer as its prompt, and what is still uncompressed before it; not while samples are awaited."""
+        path = path_to(node)
+        if not self._table.is_awaited(path):
+            end = min(end, length_of(path))
+            self._resizer.compress(path, end, waits=self._waits(options), goes_on=True)
+            self._resizer.join_small(path_to(node), start)
+
+    def _waits(self, options: RequestOptions) -> bool:
+        """Whether what a request has computed stays uncompressed until slots are short."""
+        if self._compressor.config.compress == "when short":
+            return True
+        return bool(options.least_share and self._compressor.scores_any_range)

@@ -146,6 +146,7 @@ class OpenRange:
     Attributes:
         share: of its bytes that it will have; None: the budget.
         waits: it stays uncompressed until token slots are short.
+        goes_on: more tokens follow: its last ones are not protected.
         prompt: observation of a prompt by which it can be ranked; None: there is none, or it was given up.
         num_bytes: memory of this observation.
         order: of its entries, or of those that it had when it was ranked; None: it was not ranked.
@@ -153,6 +154,7 @@ class OpenRange:
 
     share: float | None
     waits: bool
+    goes_on: bool = False
     prompt: Observation | None = None
     num_bytes: int = 0
     order: Order | None = None
@@ -206,6 +208,10 @@ class PrefixTable:
         record = self._records.setdefault(node, PrefixRecord())
         record.num_awaited = max(record.num_awaited + count, 0)
         return record.num_awaited > 0
+
+    def is_awaited(self, path: Sequence[Node]) -> bool:
+        """Whether samples of a prompt on a path are to come, which begin with it uncompressed."""
+        return any(node in self._records and self._records[node].num_awaited for node in path)
 
     def stop_awaiting(self, path: Sequence[Node]) -> list[Node]:
         """No more samples of prompts on a path come; return the last nodes of those prompts that had some to come."""
@@ -269,14 +275,17 @@ class PrefixTable:
     def hold(self, nodes: Sequence[Node], segment: Segment) -> None:
         """Make consecutive nodes, root side first, the views of one segment.
 
-        They are uncompressed, or hold all spans of the segment already.
+        They are uncompressed, hold all spans of the segment already, or all of several that become this one.
         """
         start = segment.start
         for i, node in enumerate(nodes):
             self.close(node)
             record = self._records.setdefault(node, PrefixRecord())
             end = start + len(node.key)
-            if record.span is None:
+            if record.span is None or record.span.segment is not segment:
+                if record.span is not None and record.span.is_owner:
+                    del self.packed[record.span.segment]
+                    self.shrinking.discard(node)
                 record.span = Span(segment, start, end, is_owner=i == 0)
             start = end
         self.packed[segment] = nodes[0]

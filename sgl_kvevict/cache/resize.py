@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from itertools import takewhile
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,6 +33,14 @@ TURNS_OF_RANKING = 2
 """Turns of the scheduler's loop from launching a ranking beside the scheduler's stream to the use of its order; at
 least one step is launched in between. Turns are counted because tensor-parallel ranks would not agree on whether a
 stream is done."""
+
+
+JOINED = 8
+"""Small segments at the end of a path that become one: each costs a decode step the time of about 30 entries a head."""
+MOST_JOINED = 2**14
+"""Tokens of :data:`JOINED` segments that are small, at most: of larger ones the cost of their number is small."""
+OBSERVATION_BYTES = 256 * 1024**2
+"""Memory outside the pool for observations of open ranges; beyond it the oldest is given up."""
 
 
 class Occasion(Enum):
@@ -67,6 +76,8 @@ class Resizer:
 
     Attributes:
         on_budget: called with the last node of each segment that has reached the budget.
+        observation_bytes: :data:`OBSERVATION_BYTES`.
+        num_joined: :data:`JOINED`.
     """
 
     def __init__(self, core: Core) -> None:
@@ -74,6 +85,7 @@ class Resizer:
         self._tree, self._table, self._readers, self._guard = core.tree, core.table, core.readers, core.guard
         self._spans, self._complements, self._compressor = core.table.spans, core.complements, core.compressor
         self._packer, self._config = core.compressor.packer, core.compressor.config
+        self.observation_bytes, self.num_joined = OBSERVATION_BYTES, JOINED
         self._turn = 0
 
     # ---- sizes ------------------------------------------------------------------------------------------------
@@ -100,6 +112,7 @@ class Resizer:
         *,
         share: float | None = None,
         waits: bool = False,
+        goes_on: bool = False,
     ) -> None:
         """Compress the uncompressed tokens of a path up to ``end``, now or as soon as possible.
 
@@ -109,11 +122,13 @@ class Resizer:
             prompt: its observation, by which they are ranked; None: they are ranked by the one that is known.
             share: of their bytes; None: the budget.
             waits: they stay uncompressed until token slots are short.
+            goes_on: more tokens follow, so that the last ones are worth no more than others.
         """
         if not self.is_long_enough(end - self._spans.compressed_len(path)):
             return
         last = self._node_ending_at(path, end)
         opened = self._table.open_range(last, share, waits=waits)
+        opened.goes_on = goes_on
         # A prompt that has computed at most the last token of the range, as SGLang always does, is no better.
         if prompt is not None and (opened.prompt is None or prompt.first_query < end - 1):
             opened.prompt, opened.num_bytes = prompt, prompt.num_bytes
@@ -133,13 +148,13 @@ class Resizer:
         raise InvariantError(f"the path has {position} tokens, expected at least {end}")
 
     def _trim(self) -> None:
-        """Give up the oldest prompts beyond ``observation_bytes``, and the open ranges that need them.
+        """Give up the oldest prompts beyond :data:`OBSERVATION_BYTES`, and the open ranges that need them.
 
         A range that waits and could not be ranked any more is compressed before, if nothing holds it.
         """
         num_bytes = self._table.observation_bytes
         for last, opened in list(self._table.open.items()):
-            if num_bytes <= self._config.observation_bytes:
+            if num_bytes <= self.observation_bytes:
                 break
             if not opened.num_bytes:
                 continue
@@ -258,12 +273,13 @@ class Resizer:
         compressor = self._compressor
         return compressor.scores_any_range or opened.prompt is not None or not compressor.observes.collectors
 
-    def _rank(self, nodes: Sequence[Node], start: int, prompt: Observation | None) -> Order | None:
+    def _rank(self, nodes: Sequence[Node], start: int, opened: OpenRange) -> Order | None:
         """Launch the order of uncompressed nodes, the first of which begins at ``start``; None: the policy failed."""
         order: Order | None = None
         with self._guard.at(Place.COMPRESSION):
             slots = self._tree.token_slots(nodes)
-            order = self._compressor.rank(slots, start, prompt or CacheObservation(), self._turn)
+            observation = opened.prompt or CacheObservation(opened.goes_on)
+            order = self._compressor.rank(slots, start, observation, self._turn)
         return order
 
     def _is_early(self, opened: OpenRange) -> bool:
@@ -319,7 +335,7 @@ class Resizer:
         if order is not None and (order.start, order.end) != (start, end):  # its beginning was compressed meanwhile
             opened.order = None if self._can_rank(opened) else order.within(start, end)
         if opened.order is None and num_slots < end - start:
-            opened.order = self._rank(groups[0], start, opened.prompt) if self._can_rank(opened) else None
+            opened.order = self._rank(groups[0], start, opened) if self._can_rank(opened) else None
             return opened.order is not None
         return True
 
@@ -336,7 +352,7 @@ class Resizer:
         for group in groups:
             num_tokens, order = length_of(group), opened.order
             if len(groups) > 1 and self._can_rank(opened):
-                order = self._rank(group, start, opened.prompt)
+                order = self._rank(group, start, opened)
             elif order is not None:
                 order = order.within(start, start + num_tokens)
             num_freed = self._make(group, start, order, opened, readers)
@@ -409,6 +425,36 @@ class Resizer:
         totals.evicted_entries += num_live - segment.num_entries
         self._report_size(segment, nodes[-1], num_slots)
         return num_freed
+
+    def join_small(self, path: Sequence[Node], start: int) -> None:
+        """Write the last segments of a path as one, if :attr:`num_joined` are small, and behind ``start``.
+
+        Attention reads each segment as spans of their own. No entry is evicted, and no row changes. Nothing is joined
+        that others read, or have read, in parts: who locks a segment locks all of its slots.
+        """
+        nodes = path[: len(path) - len(self._spans.uncompressed(path))]
+        segments = list(dict.fromkeys(self._spans[node].segment for node in nodes))
+        small = list(takewhile(lambda each: self._is_small(each, start), reversed(segments)))[::-1]
+        nodes = [node for node in nodes if self._spans[node].segment in small]
+        if len(small) < self.num_joined or any(len(node.children) > 1 for node in nodes[:-1]):
+            return
+        readers = self._readers.movable(nodes[0])
+        if readers is None or self._tree.num_locks(nodes[0]) != self._tree.num_locks(nodes[-1]):
+            return
+        rewritten: Rewritten | None = None
+        with self._guard.at(Place.COMPRESSION):
+            sources = Sources(self._packer.geometry, [View(each, each.start, each.end) for each in small])
+            rewritten = self._packer.rewrite(sources, sources.token_slots.numel())
+        if rewritten is None:
+            return
+        segment = Segment(self._packer.geometry, small[0].start, small[-1].end, rewritten.packed, rewritten.kept.keys)
+        self._complements.join(segment, small)
+        self.exchange(nodes, segment, readers)
+
+    def _is_small(self, segment: Segment, start: int) -> bool:
+        """Whether a segment is one of those that become one: all of it is there, and its order is known."""
+        is_whole = segment.live_end == segment.end and segment.splittable and segment.keys is not None
+        return is_whole and segment.start >= start and segment.num_tokens * JOINED <= MOST_JOINED
 
     def _write(
         self, source: Callable[[], TokenRange | View], num_slots: int, prompt: Observation | None = None

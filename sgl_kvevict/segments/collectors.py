@@ -67,7 +67,7 @@ class Collector(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that counts towards ``observation_bytes``: that of tensors among the attributes."""
+        """Memory that is limited for all open ranges together: that of tensors among the attributes."""
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
 
     @abstractmethod

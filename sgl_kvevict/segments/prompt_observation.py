@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -171,11 +171,12 @@ class PromptObservation:
         )
 
 
+@dataclass(frozen=True)
 class CacheObservation:
     """Observation without signals: a range is scored from its cached keys and values alone."""
 
-    num_bytes = 0
-    goes_on = False
+    goes_on: bool = False
+    num_bytes: ClassVar[int] = 0
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """See :meth:`PromptObservation.show`."""

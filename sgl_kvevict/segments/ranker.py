@@ -50,6 +50,14 @@ class Compressor:
         return self.learned is not None
 
     @property
+    def answer_block(self) -> int | None:
+        """Tokens by which an answer grows until they are compressed; None: it stays as it is while it is generated."""
+        config = self.config
+        if config.answer_block is None or config.budget == 1 or not self.policy.compresses:
+            return None
+        return max(config.answer_block, config.min_prefix_tokens)
+
+    @property
     def splittable(self) -> bool:
         """Whether every segment may be split at any token."""
         return not self.packer.geometry.has_windows

@@ -62,6 +62,7 @@ class KVEvictAttentionBackend(AttentionBackend):
     no spans. ``places`` are the full-attention layers, as in :func:`full_layers_of`.
 
     ``bits``: of compressed rows. ``why_16_bits``: reasons why these are 16, whatever the configuration says.
+    ``why_whole_answers``: see :class:`AfterLoad`.
     ``coding``: how rows of 4 bits are read; its statistics are filled in once they are found or learned. None: all rows
     have 16.
 
@@ -86,6 +87,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         # Shadows are copies of a draft's rows, for which no statistics are learned.
         self.bits: Bits = 16 if model_runner.is_draft_worker else facts.bits
         self.why_16_bits = facts.why_16_bits
+        self.why_whole_answers = facts.why_whole_answers
         arena = arena_of(full_pool_of(self.token_to_kv_pool))
         assert arena is not None
         device = torch.device(model_runner.device)

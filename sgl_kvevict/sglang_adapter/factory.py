@@ -54,6 +54,8 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
         raise InvariantError(f"SGLang has built {type(backend).__name__} for our attention backend")
     # From here on ``auto`` is decided, for store, log and inspection alike.
     config = config.model_copy(update={"bits": backend.bits})
+    if backend.why_whole_answers:
+        config = config.model_copy(update={"answer_block": None})
     drafts = draft_attention_of(full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()))
     tree = _assemble(ctx, config, policy, backend, drafts)
     # Both need each other, and SGLang builds the backend first.
@@ -66,6 +68,10 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))
     if policy is not None and backend.why_16_bits:
         logger.info("kvevict: rows of compressed prefixes have 16 bits, because %s", "; ".join(backend.why_16_bits))
+    if backend.why_whole_answers:
+        logger.info(
+            "kvevict: answers are compressed with the next prompt, because %s", "; ".join(backend.why_whole_answers)
+        )
     caution = None if policy is None else policy.caution(backend.geometry.num_kv_heads)
     if caution is not None:
         logger.warning("kvevict: policy %s: %s", config.policy, caution)

@@ -102,6 +102,9 @@ class TextPrefills:
         self._tree.prefixes.readers[reader].observation = None
         self.node = node
 
+    def answered(self, node: Node, start: int, end: int, options: RequestOptions) -> None:
+        """Texts have no answers."""
+
 
 class TextReader:
     """Has the model read texts, one at a time, in an otherwise empty cache.

@@ -47,6 +47,8 @@ def after_ingest(_received: Sequence[object], scheduler: Scheduler, *_args: obje
     """Hook after SGLang took in new requests: runs once per turn of the loop, between two steps."""
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree):
+        for req in scheduler.running_batch.reqs:
+            tree.insert_answer(req)
         tree.prefixes.between_steps()
 
 

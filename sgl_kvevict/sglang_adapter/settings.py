@@ -84,6 +84,7 @@ class ServerSettings:
         speculative_algorithm: None: no drafts.
         speculative_num_draft_tokens: of one verification step; None without drafts.
         state_strategy: ``--mamba-radix-cache-strategy``, of models with recurrent layers.
+        strips_thinking: ``--strip-thinking-cache``.
         load_format: of the target model; a draft model may have its own, see :func:`has_weights`.
         model_path: as given, or the folder that SGLang downloaded it to.
     """
@@ -94,6 +95,7 @@ class ServerSettings:
     speculative_algorithm: str | None
     speculative_num_draft_tokens: int | None
     state_strategy: str
+    strips_thinking: bool
     load_format: str
     model_path: str
     tokenizer_path: str
@@ -122,6 +124,7 @@ class ServerSettings:
             speculative_algorithm=published("speculative_algorithm"),
             speculative_num_draft_tokens=published("speculative_num_draft_tokens"),
             state_strategy=str(published("mamba_radix_cache_strategy")),
+            strips_thinking=bool(published("strip_thinking_cache")),
             load_format=str(published("load_format")),
             model_path=model_path,
             tokenizer_path=published("tokenizer_path") or model_path,

@@ -194,6 +194,7 @@ class KVEvictTree(UnifiedRadixCache):
     ) -> None:
         self.packer = compressor.packer
         self.compressor = compressor
+        self.answer_block = compressor.answer_block
         self.distilling = distilling
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group), params.kv_event_lora_names)
         self.guard = Guard(self.ranks.size)
@@ -395,11 +396,42 @@ class KVEvictTree(UnifiedRadixCache):
                 self.prefixes.prefills.complete(req, node, self._options_of(req), num_samples)
             if attempt.failed:
                 record.observation = None
-        elif not req.finished():
+        elif req.finished():
+            self._answered(req, node)
+        else:
             with self.guard.at(Place.PROMPT):
                 self.prefixes.prefills.chunk_complete(req, node)
         if up_to >= len(req.origin_input_ids) and (seconds := self._options_of(req).retain) is not None:
             self.prefixes.recency.retain(path_to(node), len(req.origin_input_ids), seconds)
+
+    def insert_answer(self, req: Req) -> None:
+        """Between two steps: insert what a running request has generated, if that is a block, and compress it.
+
+        Only tokens of steps whose result is there: nothing of them is cut by a stop any more, or rejected, and the step
+        in flight writes none of them.
+        """
+        kv, end = req.kv, self._answer_end(req)
+        if self.answer_block is None or end - kv.cache_protected_len < self.answer_block:
+            return
+        is_out = req.finished() or not kv.holds_kv or req.skip_radix_cache_insert or self.prefixes.readers[req].is_exact
+        if is_out or self._blocking.is_retired(self.tree_core.node_by_id(req.last_node)):
+            return
+        req.refresh_fill_ids()
+        super().checkpoint(req, up_to=end)
+        self._answered(req, self.tree_core.node_by_id(req.last_node))
+
+    def _answer_end(self, req: Req) -> int:
+        """Logical position after the tokens of a request that may be compressed: all known ones but the last."""
+        num_known = min(req.kv.kv_committed_len, len(req.origin_input_ids) + len(req.output_ids))
+        return int(num_known) - self.compressor.config.tail_tokens
+
+    def _answered(self, req: Req, node: UnifiedTreeNode) -> None:
+        """Compress what is in the tree of an answer, if that is more than its last tokens."""
+        start, end = len(req.origin_input_ids), self._answer_end(req)
+        if self.answer_block is None or end <= start or self.prefixes.readers[req].is_exact:
+            return
+        with self.guard.at(Place.PROMPT):
+            self.prefixes.prefills.answered(node, start, end, self._options_of(req))
 
     def _is_kept_out(self, key: RadixKey) -> bool:
         """Whether a blocking node has readers; without readers it is dropped."""

@@ -47,6 +47,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy
 from sgl_kvevict.policies.by_name import NO_POLICY
 from sgl_kvevict.segments import Compressor, DraftRows, Packed, Segment, SegmentPacker, Span
+from sgl_kvevict.segments.collectors import collected
 from sgl_kvevict.segments.streams import ChoiceStream
 from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -71,7 +72,7 @@ TINY_LLAMA = {
 
 LEAST_SHARE = {"share": 0.001}
 """Options of a request whose own prompt stays uncompressed until slots are short; it reads any prefix as it is."""
-CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, answer_block=None)
 WINDOWS = (1000, 0)
 """Of a harness whose compressed segments cannot be split."""
 NO_ROTARY = Rotary(torch.empty(512, 0), is_neox=True)
@@ -147,6 +148,8 @@ class Harness:
         self.rows, self.allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
         coding = None if self.bits == 16 else random_coding(self.geometry, self.k)
         self.config = self.config.model_copy(update={"bits": self.bits})
+        if self.windows or self.cache_grid > 1 or not self._ranks_any_range():
+            self.config = self.config.model_copy(update={"answer_block": None})  # as the factory does
         store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts(), coding)
         kind = LearnedCompressor if self.scores_any_range or self.waits else Compressor
         stream = None if self.make_stream is None else self.make_stream()
@@ -166,6 +169,10 @@ class Harness:
             full.create_match_validator = lambda match_device_only=False: self._is_on_grid
         self.live: list[Req] = []
         self._count = 0
+
+    def _ranks_any_range(self) -> bool:
+        needs = self.policy.needs if self.policy else frozenset()
+        return self.scores_any_range or self.waits or not collected(needs)
 
     def _make_pools(self) -> dict[str, Any]:
         rows = ReqToTokenPool(self.num_rows, self.max_tokens, "cpu", False)
@@ -297,8 +304,11 @@ class Harness:
 
     def turn(self) -> None:
         """Between two steps."""
-        prefixes = self.tree.prefixes
-        prefixes.resizer.between_steps()
+        for req in self.live:
+            if req.output_ids:
+                self.tree.insert_answer(req)
+                self.check()
+        self.tree.prefixes.resizer.between_steps()
         self.check()
 
     def finish(self, req: Req) -> None:

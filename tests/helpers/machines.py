@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.managers.schedule_batch import Req
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import CONFIG, Harness, PseudoRandomPolicy
 from helpers.harness_store import adoption, exported
 from helpers.late_stream import TwiceStream
 from helpers.own_policies import OWN_POLICIES
@@ -40,7 +40,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.harness = self.make_harness(num_slots=self.num_slots, num_rows=6, policy=self.policy, **self.options)
+        config = self.options.get("config", CONFIG).model_copy(update={"answer_block": 6})
+        options = self.options | {"config": config}
+        self.harness = self.make_harness(num_slots=self.num_slots, num_rows=6, policy=self.policy, **options)
+        self.harness.tree.prefixes.resizer.num_joined = 3
         self.prefilling: list[Req] = []
         self.decoding: list[Req] = []
         self.finished_texts: list[tuple[list[int], str | None]] = []
@@ -98,6 +101,17 @@ class CacheMachine(RuleBasedStateMachine):
             for req in list(self.decoding):
                 self.harness.decode(req)
                 self._settle()
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data(), steps=st.integers(5, 20))
+    def answer(self, data, steps):
+        """An answer grows between turns of the loop, and is compressed meanwhile."""
+        req = data.draw(st.sampled_from(self.decoding))
+        while steps and req in self.harness.live:
+            self.harness.decode(req)
+            self.harness.turn()
+            steps -= 1
+        self._settle()
 
     @precondition(lambda self: self.decoding)
     @rule(data=st.data())
@@ -172,7 +186,11 @@ class WhenShortMachine(PressureMachine):
 
     policy = PseudoRandomPolicy(needs=frozenset({Signal.WINDOW_QUERIES}), window_size=4)
     config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, compress="when short")
-    options: ClassVar[dict[str, Any]] = {"config": config.model_copy(update={"observation_bytes": 2_000})}
+    options: ClassVar[dict[str, Any]] = {"config": config}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness.tree.prefixes.resizer.observation_bytes = 2_000
 
 
 class MergingMachine(PressureMachine):

@@ -17,6 +17,7 @@ DEFAULT = ServerSettings(
     speculative_algorithm=None,
     speculative_num_draft_tokens=None,
     state_strategy="no_buffer",
+    strips_thinking=False,
     load_format="auto",
     model_path="model",
     tokenizer_path="model",

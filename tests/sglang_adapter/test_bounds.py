@@ -22,8 +22,9 @@ def lost(harness) -> int:
 
 def test_ranges_that_wait_for_readers_have_a_limit():
     policy = PseudoRandomPolicy(needs=frozenset({Signal.WINDOW_QUERIES}), window_size=4)
-    config = KVEvictConfig(**VALUES, observation_bytes=2 * SIZE)
+    config = KVEvictConfig(**VALUES)
     harness = Harness(num_slots=900, num_rows=8, policy=policy, config=config)
+    harness.tree.prefixes.resizer.observation_bytes = 2 * SIZE
     readers = []
     for i in range(4):  # each in use, and two given up
         half_way = harness.request([i, *DOCUMENT, 1])
@@ -39,8 +40,9 @@ def test_ranges_that_wait_for_readers_have_a_limit():
 
 def test_what_waits_until_slots_are_short_is_compressed_before_its_observation_goes():
     policy = PseudoRandomPolicy(needs=frozenset({Signal.WINDOW_QUERIES}), window_size=4)
-    config = KVEvictConfig(**VALUES, compress="when short", observation_bytes=2 * SIZE)
+    config = KVEvictConfig(**VALUES, compress="when short")
     harness = Harness(num_slots=900, policy=policy, config=config)
+    harness.tree.prefixes.resizer.observation_bytes = 2 * SIZE
     for i in range(4):
         harness.finish(harness.run([i, *DOCUMENT]))
         assert read_gauges(harness.tree).observation_bytes == SIZE * min(i + 1, 2)

@@ -27,7 +27,7 @@ def unit(seed: int, share: float) -> Counts:
     growth = _resident_mb() - before
     assert growth < MAX_GROWTH_MB, f"seed {seed}: {growth:.0f} MB more after {half} requests"
     state = cache_state(harness.tree)
-    assert state["observation_bytes"] <= 2 * harness.config.observation_bytes
+    assert state["observation_bytes"] <= 2 * harness.tree.prefixes.resizer.observation_bytes
     assert not any(harness.tree.guard.errors.values())
     return {"done": 2 * half, "compressions": state["compressions"], "largest growth (MB)": growth}
 
