@@ -23,6 +23,10 @@ from helpers.fake_gpu import setting_up
 
 os.environ.update(setting_up.ENV)
 setting_up.install()
+# Tensors say that they are on the CPU: tests too have our kernels take it for the device.
+sys.meta_path.insert(
+    0, setting_up._After("kvevict_kernels.dispatch", lambda module: setattr(module, "TRITON_DEVICES", ("cuda", "cpu")))
+)
 if "sglang.launch_server" in sys.orig_argv:
     # Neither stock's graphs of prefills nor captured FA3 have a stand-in.
     sys.argv += ["--cuda-graph-backend-prefill", "disabled"]

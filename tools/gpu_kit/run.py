@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [line for step in asked for line in found_in(step, codes.get(step.name), args.kit)]
     (args.out / "found.txt").write_text("".join(f"{line}\n" for line in found))
     differing = differences(found, asked)
-    print(*(f"run: {line}" for line in differing), sep="\n")
+    print("\n".join(f"run: {line}" for line in differing) or "run: all as expected", flush=True)
     return code or (DIFFERS if differing else DONE)
 
 
