@@ -181,15 +181,15 @@ RUNGS = KVEvictConfig().shares
 SHARES = sorted({0.5, 0.3, 0.25, 0.1, *RUNGS}, reverse=True)
 
 
-def kept_entries(scores: Tensor, share: float, bits: Bits) -> Tensor:
+def kept_entries(scores: Tensor, share: float, bits: Bits, sinks: int = NUM_SINKS) -> Tensor:
     """Which entries a share of the bytes keeps, bool: the best over all layers and heads; the first tokens come first.
 
-    ``scores`` as from :func:`worth`.
+    ``scores`` as from :func:`worth`; ``sinks``: how many of the tokens are the first ones of a path.
     """
     num_tokens, place = scores.shape[2], torch.empty(scores.numel(), dtype=torch.int64)
     place[scores.flatten().argsort(descending=True)] = torch.arange(scores.numel())
     geometry = KVGeometry(scores.shape[0], scores.shape[1], scores.shape[1], 64, 1)
-    num_slots, num_sinks = KVEvictConfig().num_slots(num_tokens, share=share), NUM_SINKS * geometry.num_runs
+    num_slots, num_sinks = KVEvictConfig().num_slots(num_tokens, share=share), sinks * geometry.num_runs
     parts = rows_that_fit(geometry, num_slots, scores.numel(), bits, num_sinks=num_sinks)
     return place.view(scores.shape) < sum(number for _, number in parts)
 

@@ -36,9 +36,9 @@ stream is done."""
 
 
 JOINED = 8
-"""Small segments at the end of a path that become one: each costs a decode step the time of about 30 entries a head."""
+"""Small segments at the end of a path that become one, because attention reads each as a span of its own."""
 MOST_JOINED = 2**14
-"""Tokens of :data:`JOINED` segments that are small, at most: of larger ones the cost of their number is small."""
+"""Tokens of :data:`JOINED` segments that are small, at most: larger ones are few."""
 OBSERVATION_BYTES = 256 * 1024**2
 """Memory outside the pool for observations of open ranges; beyond it the oldest is given up."""
 

@@ -79,15 +79,17 @@ def ask(tmp_path_factory: pytest.TempPathFactory, spawn: Spawn) -> Ask:
     """Asks a document and two questions on it of a server on the faked GPU."""
     model = write_random_model(tmp_path_factory.mktemp("model"), MODEL)
 
-    def ask_server(*flags: str, budget: float | None = None, attention: str = "auto") -> Answers:
+    def ask_server(
+        *flags: str, budget: float | None = None, attention: str = "auto", num_new: int = 4, **fields: Any
+    ) -> Answers:
         env = {}
         if budget is not None:
             flags = (*OURS, *flags)
             config = {"policy": "snapkv", "budget": budget, "min_prefix_tokens": 64, "attention": attention}
-            env = config_env(config)
+            env = config_env(config | fields)
         log = tmp_path_factory.mktemp("server") / "log"
         with launch(model, flags=[*FLAGS, *flags], env=env, log_path=log, spawn=spawn) as server:
-            asked = [generate(server, prompt, 4) for prompt in (DOCUMENT, [*DOCUMENT, 5], [*DOCUMENT, 3, 1])]
+            asked = [generate(server, prompt, num_new) for prompt in (DOCUMENT, [*DOCUMENT, 5], [*DOCUMENT, 3, 1])]
             assert server.leak_messages() == []
             state = plugin_state(server)
         outputs = [answer["output_ids"] for answer in asked]
@@ -151,6 +153,16 @@ def served(
     found = {(row["system"], row["what"]): row for row in read_rows([rows.path]) if "system" in row}
     assert not failed, json.dumps(list(found.values()))
     return found
+
+
+def test_blocks_of_answers_are_read_by_captured_steps(ask: Ask) -> None:
+    """They are compressed beside the steps that go on, and read from the second turn on."""
+    fields = {"policy": "streaming-llm", "min_prefix_tokens": 16, "tail_tokens": 4, "answer_block": 16}
+    captured = ask(budget=0.3, num_new=30, **fields)
+    assert captured.replays == 3 * 29
+    assert captured.state is not None and captured.state["leaked_slots"] == 0
+    assert captured.state["compressions"] >= 4 and captured.state["errors"] == {}
+    assert ask(*NO_GRAPHS, budget=0.3, num_new=30, **fields).outputs == captured.outputs
 
 
 def test_the_script_for_gpu_servers_starts_them(tmp_path: Path, spawn: Spawn) -> None:

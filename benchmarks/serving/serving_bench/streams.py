@@ -76,7 +76,7 @@ def stream_all(
     keys = extra_keys or [None] * len(prompts)
 
     async def send() -> list[Stream]:
-        timeout = aiohttp.ClientTimeout(total=900)
+        timeout = aiohttp.ClientTimeout(total=7200)
         async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**20) as session:
             pairs = zip(prompts, keys, strict=True)
             return await asyncio.gather(*(stream(session, url, p, max_new_tokens, key) for p, key in pairs))
