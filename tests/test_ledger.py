@@ -33,7 +33,7 @@ FIELDS = {
     "tail_tokens": PAPERS,
     "sink_tokens": "quality/bits.md: the first tokens, too",
     "min_prefix_tokens": PAPERS,
-    "answer_block": OPERATORS,
+    "answer_block": "quality/answers.md: blocks of 512",
     "policy_options": PAPERS,
     "score_weights": MODELS,
     "score_texts": MODELS,
@@ -73,8 +73,8 @@ CEILINGS = {
     "sgl_kvevict/store": 2_168,
     "kernels": 6_996,
     "sgl_kvevict": 22_168,
-    "tests": 34_899,
-    "benchmarks": 10_476,
+    "tests": 34_911,
+    "benchmarks": 10_819,
     "tools": 6_849,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""

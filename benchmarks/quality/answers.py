@@ -42,7 +42,10 @@ ONCE, FULL = "one piece", "full cache"
 LEAST = KVEvictConfig().min_prefix_tokens
 LATER = 2000
 """Tokens between a table and the questions about it."""
-NAMES = ("otter", "maple", "violet", "copper", "falcon", "ginger", "harbor", "lemon", "marble", "pepper")
+NAMES = (
+    *("otter", "maple", "violet", "copper", "falcon", "ginger", "harbor", "lemon", "marble", "pepper"),
+    *("badger", "cedar", "indigo", "silver", "heron", "saffron", "island", "cherry", "granite", "thyme"),
+)
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """The template of all measured models."""
 TASK = TURN.format("Write down the codes of all stations, one in a line. Then write a long manual.")
@@ -165,20 +168,20 @@ def needle_rows(reader: BlockReader, args: argparse.Namespace) -> Iterator[dict[
         rng = random.Random(seed)
         codes = [str(rng.randrange(1000, 10_000)) for _ in NAMES]
         names = rng.sample(NAMES, len(NAMES))
-        lines = [f"The code of the station {name} is" for name in names]
-        table = "".join(f"{line} {code}.\n" for line, code in zip(lines, codes, strict=True))
+        table = "".join(f"{name} = {code}\n" for name, code in zip(names, codes, strict=True))
         prompt = list(encode(TASK))
         ids = [*prompt, *encode(table), *story]
         for how, cache in reader.caches(ids, len(prompt), args.share, args.blocks):
             found = []
-            for name, line, code in zip(names, lines, codes, strict=True):
-                turn = "<|im_end|>\n" + TURN.format(f"What is the code of the station {name}?") + line
+            for name, code in zip(names, codes, strict=True):
+                turn = f"<|im_end|>\n{TURN.format(f'Repeat the line of {name}.')}{name} ="
                 question, wanted = list(encode(turn)), list(encode(f" {code}"))
                 _, logits = reader.go_on(cache, [*question, *wanted])
                 found.append(logits[len(question) - 1 : -1].argmax(-1).tolist() == wanted)
             yield {"what": "needles", "text": f"table {seed}", "how": how, "value": f"{fmean(found):.3f}"}
 
 
+PARTS = {"divergence": divergence_rows, "needles": needle_rows}
 KEY = ("model", "share", "what", "text", "how")
 
 
@@ -188,6 +191,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["demo", "qwen-0.5b", "qwen-1.5b"])
     parser.add_argument("--share", type=float, default=KVEvictConfig().budget)
     parser.add_argument("--blocks", nargs="*", type=int, default=BLOCKS)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens")
     parser.add_argument("--tables", type=int, default=3, help="of needles")
     args = parser.parse_args()
@@ -195,8 +199,8 @@ def main() -> None:
     started = time.monotonic()
     for model in args.models:
         reader = BlockReader(Path(made_model(model)))
-        for part in (divergence_rows, needle_rows):
-            for row in part(reader, args):
+        for part in args.parts:
+            for row in PARTS[part](reader, args):
                 row = {"model": reader.folder.name, "share": f"{args.share:g}"} | row
                 print(f"{time.monotonic() - started:5.0f} s  {' '.join(row.values())}", flush=True)
                 known = {tuple(each[name] for name in KEY): each for each in read_rows(RESULTS)}
