@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvevict_kernels.row_sizes import ROWS_IN_PLACE
 from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed
 from sgl_kvevict.paths import expanded
@@ -36,7 +37,7 @@ HOST_PER_POOL = 2
 LEAST_SHARE_OF_16_BITS = 0.1
 """Default of ``min_budget`` where rows have 16 bits."""
 Bits = Literal["auto", 16]
-"""Of a number in a row: 16 as the pool stores it; auto: :func:`sgl_kvevict.widths.rows_that_fit`."""
+"""Of a number in a row: 16 as the pool stores it; auto: 4, but for the first tokens of a path."""
 _as_written = lru_cache(256)(lambda share: Fraction(repr(share)).as_integer_ratio())
 """Numerator and denominator of a share's decimal notation; clients choose shares, too."""
 
@@ -247,6 +248,23 @@ class KVEvictConfig(BaseModel):
         slots = -(-numerator * num_tokens // denominator)
         num_sinks = max(self.sink_tokens - start, 0)
         return min(max(slots, num_sinks, 1), num_tokens)
+
+    def num_sinks(self, num_tokens: int, start: int = 0) -> int:
+        """First tokens of the range ``[start, start + num_tokens)`` of a path that keep rows of 16 bits beside others.
+
+        They stay in their own slots. 0: all rows have 16 bits.
+        """
+        return 0 if self.bits == 16 else min(max(self.sink_tokens - start, 0), num_tokens)
+
+    def tokens_kept(self, num_slots: int, num_tokens: int, start: int = 0) -> dict[int, int]:
+        """Entries that a head keeps of a range in so many token slots, on average, by the bits of their rows.
+
+        Rows have 16 bits if all fit; else, with ``auto``, 4, but for those of sinks.
+        """
+        if self.bits == 16 or num_slots >= num_tokens:
+            return {16: min(num_slots, num_tokens)}
+        num_sinks = self.num_sinks(num_tokens, start)
+        return {16: num_sinks, 4: min(num_tokens - num_sinks, (num_slots - num_sinks) * ROWS_IN_PLACE)}
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -8,43 +8,118 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvevict_kernels.row_sizes import WIDTHS
+from sgl_kvevict.ragged import runs_of
+
 
 @dataclass(frozen=True, eq=False)
 class CopiedRows:
-    """Entries of one width.
+    """Entries whose rows have one width.
 
     Attributes:
-        bits: width of a number in their rows; 16: as the pool stores it.
         keep_lens: [num_layers, num_kv_heads], int32, entries per run.
         positions: [num_entries], int32, logical positions, run after run, ascending within a run.
-        k: [num_entries, head_dim] in the pool's dtype; of fewer than 16 bits uint8, [num_entries, bytes of a row].
+        k: [num_entries, head_dim] in the pool's dtype; of 4 bits uint8, [num_entries, bytes of a row].
         v: the same; without columns if values are a part of the keys' rows.
+        order: [num_entries], int16, the keys of their order; None: unknown.
     """
 
-    bits: int
     keep_lens: Tensor
     positions: Tensor
     k: Tensor
     v: Tensor
+    order: Tensor | None = None
 
-    def within(self, start: int, end: int) -> tuple[CopiedRows, Tensor]:
-        """The entries of the tokens ``[start, end)``, and a mask, [num_entries], of those that they are."""
+    @property
+    def bits(self) -> int:
+        """Width of a number in a row: 4, or 16 (as the pool stores it)."""
+        return WIDTHS[self.k.dtype == torch.uint8]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of all runs."""
+        return self.positions.numel()
+
+    def within(self, start: int, end: int) -> CopiedRows:
+        """The entries of the tokens ``[start, end)``."""
         kept, keep_lens = _within(start, end, self.positions, self.keep_lens)
-        positions, k, v = (_rows_at(rows, kept) for rows in (self.positions, self.k, self.v))
-        return CopiedRows(self.bits, keep_lens, positions, k, v), kept
+        return self._at(kept, keep_lens)
 
     @staticmethod
-    def joined(some: Sequence[CopiedRows]) -> tuple[CopiedRows, Tensor]:
-        """Different entries of one width as one copy, and the number, [num_entries], that each had among all."""
-        positions, k, v = (torch.cat([getattr(rows, name) for rows in some]) for name in ("positions", "k", "v"))
+    def joined(some: Sequence[CopiedRows]) -> CopiedRows:
+        """Different entries of one width as one copy; what is not known of one is not known of any."""
+        if len(some) == 1:
+            return some[0]
         lens = torch.stack([rows.keep_lens for rows in some])
-        runs = torch.arange(lens[0].numel(), device=lens.device).repeat(len(some))
-        # The size is known from the shapes, so nothing is read back from the device.
-        runs = runs.repeat_interleave(lens.flatten().long(), output_size=positions.numel())
+        k, v, positions = (torch.cat([getattr(rows, name) for rows in some]) for name in ("k", "v", "positions"))
+        known = [rows.order for rows in some if rows.order is not None]
+        runs = torch.cat([runs_of(own, rows.num_entries) for own, rows in zip(lens, some, strict=True)])
+        every = CopiedRows(lens, positions, k, v, torch.cat(known) if len(known) == len(some) else None)
         # Run and position in one int64: one sort orders the entries of all copies.
-        numbers = (runs << 32 | positions).argsort()
-        positions, k, v = (_rows_at(rows, numbers) for rows in (positions, k, v))
-        return CopiedRows(some[0].bits, lens.sum(0, dtype=torch.int32), positions, k, v), numbers
+        return every._at((runs << 32 | positions).argsort(), lens.sum(0, dtype=torch.int32))
+
+    def _at(self, numbers: Tensor, keep_lens: Tensor) -> CopiedRows:
+        """Entries that a mask or numbers select."""
+        positions, k, v = (_rows_at(rows, numbers) for rows in (self.positions, self.k, self.v))
+        return CopiedRows(keep_lens, positions, k, v, None if self.order is None else self.order[numbers])
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedSinks:
+    """The first tokens of a path, all of whose entries have rows of 16 bits.
+
+    Attributes:
+        k: [num_layers, num_tokens, num_kv_heads, head_dim], in the pool's dtype.
+        v: the same.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def joined(some: Sequence[CopiedSinks]) -> CopiedSinks:
+        """Consecutive tokens as one copy."""
+        return CopiedSinks(*(torch.cat([getattr(sinks, name) for sinks in some], dim=1) for name in "kv"))
+
+    def after(self, num_tokens: int) -> CopiedSinks:
+        """Those behind the first ``num_tokens`` tokens."""
+        return CopiedSinks(self.k[:, num_tokens:], self.v[:, num_tokens:])
+
+
+@dataclass(frozen=True)
+class CopiedEntries:
+    """Entries of a range of a path.
+
+    Attributes:
+        rows: of all tokens behind the sinks.
+        sinks: None: there are none.
+    """
+
+    rows: CopiedRows
+    sinks: CopiedSinks | None = None
+
+    @property
+    def num_sinks(self) -> int:
+        """How many tokens the sinks are."""
+        return 0 if self.sinks is None else self.sinks.k.shape[1]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of all tokens."""
+        return self.num_sinks * self.rows.keep_lens.numel() + self.rows.num_entries
+
+    def after(self, num_tokens: int, position: int, end: int) -> CopiedEntries:
+        """Those of the tokens ``[position, end)``, behind the first ``num_tokens`` ones."""
+        left = None if self.sinks is None or self.num_sinks <= num_tokens else self.sinks.after(num_tokens)
+        return CopiedEntries(self.rows.within(position, end), left)
+
+    @staticmethod
+    def joined(some: Sequence[CopiedEntries]) -> CopiedEntries:
+        """Those of consecutive ranges, whose rows have one width, as one copy."""
+        sinks = [each.sinks for each in some if each.sinks is not None]
+        return CopiedEntries(
+            CopiedRows.joined([each.rows for each in some]), CopiedSinks.joined(sinks) if sinks else None
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+from kvevict_kernels.row_sizes import rows_per_slot
+
+INDEX_BYTES = 6
+"""Of an entry outside the pool, beside its row: its position (4) and the key of its order (2)."""
+ENTRY_BYTES = INDEX_BYTES + 4
+"""Of an entry on the pool's device, beside the pool: also the number of its row."""
 
 
 @dataclass(frozen=True)
@@ -152,14 +158,6 @@ class KVGeometry:
         """Head slots in the whole arena."""
         return self.num_token_slots * self.num_runs
 
-    def rows_per_slot(self, bits: int) -> int:
-        """Rows of a width that a head slot holds, as :func:`kvevict_kernels.row_codec.rows_per_slot` says."""
-        return 1 if bits == 16 else 4
-
-    def head_slots_for(self, parts: Iterable[tuple[int, int]]) -> int:
-        """Head slots that packed entries take; of each part the bits of its rows, and how many entries it has."""
-        return sum(-(-count // self.rows_per_slot(bits)) for bits, count in parts)
-
-    def slots_for(self, num_head_slots: int) -> int:
-        """Token slots that have so many head slots; an entry with 16 bits takes one: ``ceil(number / num_runs)``."""
-        return -(-num_head_slots // self.num_runs)
+    def slots_for(self, num_entries: int, bits: int = 16) -> int:
+        """Token slots that so many packed entries take, any of which may lie in any head slot."""
+        return -(-num_entries // (rows_per_slot(bits) * self.num_runs))

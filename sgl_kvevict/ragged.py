@@ -54,3 +54,9 @@ def run_entries(starts: Tensor, lens: Tensor, count: int) -> Tensor:
     # sync.
     shift = torch.repeat_interleave(starts - (lens.cumsum(0) - lens), lens, output_size=count)
     return torch.arange(count, device=lens.device) + shift
+
+
+def runs_of(lens: Tensor, count: int) -> Tensor:
+    """[count], int64: the run of each entry; ``lens``, int, of any shape, has the entries of each run."""
+    lens = lens.flatten().long()
+    return torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens, output_size=count)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from kvevict_kernels.row_sizes import GROUP, MAX_ROWS, ROWS_IN_PLACE
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.machine import FP8_CAPABILITY, Check
 
@@ -471,10 +472,6 @@ ATTENTION: Table[AfterLoad] = {
 }
 """What attention needs, of a model and of its draft model."""
 
-GROUP = 32
-"""Numbers of a row that kernels read at once: ``kvevict_kernels.row_codec.GROUP``, without importing torch."""
-MAX_ROWS = 2**31 - 1024
-"""Row numbers are int32; see ``kvevict_kernels.alloc_head_slots``."""
 BITS: Table[AfterLoad] = {
     "whole": (lambda f: f.config.budget == 1,
         "budget is 1.0, so nothing is compressed"),
@@ -489,7 +486,7 @@ BITS: Table[AfterLoad] = {
         "layers with sliding windows share the pool, and their entries go by position, not by worth"),
     "head_dim": (lambda f: not f.is_latent and f.head_dim % GROUP,
         f"kernels read {GROUP} numbers of a row at once, and the model's head_dim is {{f.head_dim}}"),
-    "rows": (lambda f: f.num_head_slots * 4 > MAX_ROWS,
+    "rows": (lambda f: f.num_head_slots * ROWS_IN_PLACE > MAX_ROWS,
         "the pool has {f.num_head_slots} head slots, and numbers of their rows would not fit 32 bits"),
     "weights": (lambda f: not f.has_weights,
         "the weights are random (--load-format dummy), so that keys and values have no statistics"),

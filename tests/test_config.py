@@ -246,6 +246,49 @@ def test_sinks_are_never_given_up() -> None:
     assert config.num_slots(3) == 3 and config.num_slots(3, 2, 0.1) == 2 and config.num_slots(100, share=0.5) == 50
 
 
+def test_sinks_have_16_bits_beside_rows_of_4() -> None:
+    config = KVEvictConfig(sink_tokens=4)
+    assert [config.num_sinks(1000, start) for start in (0, 3, 4, 100)] == [4, 1, 0, 0]
+    assert config.num_sinks(2) == 2 and KVEvictConfig(bits=16).num_sinks(1000) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "start", "kept"),
+    [
+        (1000, 0, {16: 1000}),
+        (999, 4, {16: 0, 4: 1000}),
+        (250, 4, {16: 0, 4: 1000}),
+        (200, 4, {16: 0, 4: 800}),
+        (50, 4, {16: 0, 4: 200}),
+        (204, 0, {16: 4, 4: 800}),
+        (500, 0, {16: 4, 4: 996}),
+        (204, 3, {16: 1, 4: 812}),
+        (4, 0, {16: 4, 4: 0}),
+    ],
+)
+def test_bits_go_before_entries_do(num_slots: int, start: int, kept: dict[int, int]) -> None:
+    """Of 1,000 tokens; at a quarter of the bytes every entry is there."""
+    assert KVEvictConfig(sink_tokens=4).tokens_kept(num_slots, 1000, start) == kept
+
+
+def test_rows_of_16_bits_alone() -> None:
+    config = KVEvictConfig(bits=16)
+    assert config.tokens_kept(200, 1000) == {16: 200} and config.tokens_kept(1000, 1000) == {16: 1000}
+
+
+@given(num_tokens=st.integers(1, 1200), start=st.integers(0, 9), bits=st.sampled_from(["auto", 16]), data=st.data())
+def test_what_fits_is_never_more_and_hardly_less_than_the_slots_hold(
+    num_tokens: int, start: int, bits: Bits, data: st.DataObject
+) -> None:
+    config = KVEvictConfig(bits=bits)
+    num_slots = data.draw(st.integers(min(config.num_slots(num_tokens, start, 0.001), num_tokens), num_tokens))
+    kept = config.tokens_kept(num_slots, num_tokens, start)
+    used = kept[16] + -(-kept.get(4, 0) // 4)
+    assert used <= num_slots and sum(kept.values()) <= num_tokens
+    assert sum(kept.values()) == num_tokens or used == num_slots
+    assert sum(config.tokens_kept(min(num_slots + 1, num_tokens), num_tokens, start).values()) >= sum(kept.values())
+
+
 def test_shares_that_clients_choose_take_no_memory() -> None:
     config, memory = KVEvictConfig(), []
     tracemalloc.start()

@@ -58,7 +58,7 @@ def example() -> str:
             assert harness.admit(req) and harness.prefill(req)
             (path,) = tree.read_paths([req])
             row = [sum(int(runs.lens.sum()) for runs in path if runs.bits == bits) for bits in (16, 4)]
-            row.append(len(tokens) - sum(runs.num_tokens for runs in path if runs.is_counted))
+            row.append(len(tokens) - sum(runs.num_tokens for runs in path))
         left, reclaimable = harness.allocator.available_size(), prefixes.pressure.reclaimable()
         cells = [f"{number:,}" for number in (POOL - left, left, tree.evictable_size(), reclaimable, *row)]
         rows.append("|".join(["", step, *cells, *[""] * (7 - len(cells)), ""]))

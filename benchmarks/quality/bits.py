@@ -37,9 +37,7 @@ from kvevict_tools.models import made_model
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.distill import CachedRange, ModelIdentity, ScoreWeights, all_weights, load_learned, weights_folders
 from sgl_kvevict.distill.fingerprint import fingerprint_of
-from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.methods.distilled import relative_norms
-from sgl_kvevict.widths import rows_that_fit
 
 RESULTS = ROOT / "docs" / "results" / "quality" / "bits.csv"
 ATTENTION = "kvevict_bits"
@@ -188,10 +186,9 @@ def kept_entries(scores: Tensor, share: float, bits: Bits, sinks: int = NUM_SINK
     """
     num_tokens, place = scores.shape[2], torch.empty(scores.numel(), dtype=torch.int64)
     place[scores.flatten().argsort(descending=True)] = torch.arange(scores.numel())
-    geometry = KVGeometry(scores.shape[0], scores.shape[1], scores.shape[1], 64, 1)
-    num_slots, num_sinks = KVEvictConfig().num_slots(num_tokens, share=share), sinks * geometry.num_runs
-    parts = rows_that_fit(geometry, num_slots, scores.numel(), bits, num_sinks=num_sinks)
-    return place.view(scores.shape) < sum(number for _, number in parts)
+    config = KVEvictConfig(bits=bits, sink_tokens=sinks)
+    kept = config.tokens_kept(config.num_slots(num_tokens, share=share), num_tokens)
+    return place.view(scores.shape) < sum(kept.values()) * scores.shape[0] * scores.shape[1]
 
 
 def read_back(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.segments import Compressor, SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments import Compressor, SegmentPacker, Source, TokenRange
 
 SYSTEMS = {
     "stock UnifiedRadixCache": StockDriver,
@@ -183,12 +183,12 @@ def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
     slots = 1 + torch.arange(num_tokens)
     begin = time.perf_counter()
     order = compressor.rank(slots, 0, observation, turn=0)
-    tokens = Sources(geometry, [TokenRange(slots, 0, order.keys)])
-    sources = tokens.best(config.num_slots(len(slots)), bits, config.sink_tokens)
+    tokens = TokenRange(slots, 0, order.keys, config.num_sinks(len(slots)))
+    source = Source(geometry, tokens).best(config.num_slots(len(slots)), bits)
     chosen = time.perf_counter()
-    packer.copy(sources.evicted(16 if bits == 16 else 4))
+    packer.copy_entries(source.evicted(16 if bits == 16 else 4))
     copied = time.perf_counter()
-    packer.rewrite(sources, sources.fewest_slots)
+    packer.rewrite(source, source.fewest_slots)
     end = time.perf_counter()
     seconds = {"wall_ms": end - begin, "write_ms": end - copied, "evict_ms": copied - chosen}
     return {name: 1e3 * value for name, value in seconds.items()}

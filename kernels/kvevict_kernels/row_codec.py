@@ -31,15 +31,10 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import check_tensor
+from kvevict_kernels.row_sizes import GROUP, ROWS_IN_PLACE, STEP_BYTES
 
-GROUP = 32
-"""head_dim is a multiple of it where rows have 4 bits: kernels read so many codes at once."""
-WIDTHS = (16, 4)
-"""Bits of a number in a row; 16 stands for whatever the pool's dtype has."""
 DTYPES = (torch.bfloat16, torch.float16)
 """Of pools that may have rows of 4 bits."""
-ROWS_IN_PLACE = 4
-"""Rows of 4 bits in the place of one of 16."""
 MAX_CODE = 15
 MIDDLE = 7.5
 """Code of the number 0."""
@@ -48,7 +43,6 @@ REACH = 0.93
 falls by more than what the largest one loses."""
 LEAST_STEP = 1e-30
 """Of the rows with smaller numbers, zeros above all, every code is that of the middle."""
-STEP_BYTES = 2
 MAX_NUMBER = 65504.0
 """Largest normalised number before it is turned; larger ones saturate."""
 
@@ -170,16 +164,6 @@ def rotation(head_dim: int, device: torch.device) -> Tensor:
     return (matrix.double() / math.sqrt(head_dim)).float().to(device)
 
 
-def rows_per_slot(bits: int) -> int:
-    """Rows of a head slot."""
-    return 1 if bits == WIDTHS[0] else ROWS_IN_PLACE
-
-
-def row_bytes(bits: int, head_dim: int, itemsize: int = 2) -> int:
-    """Bytes of a row outside of an arena: of 16 bits numbers of so many bytes, of 4 bits its codes, then its step."""
-    return head_dim * itemsize if bits == WIDTHS[0] else head_dim // 2 + STEP_BYTES
-
-
 def normalised(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Numbers as they are encoded, turned, float32; ``mean`` and ``scale`` broadcast to ``x`` [n, head_dim].
 
@@ -212,7 +196,7 @@ def decode_rows(encoded: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 def read_rows(arena: Tensor, rows: Tensor, steps: Tensor | None = None) -> Tensor:
-    """Bytes of rows: [n, :func:`row_bytes`], uint8.
+    """Bytes of rows: [n, :func:`~kvevict_kernels.row_sizes.row_bytes`], uint8.
 
     Args:
         arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous; numbers have 2 bytes, or 4 where no

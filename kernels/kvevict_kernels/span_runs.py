@@ -14,10 +14,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SpanRuns:
-    """One compressed span, or its rows of one width. Immutable; compared and hashed by identity.
+    """Compressed tokens of a path whose rows have one width. Immutable; compared and hashed by identity.
 
-    Run ``(l, h)`` is ``rows[starts[l, h] : starts[l, h] + lens[l, h]]``. Tokens whose entries have rows of two widths
-    are two spans of a path; attention merges them like any others.
+    Run ``(l, h)`` is ``rows[starts[l, h] : starts[l, h] + lens[l, h]]``.
     """
 
     # [segment_entries], int32, numbers of rows of ``bits`` bits (row_codec.py): of the whole segment, shared by all
@@ -30,7 +29,6 @@ class SpanRuns:
     # layers without a window may read the span.
     positions: Tensor | None = None
     bits: int = 16  # width of a number in a row: 16 (as the pool stores it) or 4
-    is_counted: bool = True  # False: another span of the path has other rows of the same tokens, which count once
 
 
 class SpanReaders:
@@ -65,4 +63,4 @@ class SpanReaders:
 
 def compressed_len_of(path: Iterable[SpanRuns]) -> int:
     """Tokens that were compressed into the spans of a path; every later token has a token slot of its own."""
-    return sum(span.num_tokens for span in path if span.is_counted)
+    return sum(span.num_tokens for span in path)

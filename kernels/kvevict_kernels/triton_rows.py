@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvevict_kernels import row_codec
+from kvevict_kernels import row_codec, row_sizes
 
 _CODES = tl.constexpr(8)
 """Codes of a word of 32 bits."""
 _MIDDLE = tl.constexpr(row_codec.MIDDLE)
-_SLICE = tl.constexpr(row_codec.GROUP)
+_SLICE = tl.constexpr(row_sizes.GROUP)
 
 
 @triton.jit

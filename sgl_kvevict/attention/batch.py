@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kvevict_kernels.row_codec import WIDTHS
+from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.errors import InvariantError
 

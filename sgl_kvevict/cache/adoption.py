@@ -12,7 +12,7 @@ from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, path_to
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.segments import CopiedEntries, Segment
+from sgl_kvevict.segments import Segment
 from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
 from sgl_kvevict.store.host import EvictedPart
 
@@ -71,8 +71,7 @@ class Adoption:
         fewest = -self._tree.largest(-record.num_entries)  # among all ranks
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it
-        geometry = self._packer.geometry
-        num_slots = geometry.slots_for(geometry.head_slots_for(CopiedEntries(record.parts, record.order).sizes))
+        num_slots = self._packer.slots_of(record.kept)
         with self._tree.holding([node for node in there if node in self._spans]):
             slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
@@ -81,8 +80,8 @@ class Adoption:
         if segment is None:
             self._tree.free(slots)
             return 0
-        if record.evicted is not None and record.evicted_order is not None:
-            self._complements.restore(segment, record.evicted, record.evicted_order)
+        if record.evicted is not None:
+            self._complements.restore(segment, record.evicted)
         return record.end - record.start
 
     @accounting()
@@ -134,7 +133,6 @@ class Adoption:
         return length_of(there) < record.end and self._spans.compressed_len(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
-        copied = CopiedEntries(record.parts, record.order)
-        segment = self._packer.new_segment(slots, copied, record.start, record.end, shadow=record.shadow)
+        segment = self._packer.new_segment(slots, record.kept, record.start, record.end, shadow=record.shadow)
         segment.splittable = record.splittable
         return segment

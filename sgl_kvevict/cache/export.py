@@ -10,7 +10,8 @@ import torch
 from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.records import Spans
-from sgl_kvevict.segments import CopiedEntries, SegmentPacker, Sources, View
+from sgl_kvevict.copies import CopiedRows
+from sgl_kvevict.segments import SegmentPacker, Source, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 
 
@@ -36,7 +37,7 @@ class Leaving:
         """The segment in the host's memory; called by another thread, because it waits for the device."""
         if self.launched is None:
             return self.copied
-        stream = torch.cuda.Stream(self.copied.parts[0].k.device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.copied.kept.rows.k.device)  # type: ignore[no-untyped-call]
         stream.wait_event(self.launched)
         with torch.cuda.stream(stream):
             return self.copied.with_tensors({name: part.cpu() for name, part in self.copied.tensors.items()})
@@ -67,20 +68,20 @@ def export_views(
     path: Sequence[Node],
     packer: SegmentPacker,
     identity: StoreIdentity,
-    evicted: CopiedEntries | None = None,
+    evicted: CopiedRows | None = None,
 ) -> Leaving:
     """Copy consecutive views of packed segments, which end where a path ends, as if the last segment held them all."""
-    last, sources = views[-1].segment, Sources(packer.geometry, views)
-    return export_sources(sources, path, packer, identity, last.splittable, evicted)
+    sources = [Source(packer.geometry, view) for view in views]
+    return export_sources(sources, path, packer, identity, views[-1].segment.splittable, evicted)
 
 
 def export_sources(
-    sources: Sources,
+    sources: Sequence[Source],
     path: Sequence[Node],
     packer: SegmentPacker,
     identity: StoreIdentity,
     splittable: bool,
-    evicted: CopiedEntries | None = None,
+    evicted: CopiedRows | None = None,
 ) -> Leaving:
     """Copy consecutive ranges, which end where a path ends, as if one segment held them.
 
@@ -89,19 +90,17 @@ def export_sources(
     tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
     copied = packer.copy(sources)
     record = SegmentRecord(
-        key=namespace.segment(tokens, sources.start),
+        key=namespace.segment(tokens, sources[0].start),
         identity=identity.digest,
-        start=sources.start,
-        end=sources.end,
+        start=sources[0].start,
+        end=sources[-1].end,
         splittable=splittable,
         tokens=torch.tensor(tokens, dtype=torch.int64),
-        parts=copied.parts,
-        order=copied.order,
+        kept=copied,
         shadow=packer.copy_shadow(sources),
-        evicted=None if evicted is None else evicted.parts[0],
-        evicted_order=None if evicted is None else evicted.order,
+        evicted=evicted,
     )
-    if not copied.parts[0].k.is_cuda:
+    if not copied.rows.k.is_cuda:
         return Leaving(namespace, record, None)
     launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
     launched.record()

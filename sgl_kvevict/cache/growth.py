@@ -8,12 +8,9 @@ from itertools import groupby
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.resize import Resizer
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import CopiedEntries, Segment
-
-MAX_RETURNED = 6
-"""Parts that a segment takes back at most before it shrinks, which writes its rows anew: attention reads each part as a
-span of its own. The last one has all that are left."""
+from sgl_kvevict.segments import Segment
 
 
 class Growth:
@@ -57,35 +54,32 @@ class Growth:
     def grow(self, segment: Segment) -> bool:
         """Give a segment back what was evicted from it last; if it cannot grow, nothing happens.
 
-        Other prefixes may shrink or be dropped for it. The last of :data:`MAX_RETURNED` parts has all that are left.
+        Other prefixes may shrink or be dropped for it.
 
         Returns:
             Whether it came back, or was of tokens that had been cut off: then the part before it is next.
         """
-        if not self._can_grow(segment):
+        part = self._complements.last(segment)
+        if part is None or not self._can_grow(segment):
             return False
-        parts = self._complements.there(segment)
-        if self._complements[segment].num_returned < MAX_RETURNED - 1:
-            parts = parts[-1:]
-        entries: CopiedEntries | None = None
+        entries: CopiedRows | None = None
         with self._guard.at(Place.HOST):
-            entries = self._complements.joined(parts)
+            entries = self._complements.get(part)
         if entries is None:
-            self._complements.take(segment, parts)
+            self._complements.take(segment, part)
             return False
-        geometry = segment.geometry
-        num_slots = geometry.slots_for(geometry.head_slots_for(entries.sizes))
+        num_slots = segment.geometry.slots_for(entries.num_entries, entries.bits)
         num_slots = self._tree.largest(num_slots, segment.start, segment.num_slots)
         if not num_slots:  # all its entries were of tokens that were cut off
-            self._complements.take(segment, parts)
+            self._complements.take(segment, part)
             return True
         slots = self._tree.alloc(num_slots)
         if slots is None:
             return False
-        is_same = self._complements.there(segment)[-len(parts) :] == parts
+        is_same = self._complements.last(segment) is part
         if not (is_same and self._can_grow(segment)):  # it shrank for the slots
             self._tree.free(slots)
             return False
         self._resizer.grow(segment, entries, slots)
-        self._complements.take(segment, parts)
+        self._complements.take(segment, part)
         return True

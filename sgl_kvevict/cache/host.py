@@ -9,8 +9,9 @@ from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export_sources, export_views, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import CacheObservation, CopiedEntries, Segment, Sources, Span, TokenRange
+from sgl_kvevict.segments import CacheObservation, Segment, Source, Span, TokenRange
 from sgl_kvevict.store import IndexEntry, SegmentRecord
 from sgl_kvevict.store.host import EvictedPart, HostSegments
 
@@ -110,7 +111,7 @@ class HostMemory:
             return None
         return views_of(path, self._spans)[0].start, span.end
 
-    def _best_of(self, path: Sequence[Node], start: int, end: int) -> tuple[SegmentRecord, CopiedEntries | None]:
+    def _best_of(self, path: Sequence[Node], start: int, end: int) -> tuple[SegmentRecord, CopiedRows | None]:
         """Copy the last node's uncompressed tokens: the entries that the budget keeps, and the others (None: not kept).
 
         They are read from the node's slots, which are released next.
@@ -122,11 +123,11 @@ class HostMemory:
             prompt = None if opened is None else opened.prompt
             order = self._compressor.rank(slots, start, prompt or CacheObservation(), turn=0)
         num_slots = self._config.num_slots(end - start, start)
-        sources = Sources(self._packer.geometry, [TokenRange(slots, start, order.keys)])
+        tokens = TokenRange(slots, start, order.keys, self._config.num_sinks(end - start, start))
         splittable = not (self._packer.geometry.has_windows and num_slots < end - start)
         identity = self.segments.identity
-        best = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
-        leaving = export_sources(best, path, self._packer, identity, splittable)
+        best = Source(self._packer.geometry, tokens).best(num_slots, self._config.bits)
+        leaving = export_sources([best], path, self._packer, identity, splittable)
         return leaving.copied, self._complements.evicted(best)
 
     # ---- in ---------------------------------------------------------------------------------------------------

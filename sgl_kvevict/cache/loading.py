@@ -176,7 +176,7 @@ def _signature(waiting: Waiting) -> int:
     parts = [
         (
             *(record.start, record.end, record.splittable),
-            *(list(record.tensors), [part.bits for part in record.parts]),
+            *(list(record.tensors), record.kept.rows.bits),
             None if record.evicted is None else record.evicted.bits,
             _sum_of(record.tokens),
         )

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import Node, NodeSet
-from sgl_kvevict.cache_report import WIDTHS, CompressedRead
+from sgl_kvevict.cache_report import CompressedRead
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.segments import Observation, Order, Segment, Span
@@ -96,8 +97,8 @@ class Spans(Mapping[Node, Span]):
         entries = dict.fromkeys(WIDTHS, 0.0)
         for segment, num_read in tokens.items():
             part = num_read / (segment.live_end - segment.start) / segment.geometry.num_runs
-            for rows, count in zip(segment.packed.parts, segment.live_counts, strict=True):
-                entries[rows.bits] += count * part
+            for bits, count in segment.entries_by_bits.items():
+                entries[bits] += count * part
         compressed = tokens.total()
         if not compressed:
             return CompressedRead()
@@ -339,7 +340,7 @@ class PrefixTable:
             del self.packed[segment]
             return DropResult(span, slots)
         if not segment.splittable:
-            segment.is_rest, segment.keys = True, None  # a resize would make it whole, so that prompts find the rest
+            segment.is_rest = True
             return DropResult(span, segment.packed.token_slots[:0])
         return DropResult(span, segment.packed.token_slots[:0], self.spans.nodes_of(above, segment)[0])
 

@@ -13,18 +13,18 @@ from torch import Tensor
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.cache.records import OpenRange
+from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import Place, accounting
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments import (
     CacheObservation,
-    CopiedEntries,
     Observation,
     Order,
+    Packed,
     PromptObservation,
-    Rewritten,
     Segment,
-    Sources,
+    Source,
     TokenRange,
     View,
 )
@@ -55,12 +55,13 @@ class Occasion(Enum):
 
 
 class _Written(NamedTuple):
-    """What was written of a range, and what was evicted from it (None: nothing is kept of that)."""
+    """What was written of a range, up to ``end``, and what was evicted from it (None: nothing is kept of that)."""
 
-    rewritten: Rewritten
+    packed: Packed
+    freed: Tensor
     end: int
     num_merged: int
-    evicted: CopiedEntries | None
+    evicted: CopiedRows | None
 
 
 class Resizer:
@@ -372,11 +373,14 @@ class Resizer:
         """
         begin, slots = time.perf_counter(), self._tree.token_slots(nodes)
         num_slots = self._config.num_slots(slots.numel(), start, opened.share)
-        written = self._write(lambda: TokenRange(slots, start, order.keys if order else None), num_slots, opened.prompt)
+        num_sinks = self._config.num_sinks(slots.numel(), start)
+        written = self._write(
+            lambda: TokenRange(slots, start, order.keys if order else None, num_sinks), num_slots, opened.prompt
+        )
         if written is None:
             return None
-        rewritten, geometry = written.rewritten, self._packer.geometry
-        segment = Segment(geometry, start, written.end, rewritten.packed, rewritten.kept.keys)
+        geometry = self._packer.geometry
+        segment = Segment(geometry, start, written.end, written.packed)
         segment.splittable = not (geometry.has_windows and num_slots < slots.numel())
         self.exchange(nodes, segment, readers)
         num_freed = self._released(segment, written)
@@ -394,10 +398,10 @@ class Resizer:
     def resize(self, segment: Segment, num_slots: int) -> int:
         """Let a segment shrink.
 
-        The best entries of its order are written into the first of its slots, in rows of 16 or of 4 bits: how many of
-        each fit into ``num_slots`` is :func:`~sgl_kvevict.widths.rows_that_fit` (docs/design/prefix.md, "Packing"). The
-        other slots are released. Readers read the new rows from their next step on. While a reader must not move
-        (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed and 0 slots are released.
+        The best entries of its order are written into the first of its slots, as many as fit into ``num_slots``
+        (:meth:`Source.best`). The other slots are released. Readers read the new rows from their next step on. While a
+        reader must not move (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed and 0 slots are
+        released.
 
         Args:
             segment: if ``num_slots`` is less than it holds, its order must be known.
@@ -418,7 +422,7 @@ class Resizer:
         written = self._write(lambda: segment.live_view, num_slots)
         if written is None:
             return 0
-        self.exchange(nodes, segment, readers, written.rewritten, written.end)
+        self.exchange(nodes, segment, readers, written.packed, written.end)
         num_freed, totals = self._released(segment, written), self._table.totals
         totals.resizes += 1
         totals.resized_slots += num_freed
@@ -457,7 +461,7 @@ class Resizer:
         return is_whole and segment.start >= start and segment.num_tokens * JOINED <= MOST_JOINED
 
     def _write(
-        self, source: Callable[[], TokenRange | View], num_slots: int, prompt: Observation | None = None
+        self, of: Callable[[], TokenRange | View], num_slots: int, prompt: Observation | None = None
     ) -> _Written | None:
         """Write the best entries of a range into the first of its slots; None: the policy failed, nothing is written.
 
@@ -466,29 +470,28 @@ class Resizer:
         """
         written: _Written | None = None
         with self._guard.at(Place.COMPRESSION):
-            each = source()
-            sources, merge = Sources(self._packer.geometry, [each]), None
-            if num_slots < sources.token_slots.numel():
-                sources = sources.best(num_slots, self._config.bits, self._config.sink_tokens)
-                merge = self._merge(each, sources, prompt)
-            evicted = self._complements.evicted(sources)
-            size = num_slots if isinstance(each, View) else sources.fewest_slots
-            rewritten = self._packer.rewrite(sources, size, merge)
-            num_merged = 0 if merge is None else merge.indices.numel() - sources.num_entries
-            written = _Written(rewritten, sources.end, num_merged, evicted)
+            source, merge = Source(self._packer.geometry, of()), None
+            if num_slots < source.token_slots.numel():
+                source = source.best(num_slots, self._config.bits)
+                merge = self._merge(source, prompt)
+            evicted = self._complements.evicted(source)
+            size = num_slots if isinstance(source.range, View) else source.fewest_slots
+            packed, freed = self._packer.rewrite(source, size, merge)
+            num_merged = 0 if merge is None else merge.indices.numel() - source.num_entries
+            written = _Written(packed, freed, source.end, num_merged, evicted)
         return written
 
-    def _merge(self, source: TokenRange | View, sources: Sources, prompt: Observation | None) -> MergePlan | None:
+    def _merge(self, source: Source, prompt: Observation | None) -> MergePlan | None:
         """What is merged into the kept entries of a new segment."""
-        if isinstance(source, View) or self._compressor.policy.merger is None or (chosen := sources.selection) is None:
+        if self._compressor.policy.merger is None or (chosen := source.selection) is None:
             return None
         return self._compressor.merge(source.token_slots, source.start, prompt or CacheObservation(), chosen)
 
     def _released(self, segment: Segment, written: _Written) -> int:
         """Release the slots that a segment has lost, and keep what was evicted; return how many slots."""
-        self._tree.free(written.rewritten.freed)
+        self._tree.free(written.freed)
         self._complements.shrunk(segment, self._complements.put(written.evicted, segment.start, segment.end))
-        return written.rewritten.freed.numel()
+        return written.freed.numel()
 
     def _report_size(self, segment: Segment, last: Node, num_slots: int) -> None:
         """Tell those who wait for it if a segment, whose last span ``last`` holds, has reached the budget."""
@@ -497,21 +500,20 @@ class Resizer:
                 call(last)
 
     @accounting()
-    def grow(self, segment: Segment, entries: CopiedEntries, token_slots: Tensor) -> None:
+    def grow(self, segment: Segment, entries: CopiedRows, token_slots: Tensor) -> None:
         """Give a packed segment entries back that had been evicted, in token slots ([n], int64) that are empty.
 
         Rows that it has stay where they are, so readers need not move: they read the new rows, too, from their next
         step on. InvariantError if its entries have no order.
         """
         owner = self._table.packed[segment]
-        assert entries.order is not None
-        segment.grow(self._packer.extended(segment.packed, entries, token_slots), entries.order)
+        segment.grow(self._packer.extended(segment.packed, entries, token_slots))
         self._tree.charge(owner, token_slots.numel())
         self._table.shrinking.discard(owner)  # its next step loses less
         self._table.may_shrink(owner)
         self._table.totals.growths += 1
         self._table.totals.grown_slots += token_slots.numel()
-        self._table.totals.returned_entries += sum(count for _, count in entries.sizes)
+        self._table.totals.returned_entries += entries.num_entries
 
     @accounting()
     def exchange(
@@ -519,7 +521,7 @@ class Resizer:
         nodes: Sequence[Node],
         segment: Segment,
         readers: Sequence[Reader],
-        written: Rewritten | None = None,
+        packed: Packed | None = None,
         end: int = 0,
     ) -> None:
         """Let consecutive nodes hold the spans of one segment, charge them, and move their readers.
@@ -528,13 +530,13 @@ class Resizer:
             nodes: root side first; they are uncompressed, or hold all spans of the segment.
             segment: its rows are written, or being written on the scheduler's stream.
             readers: of the first node, see :meth:`ReaderTable.movable`.
-            written: new storage of the segment; None: it is new.
+            packed: new storage of the segment; None: it is new.
             end: logical position after the last token of the new storage.
         """
         before = [len(node.key) if (span := self._spans.at(node)) is None else span.charged_slots for node in nodes]
         full = self._spans.uncompressed(nodes)
-        if written is not None:
-            segment.pack(written.packed, end, written.kept)
+        if packed is not None:
+            segment.pack(packed, end)
         self._table.hold(nodes, segment)
         for node, slots in zip(nodes, before, strict=True):
             self._tree.charge(node, self._spans[node].charged_slots - slots)
@@ -553,11 +555,11 @@ class Resizer:
         """
         segment = self._spans[owner].segment
         # sync: only when a node below another view of its segment is dropped
-        sources = Sources(self._packer.geometry, [View(segment, segment.start, end)])
-        segment.live_counts, segment.live_end = sources.counts, end
-        num_slots = self._tree.largest(sources.fewest_slots, segment.start, end, segment.num_slots)
+        source = Source(self._packer.geometry, View(segment, segment.start, end))
+        segment.live_count, segment.live_end = source.count, end
+        num_slots = self._tree.largest(source.fewest_slots, segment.start, end, segment.num_slots)
         if num_slots == segment.num_slots:
             return segment.packed.token_slots[:0]
-        written = self._packer.rewrite(sources, num_slots)
-        self.exchange(self._spans.views_of(owner), segment, (), written, end)
-        return written.freed
+        packed, freed = self._packer.rewrite(source, num_slots)
+        self.exchange(self._spans.views_of(owner), segment, (), packed, end)
+        return freed

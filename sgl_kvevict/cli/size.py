@@ -9,23 +9,17 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from kvevict_kernels.row_sizes import STEP_BYTES
 from sgl_kvevict.cli.model_names import resolve_model, unknown_model
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.geometry import ENTRY_BYTES, INDEX_BYTES, KVGeometry
 from sgl_kvevict.long_prompts import LongPrompts
 from sgl_kvevict.support import BITS, reasons
-from sgl_kvevict.widths import rows_that_fit
 
 if TYPE_CHECKING:
     from sgl_kvevict.support import AfterLoad
 
-INDEX_BYTES = 6
-"""Of an entry in the host's memory, beside its row: its position (4) and its order (2)."""
-ENTRY_BYTES = 10
-"""Of an entry on the device, beside the pool: as in ``sgl_kvevict.segments.packer``."""
-STEPS_BYTES = 4
-"""Of the steps of an entry of 4 bits, its key's and its value's."""
 NOT_FOR_PROMPTS = 7
 """Token slots of the pool that SGLang's limit on a prompt's length leaves free."""
 KNOWN_HERE = ("latents", "head_dim")
@@ -206,9 +200,9 @@ def fits(
     for share in shares:
         slots = prefix_slots(config, num_tokens, share)
         num_entries = num_tokens * sizes.geometry.num_runs
-        num_sinks = min(config.sink_tokens, num_tokens) * sizes.geometry.num_runs
-        entries = dict(rows_that_fit(sizes.geometry, slots, num_entries, config.bits, num_sinks=num_sinks))
-        kept, steps = sum(entries.values()), entries.get(4, 0) * STEPS_BYTES
+        by_head = config.tokens_kept(slots, num_tokens)
+        entries = {bits: count * sizes.geometry.num_runs for bits, count in by_head.items() if count}
+        kept, steps = sum(entries.values()), entries.get(4, 0) * 2 * STEP_BYTES
         load_bytes = slots * sizes.slot_bytes + kept * INDEX_BYTES + steps
         # The last prefix is prefilled beside the others, which are cached by then.
         room = available - (plan.slots_at_peak(num_tokens, share) if is_long and plan is not None else num_tokens)

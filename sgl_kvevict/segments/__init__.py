@@ -3,7 +3,7 @@
 Nothing here knows SGLang or the tree; :mod:`sgl_kvevict.cache` decides when which range is ranked and written.
 """
 
-from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
+from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.segments.prompt_observation import (
     CacheObservation,
     Observation,
@@ -12,9 +12,9 @@ from sgl_kvevict.segments.prompt_observation import (
     Recorder,
 )
 from sgl_kvevict.segments.ranker import Compressor
-from sgl_kvevict.segments.segment import CopiedEntries, Entries, Order, Packed, Rows, Segment, Span, View
+from sgl_kvevict.segments.segment import Order, Packed, Rows, Segment, Span, View
 from sgl_kvevict.segments.shadow import DraftRows
-from sgl_kvevict.segments.sources import KeptRows, Range, Sources, TokenRange
+from sgl_kvevict.segments.sources import KeptRows, Range, Source, TokenRange
 from sgl_kvevict.segments.streams import SideStream
 from sgl_kvevict.segments.text_attention import TextAttention
 from sgl_kvevict.segments.warm_up import warm_up
@@ -22,9 +22,7 @@ from sgl_kvevict.segments.warm_up import warm_up
 __all__ = [
     "CacheObservation",
     "Compressor",
-    "CopiedEntries",
     "DraftRows",
-    "Entries",
     "KeptRows",
     "Observation",
     "ObservationSpec",
@@ -33,12 +31,11 @@ __all__ = [
     "PromptObservation",
     "Range",
     "Recorder",
-    "Rewritten",
     "Rows",
     "Segment",
     "SegmentPacker",
     "SideStream",
-    "Sources",
+    "Source",
     "Span",
     "TextAttention",
     "TokenRange",

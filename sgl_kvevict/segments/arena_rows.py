@@ -51,3 +51,18 @@ class ArenaRows:
 def rows_by_head_slot(arena: Tensor) -> Tensor:
     """[num_head_slots, width]: the arena's rows in a dtype that torch can gather and write."""
     return as_moved(arena.flatten(0, 2))
+
+
+def entries_of_tokens(geometry: KVGeometry, token_slots: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """All entries of uncompressed tokens, in ``token_slots``, [num_tokens], int64, from the position ``start`` on.
+
+    Returns head slots and positions, [num_runs * num_tokens], int32, run after run, and [num_runs + 1], int32, where
+    each run starts.
+    """
+    num_tokens, device = token_slots.numel(), token_slots.device
+    runs = torch.arange(geometry.num_runs + 1, dtype=torch.int32, device=device)
+    layers, heads = runs[:-1, None] // geometry.num_kv_heads, runs[:-1, None] % geometry.num_kv_heads
+    sizes = geometry.num_token_slots, geometry.num_kv_heads
+    head_slots: Tensor = head_slot_of(layers, token_slots.int(), heads, *sizes)  # all numbers fit int32
+    positions = torch.arange(start, start + num_tokens, dtype=torch.int32, device=device)
+    return head_slots.flatten(), positions.repeat(geometry.num_runs), runs * num_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,20 +11,18 @@ from torch import Tensor
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.recode_rows import encoded_rows, recode_rows, temporary_bytes, write_encoded
-from kvevict_kernels.row_codec import STEP_BYTES, RowCoding
+from kvevict_kernels.row_codec import RowCoding
+from kvevict_kernels.row_sizes import STEP_BYTES, rows_per_slot
 from kvevict_kernels.stored_rows import as_moved, as_words
-from sgl_kvevict.copies import CopiedRows, CopiedShadow
+from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow, CopiedSinks
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.geometry import ENTRY_BYTES, INDEX_BYTES, KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
-from sgl_kvevict.segments.segment import CopiedEntries, Entries, Packed, Rows, Segment
+from sgl_kvevict.segments.segment import Packed, Rows, Segment, View
 from sgl_kvevict.segments.shadow import DraftRows, Shadow
-from sgl_kvevict.segments.sources import Range, Sources, TokenRange
-
-ENTRY_BYTES = 10
-"""Of an entry on the pool's device beside the pool: its row number (4), its position (4) and its key (2)."""
+from sgl_kvevict.segments.sources import Range, Source, TokenRange
 
 
 class SegmentPacker(ArenaRows):
@@ -57,7 +55,7 @@ class SegmentPacker(ArenaRows):
     @property
     def slot_bytes(self) -> int:
         """Bytes outside the pool of a token slot's entries of 16 bits: keys, values, positions, order, draft's rows."""
-        return self._slot_bytes(1)
+        return self._slot_bytes(16)
 
     def beside_bytes(self, num_entries: int) -> int:
         """Bytes on the device beside the pool: of so many entries, and the steps of all rows that it may hold."""
@@ -67,149 +65,146 @@ class SegmentPacker(ArenaRows):
     def bytes_of(self, segment: Segment) -> int:
         """Bytes that a segment's entries take at most outside the pool.
 
-        They follow from its slots, because tensor-parallel ranks have different numbers of entries of each width.
+        They follow from its slots, because tensor-parallel ranks have different numbers of entries.
         """
-        bits = 16 if self.coding is None else 4
-        return segment.num_slots * self._slot_bytes(self.geometry.rows_per_slot(bits))
+        return segment.num_slots * self._slot_bytes(16 if self.coding is None else 4)
 
-    def _slot_bytes(self, per_head_slot: int) -> int:
+    def _slot_bytes(self, bits: int) -> int:
         row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
         draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
-        of_entry = 4 + 2 + (0 if per_head_slot == 1 else 2 * STEP_BYTES)  # position, key, and steps of both rows
-        return self.geometry.num_runs * (row_bytes + per_head_slot * of_entry) + draft_bytes
+        of_entry = INDEX_BYTES + (0 if bits == 16 else 2 * STEP_BYTES)
+        return self.geometry.num_runs * (row_bytes + rows_per_slot(bits) * of_entry) + draft_bytes
 
-    def rewrite(self, sources: Sources, num_slots: int, merge: MergePlan | None = None) -> Rewritten:
-        """Write the kept entries of consecutive ranges of a path into the first of the ranges' slots.
+    def rewrite(self, source: Source, num_slots: int, merge: MergePlan | None = None) -> tuple[Packed, Tensor]:
+        """Write the kept entries of a range into the first of its slots behind those of its sinks.
 
         Segments and spans are not touched. No host sync. With rows of few bits a temporary holds the kept keys, encoded
-        (at most a quarter of what the ranges take uncompressed, keys and values).
+        (at most a quarter of what the range takes uncompressed, keys and values).
 
         Args:
-            sources: the ranges, all that is alive of each, and the entries that are kept, in rows of how many bits.
+            source: the range, all that is alive of it, and the entries that are kept, in rows of how many bits.
             num_slots: token slots that hold them afterwards, at least as many as the entries take.
             merge: the weighted sums that replace the kept entries; its sources need not be kept. All rows have 16 bits.
 
+        Returns:
+            Where the kept entries lie now, and [num_freed], int64: token slots that are free now.
+
         Raises:
-            ValueError: more slots than the ranges hold, or fewer than the entries take.
+            ValueError: more slots than the range holds, or fewer than the entries take.
+            InvariantError: rows of 4 bits without a coding.
         """
-        held = sources.token_slots
-        if not sources.fewest_slots <= num_slots <= held.numel():
+        held = source.token_slots
+        if not source.fewest_slots <= num_slots <= held.numel():
             raise ValueError(
-                f"num_slots: got {num_slots} for {sources.num_entries} entries of ranges of {held.numel()} slots; "
-                f"allowed: {sources.fewest_slots} to {held.numel()}"
+                f"num_slots: got {num_slots} for {source.num_entries} entries of a range of {held.numel()} slots; "
+                f"allowed: {source.fewest_slots} to {held.numel()}"
             )
-        kept = sources.entries
-        rows = kept
-        if merge is not None:
-            runs = merge.layers.long() * self.geometry.num_kv_heads + merge.heads
-            rows = sources.at(runs, merge.indices)
-        lens = [(each.bits, each.lens, each.num_entries) for each in sources.kept]
-        packed = self._laid_out(held[:num_slots], lens, kept.positions)
-        first, *narrower = packed.parts
-        has_few_bits = bool(narrower) or first.bits != 16
-        places = [(part.rows, part.bits) for part in packed.parts]
-        temporary = None
-        if has_few_bits:  # allocated before anything is written: without the memory everything stays as it is
-            num_bytes = temporary_bytes(self.k_arena, places)
+        entries, kept, temporary = source.entries, source.kept, None
+        packed = self._laid_out(
+            held[:num_slots], source.num_sinks, kept.bits, kept.lens, entries.positions, entries.keys
+        )
+        places = packed.rows.rows
+        if kept.bits != 16:  # allocated before anything is written: without the memory everything stays as it is
+            num_bytes = temporary_bytes(self.k_arena, kept.num_entries)
             temporary = torch.empty(num_bytes, dtype=torch.uint8, device=held.device)
         with accounting():
-            if has_few_bits:
-                recode_rows(*self._moved, kept.rows, kept.bits, sources.runs.int(), places, self.coding, temporary)
+            if kept.bits != 16:
+                runs = kept.runs.int()
+                recode_rows(*self._moved, entries.rows, source.bits, runs, places, self._known_coding, temporary)
             elif merge is None:
-                compact_kv(*self._moved, rows.rows, first.rows)
+                compact_kv(*self._moved, entries.rows, places)
             else:
-                weights = {"indptr": merge.indptr, "weights": merge.weights}
-                compact_kv(*self._moved, rows.rows, first.rows, **weights)
+                runs = merge.layers.long() * self.geometry.num_kv_heads + merge.heads
+                merged = source.at(runs, merge.indices).rows
+                compact_kv(*self._moved, merged, places, indptr=merge.indptr, weights=merge.weights)
             if self.drafts is not None:
-                shadow = self.drafts.move(self._shadows(sources.ranges), sources.end, packed.token_slots)
+                shadow = self.drafts.move(self._shadow(source.range), source.end, packed.token_slots)
                 packed = replace(packed, shadow=shadow)
-        return Rewritten(packed, kept, held[num_slots:])
+        return packed, held[num_slots:]
 
-    def _shadows(self, ranges: Sequence[Range]) -> list[Shadow]:
-        """The draft's rows of each range."""
+    @property
+    def _known_coding(self) -> RowCoding:
+        if self.coding is None:
+            raise InvariantError("rows of 4 bits in a pool without statistics")
+        return self.coding
+
+    def _shadow(self, of: Range) -> Shadow:
+        """The draft's rows of a range."""
         assert self.drafts is not None
-        return [
-            self.drafts.every(each.token_slots, each.start)
-            if isinstance(each, TokenRange)
-            else each.segment.packed.shadow or self.drafts.absent()
-            for each in ranges
-        ]
+        if isinstance(of, TokenRange):
+            return self.drafts.every(of.token_slots, of.start)
+        return of.segment.packed.shadow or self.drafts.absent()
 
-    def _laid_out(self, token_slots: Tensor, lens: Sequence[tuple[int, Tensor, int]], positions: Tensor) -> Packed:
-        """Storage whose rows are not written.
+    def _laid_out(
+        self, slots: Tensor, num_sinks: int, bits: int, keep_lens: Tensor, positions: Tensor, keys: Tensor | None
+    ) -> Packed:
+        """Storage whose rows are not written; ``keep_lens``, [num_layers, num_kv_heads], int32: of each run."""
+        sizes = self.geometry.num_token_slots, positions.numel()
+        indptr, rows = alloc_head_slots(keep_lens, slots[num_sinks:], *sizes, per_slot=rows_per_slot(bits))
+        return Packed(slots.clone(), Rows(bits, rows, positions, indptr, keys), num_sinks, self._no_shadow)
 
-        ``lens``: of each part the bits of its rows, the entries of each run, [num_layers, num_kv_heads], int32, and of
-        all runs; ``positions``, [num_entries], int32: of all entries, part after part.
+    def copy(self, sources: Sequence[Source]) -> CopiedEntries:
+        """Copy sinks and kept entries of consecutive ranges of one path, as if one segment held them.
+
+        Rows have the fewest bits that the entries of a range have.
         """
-        parts: list[Rows] = []
-        num_head_slots = 0
-        own_positions = torch.split(positions, [count for *_, count in lens])
-        for (bits, keep_lens, count), own in zip(lens, own_positions, strict=True):
-            per_slot = self.geometry.rows_per_slot(bits)
-            place = {"per_slot": per_slot, "first_cell": num_head_slots}
-            indptr, rows = alloc_head_slots(keep_lens, token_slots, self.geometry.num_token_slots, count, **place)
-            parts.append(Rows(bits, rows, own, indptr))
-            num_head_slots += -(-count // per_slot)
-        return Packed(token_slots.clone(), tuple(parts), self._no_shadow)
+        bits = min(source.kept.bits for source in sources)
+        return CopiedEntries.joined([CopiedEntries(self._copied(each, bits), self._sinks(each)) for each in sources])
 
-    def copy(self, sources: Sources) -> CopiedEntries:
-        """Copy the kept entries of consecutive ranges of one path, as if one segment held them."""
-        kept, first = sources.entries, 0
-        parts = []
-        for each in sources.kept:
-            entries = slice(first, first + each.num_entries)
-            first += each.num_entries
-            k, v = self._copied(kept.rows[entries], kept.bits[entries], each.bits, each.runs)
-            parts.append(CopiedRows(each.bits, each.lens, kept.positions[entries], k, v))
-        return CopiedEntries(tuple(parts), kept.keys)
+    def copy_entries(self, source: Source) -> CopiedRows:
+        """Copy the kept entries of a range alone."""
+        return self._copied(source, source.kept.bits)
 
-    def _copied(self, rows: Tensor, before: Tensor, bits: int, runs: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of rows that have so many bits, or more (``before``); see :class:`CopiedRows`."""
+    def _copied(self, source: Source, bits: int) -> CopiedRows:
+        """Copies of kept entries, in rows of so many bits, which are no more than they have."""
+        kept, entries = source.kept, source.entries
         if bits == 16:
-            k, v = (as_words(arena.flatten(0, 2))[rows.long()].view(arena.dtype) for arena in self._moved)
-            return k, v
-        assert self.coding is not None
-        return encoded_rows(*self._moved, rows, before, runs.int(), self.coding)
+            k, v = (as_words(arena.flatten(0, 2))[entries.rows.long()].view(arena.dtype) for arena in self._moved)
+        else:
+            k, v = encoded_rows(*self._moved, entries.rows, source.bits, kept.runs.int(), self._known_coding)
+        return CopiedRows(kept.lens, entries.positions, k, v, entries.keys)
 
-    def copy_shadow(self, sources: Sources) -> CopiedShadow | None:
+    def _sinks(self, source: Source) -> CopiedSinks | None:
+        return CopiedSinks(*(arena[:, source.sink_slots] for arena in self._moved)) if source.num_sinks else None
+
+    def copy_shadow(self, sources: Sequence[Source]) -> CopiedShadow | None:
         """Copy the draft's rows of consecutive ranges of one path; None: there is no draft.
 
-        Of packed ones all rows; of uncompressed ones those that were paid most, as many as the kept entries' slots
+        Of packed ones all rows; of an uncompressed one those that were paid most, as many as the kept entries' slots
         hold. A host sync reads how many rows a part of a segment's tokens has.
         """
         if self.drafts is None:
             return None
-        bounds = [
-            None if isinstance(each, TokenRange) or each.is_whole else (each.start, each.end) for each in sources.ranges
-        ]
-        is_whole = any(isinstance(each, TokenRange) for each in sources.ranges)
-        most = sources.fewest_slots if is_whole else None
-        return self.drafts.copy(list(zip(self._shadows(sources.ranges), bounds, strict=True)), most)
+        parts, most = [], None
+        for source in sources:
+            is_part = isinstance(source.range, View) and not source.range.is_whole
+            parts.append((self._shadow(source.range), (source.start, source.end) if is_part else None))
+            most = source.fewest_slots if isinstance(source.range, TokenRange) else most
+        return self.drafts.copy(parts, most)
 
-    def _placed(self, token_slots: Tensor, copied: CopiedEntries) -> Packed:
-        """Storage in empty slots, with copied entries from any device in it."""
-        device = token_slots.device
-        lens = [(part.bits, part.keep_lens.to(device), part.positions.numel()) for part in copied.parts]
-        packed = self._laid_out(token_slots, lens, torch.cat([part.positions for part in copied.parts]).to(device))
-        for part, rows in zip(packed.parts, copied.parts, strict=True):
-            k, v = (of_arena.contiguous().to(device) for of_arena in (rows.k, rows.v))
-            if part.bits != 16:
-                assert self.coding is not None
-                write_encoded(*self._moved, part.rows, k, v, self.coding)
-                continue
-            for arena, of_arena in zip(self._moved, (k, v), strict=True):
-                rows_by_head_slot(arena)[part.rows.long()] = as_moved(of_arena)
+    def _placed(self, token_slots: Tensor, copied: CopiedRows, num_sinks: int = 0) -> Packed:
+        """Storage in empty slots, with copied entries from any device behind the sinks."""
+        lens, positions, k, v = (
+            each.contiguous().to(token_slots.device)
+            for each in (copied.keep_lens, copied.positions, copied.k, copied.v)
+        )
+        keys = None if copied.order is None else copied.order.to(token_slots.device)
+        packed = self._laid_out(token_slots, num_sinks, copied.bits, lens, positions, keys)
+        if copied.bits != 16:
+            write_encoded(*self._moved, packed.rows.rows, k, v, self._known_coding)
+            return packed
+        for arena, each in zip(self._moved, (k, v), strict=True):
+            rows_by_head_slot(arena)[packed.rows.rows.long()] = as_moved(each)
         return packed
 
     @accounting()
-    def extended(self, packed: Packed, copied: CopiedEntries, token_slots: Tensor) -> Packed:
-        """A segment's storage with further entries, from any device, as parts of their own in ``token_slots``.
+    def extended(self, packed: Packed, copied: CopiedRows, token_slots: Tensor) -> Packed:
+        """A segment's storage with further entries, from any device, in ``token_slots``.
 
         The rows that it has are not touched. ``token_slots``, [n], int64, are empty, and at least as many as needed.
         """
-        added = self._placed(token_slots, copied)
-        slots = torch.cat([packed.token_slots, token_slots])
-        return Packed(slots, (*packed.parts, *added.parts), packed.shadow)
+        rows = packed.rows.with_others(self._placed(token_slots, copied).rows)
+        return replace(packed, token_slots=torch.cat([packed.token_slots, token_slots]), rows=rows)
 
     @accounting()
     def new_segment(
@@ -226,26 +221,17 @@ class SegmentPacker(ArenaRows):
         There may be more ``token_slots`` than the entries need, because another rank needs more; InvariantError if
         there are fewer.
         """
-        num_head_slots = self.geometry.head_slots_for(copied.sizes)
-        if token_slots.numel() < self.geometry.slots_for(num_head_slots):
-            raise InvariantError(f"entries of {num_head_slots} head slots in {token_slots.numel()} token slots")
-        packed = self._placed(token_slots, copied)
+        needed, sinks = self.slots_of(copied), copied.sinks
+        if token_slots.numel() < needed:
+            raise InvariantError(f"entries of {needed} token slots in {token_slots.numel()}")
+        packed = self._placed(token_slots, copied.rows, copied.num_sinks)
+        if sinks is not None:
+            for arena, each in zip(self._moved, (sinks.k, sinks.v), strict=True):
+                arena[:, token_slots[: copied.num_sinks]] = each.to(arena.device)
         if self.drafts is not None and shadow is not None:
             packed = replace(packed, shadow=self.drafts.place(shadow, packed.token_slots))
-        keys = None if copied.order is None else copied.order.to(token_slots.device)
-        return Segment(self.geometry, start, end, packed, keys)
+        return Segment(self.geometry, start, end, packed)
 
-
-@dataclass(frozen=True, eq=False)
-class Rewritten:
-    """Result of a rewrite.
-
-    Attributes:
-        packed: where the kept entries lie now.
-        kept: what is known of them; ``kept.rows`` are where they lay before.
-        freed: [num_freed], int64, token slots that are free now.
-    """
-
-    packed: Packed
-    kept: Entries
-    freed: Tensor
+    def slots_of(self, copied: CopiedEntries) -> int:
+        """Token slots that copied entries take in the pool."""
+        return copied.num_sinks + self.geometry.slots_for(copied.rows.num_entries, copied.rows.bits)

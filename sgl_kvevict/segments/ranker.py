@@ -19,7 +19,6 @@ from sgl_kvevict.segments.prompt_observation import Observation, ObservationSpec
 from sgl_kvevict.segments.segment import Order
 from sgl_kvevict.segments.sliding_windows import order_beside_windows
 from sgl_kvevict.segments.streams import ChoiceStream
-from sgl_kvevict.widths import rows_that_fit
 
 
 @dataclass(eq=False)
@@ -75,11 +74,8 @@ class Compressor:
 
         ``start``: where the range begins.
         """
-        geometry, config = self.packer.geometry, self.config
-        num_slots, count = config.num_slots(num_tokens, start, share), num_tokens * geometry.num_runs
-        num_sinks = max(min(config.sink_tokens, start + num_tokens) - start, 0) * geometry.num_runs
-        parts = rows_that_fit(geometry, num_slots, count, config.bits, num_sinks=num_sinks)
-        return sum(number for _, number in parts) // geometry.num_runs
+        num_slots = self.config.num_slots(num_tokens, start, share)
+        return sum(self.config.tokens_kept(num_slots, num_tokens, start).values())
 
     def new_observation(self) -> PromptObservation:
         """An empty observation of the signals that the policy needs."""

@@ -1,8 +1,8 @@
 """Segments (ranges of one path that are compressed as a unit) and spans (the parts of segments that nodes hold).
 
-A segment has the best entries of its tokens, in token slots of its own. They may have rows of several widths (16 and 4
-bits), each a *part* of its own. Entries are numbered part after part, in a part run after run, ascending by position;
-everything that is known of each entry (its order) travels by this number.
+A segment has the best entries of its tokens, in token slots of its own, in rows of one width. Where that is 4 bits, the
+first tokens of a path, its *sinks*, keep the slots and the rows that they had. Other entries are numbered run after
+run, ascending by position; everything that is known of each (its order) travels by this number.
 
 A span is a view of a segment's tokens ``[start, end)``, held by one tree node. All spans of a segment lie on
 consecutive nodes of one path. The one nearest the root, the *owner*, outlives the others and carries all the token
@@ -12,7 +12,7 @@ slots of the segment in the accounting.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,43 +20,11 @@ from torch import Tensor
 
 from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import runs_of
+from sgl_kvevict.segments.arena_rows import entries_of_tokens
 from sgl_kvevict.segments.shadow import Shadow
-
-
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """Everything that is known of some entries: tensors of [num_entries], in one order.
-
-    Attributes:
-        rows: int32, where the entries lie: numbers of rows of the entry's width, as in :class:`Rows`.
-        positions: int32, logical positions of their tokens.
-        bits: int8, widths of their rows.
-        keys: int16, as in :class:`Order`; None: unknown.
-    """
-
-    rows: Tensor
-    positions: Tensor
-    bits: Tensor
-    keys: Tensor | None = None
-
-    def at(self, numbers: Tensor) -> Entries:
-        """The entries with these numbers, [n], int64, in this order."""
-        keys = None if self.keys is None else self.keys[numbers]
-        return Entries(self.rows[numbers], self.positions[numbers], self.bits[numbers], keys)
-
-    @staticmethod
-    def joined(parts: Sequence[Entries]) -> Entries:
-        """All entries, one part after the other; what is not known of one part is not known of any."""
-        if len(parts) == 1:
-            return parts[0]
-        keys = [part.keys for part in parts if part.keys is not None]
-        rows, positions, bits = (
-            torch.cat([getattr(part, name) for part in parts]) for name in ("rows", "positions", "bits")
-        )
-        return Entries(rows, positions, bits, torch.cat(keys) if len(keys) == len(parts) else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,22 +63,23 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Entries of a segment whose rows have one width.
+    """Where entries of a segment lie, in rows of one width.
 
-    A row of ``bits`` has the number ``head_slot * KVGeometry.rows_per_slot(bits) + part``; of 16 bits that of its head
-    slot.
+    A row of ``bits`` has the number ``head_slot * rows_per_slot(bits) + part``; of 16 bits that of its head slot.
 
     Attributes:
         bits: of a number of a row: 16 (as the pool stores it) or 4 (:mod:`kvevict_kernels.row_codec`).
         rows: [num_entries], int32, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
         indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
+        keys: [num_entries], int16, as in :class:`Order`; None: unknown.
     """
 
     bits: int
     rows: Tensor
     positions: Tensor
     indptr: Tensor
+    keys: Tensor | None
 
     @property
     def num_entries(self) -> int:
@@ -121,32 +90,35 @@ class Rows:
         """Starts and lengths, [num_runs], int32 each, of the runs' entries of the tokens ``[start, end)``."""
         return cut_runs(self.positions, self.indptr, start, end)
 
+    def with_others(self, others: Rows) -> Rows:
+        """These entries and others of the same width, all of which have keys; none is moved."""
+        if others.bits != self.bits or self.keys is None or others.keys is None:
+            raise InvariantError(f"entries with rows of {others.bits} bits beside such of {self.bits}")
+        keys = torch.cat([self.keys, others.keys])
+        rows, positions = (
+            torch.cat([getattr(some, name) for some in (self, others)]) for name in ("rows", "positions")
+        )
+        runs = torch.cat([runs_of(some.indptr.diff(), some.num_entries) for some in (self, others)])
+        numbers = (runs << 32 | positions).argsort()
+        return Rows(self.bits, rows[numbers], positions[numbers], self.indptr + others.indptr, keys[numbers])
+
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Storage of a segment.
 
     Attributes:
-        token_slots: [num_slots], int64, token slots held exclusively.
-        parts: its entries by the width of their rows, widest first; a part may be empty. Entries that came back
-            (:meth:`Segment.grow`) are parts of their own behind these.
+        token_slots: [num_slots], int64, token slots held exclusively; first those of the sinks, in token order.
+        rows: the entries of all tokens behind the sinks.
+        num_sinks: the first tokens of the segment that have all their entries where they lay before; 0 where
+            ``rows`` have always 16 bits.
         shadow: the draft model's rows in the slots; None: there is no draft model.
     """
 
     token_slots: Tensor
-    parts: tuple[Rows, ...]
+    rows: Rows
+    num_sinks: int = 0
     shadow: Shadow | None = None
-
-    @property
-    def num_entries(self) -> int:
-        """Entries stored, including those of tokens whose nodes are gone."""
-        return sum(part.num_entries for part in self.parts)
-
-    @property
-    def positions(self) -> Tensor:
-        """[num_entries], int32, logical position of each entry's token, part after part."""
-        positions = [part.positions for part in self.parts]
-        return positions[0] if len(positions) == 1 else torch.cat(positions)
 
 
 @dataclass(eq=False)
@@ -157,31 +129,28 @@ class Segment:
 
     Attributes:
         packed: where its entries lie.
-        keys: [num_entries], int16, by which its entries are evicted, the smallest first; None: unknown, so it cannot
-            shrink.
         splittable: False if layers with sliding windows keep only their last tokens.
         is_rest: the end of an unsplittable segment was dropped; the rest is never found again.
         num_spans: nodes that hold a part of it.
         live_end: logical position after its last token that a node still holds.
-        live_counts: entries of tokens before ``live_end``, of each part.
+        live_count: those of ``packed.rows`` that are of tokens before ``live_end``.
     """
 
     geometry: KVGeometry
     start: int
     end: int
     packed: Packed
-    keys: Tensor | None = None
     splittable: bool = True
     is_rest: bool = False
     num_spans: int = 0
     live_end: int = field(init=False)
-    live_counts: tuple[int, ...] = field(init=False)
+    live_count: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._all_live()
 
     def _all_live(self) -> None:
-        self.live_end, self.live_counts = self.end, tuple(part.num_entries for part in self.packed.parts)
+        self.live_end, self.live_count = self.end, self.packed.rows.num_entries
 
     @property
     def num_tokens(self) -> int:
@@ -194,21 +163,34 @@ class Segment:
         return self.packed.token_slots.numel()
 
     @property
+    def keys(self) -> Tensor | None:
+        """Those of ``packed.rows``; None: it cannot shrink.
+
+        The rest of an unsplittable segment would become whole by that, so that prompts find it.
+        """
+        return None if self.is_rest else self.packed.rows.keys
+
+    @property
+    def sink_end(self) -> int:
+        """Logical position after its last sink; its first one, if it has none."""
+        return self.start + self.packed.num_sinks
+
+    @property
     def num_entries(self) -> int:
         """Entries stored, including those of tokens whose nodes are gone."""
-        return self.packed.num_entries
+        return self.packed.num_sinks * self.geometry.num_runs + self.packed.rows.num_entries
 
     @property
     def num_live_entries(self) -> int:
         """Entries of tokens that a node still holds."""
-        return sum(self.live_counts)
+        return sum(self.entries_by_bits.values())
 
     @property
     def entries_by_bits(self) -> dict[int, int]:
         """Entries of tokens that a node still holds, by the bits of their rows; without widths that no entry has."""
-        entries = Counter[int]()
-        for part, count in zip(self.packed.parts, self.live_counts, strict=True):
-            entries[part.bits] += count
+        num_sinks = min(self.sink_end, self.live_end) - self.start
+        entries = Counter({16: num_sinks * self.geometry.num_runs})
+        entries[self.packed.rows.bits] += self.live_count
         return dict(+entries)
 
     @property
@@ -226,43 +208,38 @@ class Segment:
         """All that nodes still hold of it."""
         return View(self, self.start, self.live_end)
 
-    @property
-    def entries(self) -> Entries:
-        """All entries stored, part after part."""
-        return replace(Entries.joined([entries_of(part) for part in self.packed.parts]), keys=self.keys)
-
-    def pack(self, packed: Packed, end: int, kept: Entries) -> None:
-        """Replace the storage by one that holds what is known of ``kept``, the entries of tokens before ``end``."""
-        self.packed, self.end, self.keys = packed, end, kept.keys
+    def pack(self, packed: Packed, end: int) -> None:
+        """Replace the storage by one of the tokens before ``end``."""
+        self.packed, self.end = packed, end
         self._all_live()
 
-    def grow(self, packed: Packed, keys: Tensor) -> None:
-        """Replace the storage by one with further parts, of entries that a node still holds; ``keys`` are theirs."""
-        assert self.keys is not None
-        self.keys = torch.cat([self.keys, keys])
-        self.live_counts += tuple(part.num_entries for part in packed.parts[len(self.packed.parts) :])
+    def grow(self, packed: Packed) -> None:
+        """Replace the storage by one with further entries of tokens that a node still holds."""
+        self.live_count += packed.rows.num_entries - self.packed.rows.num_entries
         self.packed = packed
 
     def runs_of(self, start: int, end: int) -> tuple[SpanRuns, ...]:
-        """The entries of tokens ``[start, end)``, by the width of their rows."""
+        """The entries of tokens ``[start, end)``: of sinks, then of the others; of either only if they have some."""
+        between = min(max(start, self.sink_end), end)
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
         runs = []
-        for i, (part, cut) in enumerate(zip(self.packed.parts, self.cut(start, end), strict=True)):
-            starts, lens = (bounds.view(shape) for bounds in cut)
-            known = part.positions, part.bits, i == 0
-            runs.append(SpanRuns(part.rows, starts, lens, end - start, *known))
+        if start < between:
+            slots = self.packed.token_slots[start - self.start : between - self.start]
+            found, positions, indptr = entries_of_tokens(self.geometry, slots, start)
+            starts, lens = indptr[:-1].view(shape), indptr.diff().view(shape)
+            runs.append(SpanRuns(found, starts, lens, between - start, positions))
+        if between < end:
+            rows, (starts, lens) = self.packed.rows, self.cut(between, end)
+            cut = starts.view(shape), lens.view(shape)
+            runs.append(SpanRuns(rows.rows, *cut, end - between, rows.positions, rows.bits))
         return tuple(runs)
 
-    def cut(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Of each part starts and lengths, [num_runs], int32 each, of the runs' entries in ``[start, end)``."""
-        if start <= self.start and end >= self.end:
-            return [(part.indptr[:-1], part.indptr.diff()) for part in self.packed.parts]
-        return [part.cut(start, end) for part in self.packed.parts]
-
-
-def entries_of(part: Rows) -> Entries:
-    """The entries of one part, without what is known of them beside."""
-    return Entries(part.rows, part.positions, torch.full_like(part.rows, part.bits, dtype=torch.int8))
+    def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Starts and lengths, [num_runs], int32 each, of the runs of ``packed.rows`` in ``[start, end)``."""
+        rows = self.packed.rows
+        if start <= self.sink_end and end >= self.end:
+            return rows.indptr[:-1], rows.indptr.diff()
+        return rows.cut(start, end)
 
 
 class Span:
@@ -293,7 +270,7 @@ class Span:
         return self.segment.num_slots if self.is_owner else 0
 
     def runs(self) -> tuple[SpanRuns, ...]:
-        """The entries of ``[start, end)``, by the width of their rows.
+        """The entries of ``[start, end)``: :meth:`Segment.runs_of`.
 
         Computed at the first call, on the caller's stream, so that a split takes host work only and may happen while a
         forward reads the span.
@@ -360,25 +337,12 @@ class View:
         return (self.start, self.end) == (self.segment.start, self.segment.end)
 
     @property
-    def counts(self) -> tuple[int, ...] | None:
-        """Entries of these tokens, of each part, if the host knows how many: those of all live spans."""
-        segment = self.segment
-        return segment.live_counts if (self.start, self.end) == (segment.start, segment.live_end) else None
-
-
-@dataclass(frozen=True)
-class CopiedEntries:
-    """Copies of entries, outside the pool.
-
-    Attributes:
-        parts: as in :class:`Packed`.
-        order: [num_entries], int16, the keys of the entries' order, part after part; None: unknown.
-    """
-
-    parts: tuple[CopiedRows, ...]
-    order: Tensor | None
+    def num_sinks(self) -> int:
+        """Sinks among these tokens, its first ones."""
+        return max(min(self.segment.sink_end, self.end) - self.start, 0)
 
     @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """Of each part the bits of its rows, and how many entries it has."""
-        return [(part.bits, part.positions.numel()) for part in self.parts]
+    def count(self) -> int | None:
+        """Entries of the other tokens, if the host knows how many: those of all live spans."""
+        segment = self.segment
+        return segment.live_count if (self.start, self.end) == (segment.start, segment.live_end) else None

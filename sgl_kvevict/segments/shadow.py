@@ -17,14 +17,13 @@ from torch.nn.functional import pad
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.cut_runs import cut_runs
-from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.radix_select import largest_entries
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.copies import CopiedShadow
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
+from sgl_kvevict.segments.arena_rows import ArenaRows, entries_of_tokens, rows_by_head_slot
 
 
 @dataclass(frozen=True)
@@ -115,21 +114,15 @@ class DraftRows(ArenaRows):
 
         ``token_slots``, [num_tokens], int64, are those of consecutive tokens from position ``start`` on.
         """
-        geometry, device, num_tokens = self.geometry, token_slots.device, token_slots.numel()
-        runs = torch.arange(geometry.num_runs + 1, dtype=torch.int32, device=device)
-        layers, heads = runs[:-1, None] // geometry.num_kv_heads, runs[:-1, None] % geometry.num_kv_heads
-        sizes = geometry.num_token_slots, geometry.num_kv_heads
-        head_slots: Tensor = head_slot_of(layers, token_slots.int(), heads, *sizes)
-        positions = torch.arange(start, start + num_tokens, dtype=torch.int32, device=device)
+        head_slots, positions, indptr = entries_of_tokens(self.geometry, token_slots, start)
         paid = self.paid[:, token_slots].transpose(1, 2).flatten()
-        return Shadow(geometry, head_slots.flatten(), positions.repeat(geometry.num_runs), runs * num_tokens, paid)
+        return Shadow(self.geometry, head_slots, positions, indptr, paid)
 
-    def move(self, shadows: Sequence[Shadow], end: int, slots: Tensor) -> Shadow:
+    def move(self, shadow: Shadow, end: int, slots: Tensor) -> Shadow:
         """Move the rows that were paid most, of all layers and heads together, into ``slots``, [num_slots], int64.
 
-        ``shadows`` are of consecutive ranges of a path; tokens from ``end`` on go first.
+        Tokens from ``end`` on go first.
         """
-        shadow = shadows[0] if len(shadows) == 1 else self._joined([(shadow, None) for shadow in shadows])
         keys = torch.where(shadow.positions < end, shadow.paid, -1.0)
         kept, moved = self._lay_out(keys, shadow.indptr, shadow.positions, shadow.paid, slots)
         if kept.numel():

@@ -1,7 +1,7 @@
 """Order of a range for models with sliding windows in some layers.
 
 Such a layer keeps the range's last ``window - 1`` tokens in every head (later queries see no more), or fewer if its
-share of the token slots is smaller, whatever their order (:meth:`Sources.best`). The rest of its share goes to the
+share of the token slots is smaller, whatever their order (:meth:`Source.best`). The rest of its share goes to the
 layers without a window, where the policy decides. A reader of a part of the range would need other tokens, so the
 segment cannot be split.
 """

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kvevict_kernels.row_codec import RowCoding
 from sgl_kvevict.distill import LearnedScores, ScoreWeights
-from sgl_kvevict.segments.packer import Rewritten, SegmentPacker
+from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.segments.prompt_observation import Observation
 from sgl_kvevict.segments.ranker import Compressor
-from sgl_kvevict.segments.segment import Segment, View
-from sgl_kvevict.segments.sources import Range, Sources, TokenRange
+from sgl_kvevict.segments.segment import Packed, Segment, View
+from sgl_kvevict.segments.sources import Range, Source, TokenRange
 
 WARM_UP_TOKENS = 192
 """Minimum length of the synthetic prompt: more than the default windows and SnapKV's widest pool (127)."""
@@ -42,10 +42,10 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
     observation = _observe(twin, queries.to(q_dtype), slots)
-    source = TokenRange(slots, 0, twin.rank(slots, 0, observation, turn=0).keys)
+    keys = twin.rank(slots, 0, observation, turn=0).keys
+    source = TokenRange(slots, 0, keys, twin.config.num_sinks(num_tokens))
     first, *others = (twin.config.num_slots(num_tokens, share=share) for share in twin.config.shares)
-    written = _written(twin, source, first, observation)
-    segment = Segment(geometry, 0, num_tokens, written.packed, written.kept.keys)
+    segment = Segment(geometry, 0, num_tokens, _written(twin, source, first, observation))
     for num_slots in others:  # so that rows get fewer bits
         _resize(twin, segment, segment.live_view, min(num_slots, segment.num_slots))
     if twin.splittable:
@@ -53,26 +53,25 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         segment.runs_of(upper.start, upper.end)
         segment.runs_of(upper.end, num_tokens)
         _resize(twin, segment, upper)
-    _resize(twin, segment, segment.live_view, max(segment.num_slots // 2, 1))
+    _resize(twin, segment, segment.live_view, max(segment.num_slots // 2, segment.packed.num_sinks, 1))
 
 
 def _resize(compressor: Compressor, segment: Segment, view: View, num_slots: int | None = None) -> None:
     """Write the best entries of a part of a segment anew (None: all)."""
-    written = _written(compressor, view, num_slots)
-    segment.pack(written.packed, view.end, written.kept)
+    segment.pack(_written(compressor, view, num_slots), view.end)
 
 
 def _written(
-    compressor: Compressor, source: Range, num_slots: int | None, observation: Observation | None = None
-) -> Rewritten:
+    compressor: Compressor, of: Range, num_slots: int | None, observation: Observation | None = None
+) -> Packed:
     """Write the best entries of a range (None: all); with ``observation`` others are merged into them."""
     packer = compressor.packer
-    sources, merge = Sources(packer.geometry, [source]), None
+    source, merge = Source(packer.geometry, of), None
     if num_slots is not None:
-        sources = sources.best(num_slots, compressor.config.bits, compressor.config.sink_tokens)
-    if observation is not None and isinstance(source, TokenRange) and (selection := sources.selection) is not None:
-        merge = compressor.merge(source.token_slots, 0, observation, selection)
-    return packer.rewrite(sources, max(sources.fewest_slots, 1), merge)
+        source = source.best(num_slots, compressor.config.bits)
+    if observation is not None and isinstance(of, TokenRange) and (selection := source.selection) is not None:
+        merge = compressor.merge(of.token_slots, 0, observation, selection)
+    return packer.rewrite(source, max(source.fewest_slots, 1), merge)[0]
 
 
 def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> Observation:

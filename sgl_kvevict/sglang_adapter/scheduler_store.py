@@ -132,6 +132,7 @@ def identity_of(
         num_ranks=ranks.size,
         policy=json.dumps(policy, sort_keys=True, default=str),
         min_prefix_tokens=config.min_prefix_tokens,
+        sink_tokens=config.sink_tokens,
     )
 
 

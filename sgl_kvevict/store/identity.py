@@ -13,12 +13,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-# Repeated here because ``kvevict_kernels`` imports torch, and ``sgl-kvevict store ls`` shall start without it.
-GROUP = 32
-"""head_dim is a multiple of it where rows have 4 bits: ``kvevict_kernels.row_codec.GROUP``."""
-STEP_BYTES = 2
-"""Of the step of a row of 4 bits: ``kvevict_kernels.row_codec.STEP_BYTES``."""
-FORMAT_VERSION = 6
+from kvevict_kernels.row_sizes import row_bytes
+
+FORMAT_VERSION = 7
 """Version of everything in a store. Segments of another version are never found."""
 BLOCK_TOKENS = 64
 """Tokens of a block: prefixes of whole blocks have names, by which segments are found."""
@@ -46,6 +43,7 @@ class StoreIdentity:
         statistics: hash of the model's statistics with which rows of 4 bits are written and read; empty: all rows
             have 16 bits.
         min_prefix_tokens: number of tokens by which a prefix is looked up.
+        sink_tokens: first tokens of a path that have rows of 16 bits beside others of 4.
     """
 
     model: str
@@ -61,6 +59,7 @@ class StoreIdentity:
     num_ranks: int
     policy: str
     min_prefix_tokens: int
+    sink_tokens: int = 0
     statistics: str = ""
 
     def describe(self) -> dict[str, Any]:
@@ -80,18 +79,14 @@ class StoreIdentity:
         # A prompt of ``min_prefix_tokens`` would otherwise have no whole block, and no name to be found by.
         return min(BLOCK_TOKENS, self.min_prefix_tokens)
 
-    @property
-    def row_bits(self) -> tuple[int, ...]:
-        """Bits that rows may have, most first; fewer than 16 only as :mod:`kvevict_kernels.row_codec` says."""
-        is_coded = self.head_dim % GROUP == 0 and self.own_value_dim > 0 and "float8" not in self.dtype
-        return (16, 4) if is_coded else (16,)
+    def num_sinks(self, start: int, end: int) -> int:
+        """First tokens of the segment ``[start, end)`` of a path that have rows of 16 bits beside others of 4."""
+        return max(min(self.sink_tokens, end) - start, 0) if self.statistics else 0
 
     def widths(self, bits: int = 16) -> tuple[tuple[str, int], tuple[str, int]]:
         """Numbers of a key's and of a value's row, by name; of fewer than 16 bits bytes."""
         k, v = self.head_dim, self.own_value_dim
-        if bits == 4:
-            k, v = (width // 2 + STEP_BYTES for width in (k, v))
-        return ("k", k), ("v", v)
+        return ("k", row_bytes(bits, k, 1)), ("v", row_bytes(bits, v, 1))
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Namespace:
         """Return the names of one tenant."""

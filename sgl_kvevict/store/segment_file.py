@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,12 @@ from sgl_kvevict.store.identity import FORMAT_VERSION, KEY, StoreIdentity, key_b
 if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict store ls` starts without it
     from torch import Tensor
 
-    from sgl_kvevict.copies import CopiedRows, CopiedShadow
+    from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow
 
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
+GROUPS = ("rows", "sinks", "shadow", "evicted")
+"""Groups of a record's tensors; the last three need not be there."""
 MAX_HEADER_BYTES = 1 << 16
 """Limit of the safetensors header, which names a few dozen tensors and six fields."""
 
@@ -39,16 +41,13 @@ MAX_HEADER_BYTES = 1 << 16
 class SegmentHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a file says of its segment beside tensors; fields as in :class:`SegmentRecord`.
 
-    ``bits``: widths of its parts. ``draft``: digest of the draft model whose rows it has; "": it has none. ``evicted``:
-    width of the rows of entries that were evicted; 0: it has none.
+    ``draft``: digest of the draft model whose rows it has; "": it has none.
     """
 
     key: KEY
     identity: str
     splittable: bool
-    bits: list[int]
     draft: str = ""
-    evicted: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +60,9 @@ class SegmentRecord:
         start: logical position of its first token; ``end``: after its last token.
         splittable: a prompt that diverges inside it can use its beginning.
         tokens: [end], int64, all tokens of its path.
-        parts: its entries, the widest first.
-        order: [num_entries], int16, keys of the order, part after part; None: unknown.
+        kept: its entries.
         shadow: rows of this server's draft model.
-        evicted: entries that had been evicted from it, of one width; None: it has none of them.
-        evicted_order: [num_evicted], int16, keys of their order.
+        evicted: entries that had been evicted from it; None: it has none of them.
     """
 
     key: str
@@ -74,32 +71,29 @@ class SegmentRecord:
     end: int
     splittable: bool
     tokens: Tensor
-    parts: tuple[CopiedRows, ...]
-    order: Tensor | None = None
+    kept: CopiedEntries
     shadow: CopiedShadow | None = None
     evicted: CopiedRows | None = None
-    evicted_order: Tensor | None = None
 
     @property
     def num_entries(self) -> int:
         """Entries stored as the pool has them."""
-        return sum(part.positions.numel() for part in self.parts)
+        return self.kept.num_entries
 
     @property
     def is_complete(self) -> bool:
         """Whether it has every entry of its tokens, evicted or not."""
-        num_evicted = 0 if self.evicted is None else self.evicted.positions.numel()
-        return self.num_entries + num_evicted == (self.end - self.start) * self.parts[0].keep_lens.numel()
+        num_evicted = 0 if self.evicted is None else self.evicted.num_entries
+        return self.num_entries + num_evicted == (self.end - self.start) * self.kept.rows.keep_lens.numel()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that it has, by their names in a file."""
         from torch import Tensor
 
-        groups: dict[str, Any] = {"": self, "shadow.": self.shadow, "evicted.": self.evicted}
-        groups |= {f"parts.{number}.": part for number, part in enumerate(self.parts)}
-        return {
-            f"{group}{name}": each
+        groups = dict(zip(GROUPS, (self.kept.rows, self.kept.sinks, self.shadow, self.evicted), strict=True))
+        return {"tokens": self.tokens} | {
+            f"{group}.{name}": each
             for group, owner in groups.items()
             if owner is not None
             for name, each in vars(owner).items()
@@ -108,28 +102,16 @@ class SegmentRecord:
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> SegmentRecord:
         """The same record with other tensors, by their names in a file: all that it has, and no others."""
-        bits_evicted = 0 if self.evicted is None else self.evicted.bits
-        return replace(self, **_grouped(tensors, [part.bits for part in self.parts], bits_evicted))
+        return replace(self, **_grouped(tensors))
 
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
-        import torch
-
-        # Keys of the order lie part after part, so they are cut with the masks of the parts.
-        cuts = [part.within(position, self.end) for part in self.parts]
-        kept = torch.cat([mask for _, mask in cuts])
-        evicted, order = self.evicted, self.evicted_order
-        if evicted is not None and order is not None:
-            evicted, mask = evicted.within(position, self.end)
-            order = order[mask]
         return replace(
             self,
             start=position,
-            parts=tuple(part for part, _ in cuts),
-            order=None if self.order is None else self.order[kept],
+            kept=self.kept.after(position - self.start, position, self.end),
             shadow=None if self.shadow is None else self.shadow.within(position, self.end),
-            evicted=evicted,
-            evicted_order=order,
+            evicted=None if self.evicted is None else self.evicted.within(position, self.end),
         )
 
 
@@ -148,9 +130,7 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
         key=record.key,
         identity=record.identity,
         splittable=record.splittable,
-        bits=[part.bits for part in record.parts],
         draft=draft if record.shadow is not None else "",
-        evicted=0 if record.evicted is None else record.evicted.bits,
     )
     # Metadata of safetensors are strings only.
     metadata = {name: json.dumps(value) for name, value in msgspec.to_builtins(header).items()}
@@ -185,18 +165,17 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
         tensors = {name: each for name, each in tensors.items() if not name.startswith("shadow.")}
         draft = None
     # How many entries there are is the file's own claim here; `_check_values` compares it with the lengths of runs.
-    layout = _layout(header, tensors, identity, draft)
-    names, required = tensors.keys(), layout.keys() - {"order"}
+    layout = _layout(key, tensors, identity, draft)
+    names, required = tensors.keys(), layout.keys() - {"rows.order"}
     _require(required <= names <= layout.keys(), f"tensors: got {shown(sorted(names))}; expected {sorted(required)}")
     for name, tensor in tensors.items():
         found, (dtype, shape) = (str(tensor.dtype), tuple(tensor.shape)), layout[name]
         _require(found == (dtype, shape), f"{name}: got {found[0]} of {found[1]}; expected {dtype} of {shape}")
     start, end = key_bounds(key)
-    grouped = _grouped(tensors, header.bits, header.evicted)
-    record = SegmentRecord(key, header.identity, start, end, header.splittable, **grouped)
+    record = SegmentRecord(key, header.identity, start, end, header.splittable, **_grouped(tensors))
     # The checksum proves no origin: anyone who can write a file can compute it. Kernels trust lengths and positions,
     # so a made-up one could make a request read other rows.
-    _check_values(record)
+    _check_values(record, start + identity.num_sinks(start, end))
     return record
 
 
@@ -210,7 +189,7 @@ def most_bytes(key: str, *models: StoreIdentity) -> int:
     for model in models:
         # An upper bound is enough: it keeps a forged file from filling the memory, before it is read.
         row = 4 * (model.head_dim + model.own_value_dim) + 8  # with its position, and its order or what it was paid
-        run = 16  # lengths of three parts and of what was evicted
+        run = 8  # lengths of what it has, and of what was evicted
         num_bytes += model.num_layers * model.num_kv_heads * ((end - start) * row + run)
     return num_bytes
 
@@ -260,27 +239,21 @@ def _header(payload: bytes) -> tuple[SegmentHeader, dict[str, dict[str, Any]]]:
         raise CorruptSegmentError(f"the header cannot be read: {cut(str(error))}") from error
 
 
-def _grouped(tensors: Mapping[str, Tensor], bits: Sequence[int], bits_evicted: int) -> dict[str, Any]:
-    """Fields of a record that are, or have, tensors; from all their tensors by their names in a file.
+def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Fields of a record that are, or have, tensors; from all their tensors by their names in a file."""
+    from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow, CopiedSinks
 
-    ``bits`` are widths of its parts, ``bits_evicted`` that of evicted entries; 0: it has none.
-    """
-    from sgl_kvevict.copies import CopiedRows, CopiedShadow
-
-    def group(prefix: str) -> dict[str, Any]:
-        return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-
-    shadow = group("shadow.")
-    return {
-        **{name: tensors.get(name) for name in ("tokens", "order", "evicted_order")},
-        "parts": tuple(CopiedRows(width, **group(f"parts.{number}.")) for number, width in enumerate(bits)),
-        "shadow": CopiedShadow(**shadow) if shadow else None,
-        "evicted": CopiedRows(bits_evicted, **group("evicted.")) if bits_evicted else None,
-    }
+    found: list[Any] = []
+    for name, kind in zip(GROUPS, (CopiedRows, CopiedSinks, CopiedShadow, CopiedRows), strict=True):
+        prefix = f"{name}."
+        group = {each.removeprefix(prefix): tensors[each] for each in tensors if each.startswith(prefix)}
+        found.append(kind(**group) if group else None)
+    rows, sinks, shadow, evicted = found
+    return {"tokens": tensors["tokens"], "kept": CopiedEntries(rows, sinks), "shadow": shadow, "evicted": evicted}
 
 
 def _layout(
-    header: SegmentHeader, tensors: Mapping[str, Tensor], identity: StoreIdentity, draft: StoreIdentity | None
+    key: str, tensors: Mapping[str, Tensor], identity: StoreIdentity, draft: StoreIdentity | None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of all tensors that a file may have, with as many entries as it has."""
 
@@ -291,23 +264,21 @@ def _layout(
         dtype = model.dtype if bits == 16 else "torch.uint8"
         layout.update({f"{prefix}{name}": (dtype, (*sizes, width)) for name, width in model.widths(bits)})
 
-    def entries(prefix: str, bits: int) -> int:
+    def entries(prefix: str) -> None:
         n = count(f"{prefix}positions")
         layout.update({f"{prefix}keep_lens": ("torch.int32", runs), f"{prefix}positions": ("torch.int32", (n,))})
-        rows(prefix, identity, n, bits=bits)
-        return n
+        # Keys of the order are numbered as the entries are, so one of another length would belong to other entries.
+        layout[f"{prefix}order"] = "torch.int16", (n,)
+        is_coded = identity.statistics and str(getattr(tensors.get(f"{prefix}k"), "dtype", "")) == "torch.uint8"
+        rows(prefix, identity, n, bits=4 if is_coded else 16)
 
-    runs = (identity.num_layers, identity.num_kv_heads)
-    layout: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("torch.int64", (key_bounds(header.key)[1],))}
-    known = [bits for bits in identity.row_bits if bits in header.bits]
-    _require(bool(known) and header.bits == known, f"bits: got {header.bits}; expected some of {identity.row_bits}")
-    num_entries = sum(entries(f"parts.{number}.", bits) for number, bits in enumerate(header.bits))
-    if header.evicted:
-        is_known = header.evicted in identity.row_bits
-        _require(is_known, f"evicted: got {header.evicted}; expected one of {identity.row_bits}, or 0")
-        layout["evicted_order"] = "torch.int16", (entries("evicted.", header.evicted),)
-    # Its keys index entries of all parts, so one of another length would belong to other entries.
-    layout["order"] = "torch.int16", (num_entries,)
+    runs, (start, end) = (identity.num_layers, identity.num_kv_heads), key_bounds(key)
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("torch.int64", (end,))}
+    entries("rows.")
+    if num_sinks := identity.num_sinks(start, end):
+        rows("sinks.", identity, identity.num_layers, num_sinks, identity.num_kv_heads)
+    if any(name.startswith("evicted.") for name in tensors):
+        entries("evicted.")
     if draft is not None:
         n, runs = count("shadow.positions"), (draft.num_layers, draft.num_kv_heads)
         layout |= {"shadow.lens": ("torch.int32", runs), "shadow.positions": ("torch.int32", (n,))}
@@ -316,34 +287,36 @@ def _layout(
     return layout
 
 
-def _check_values(record: SegmentRecord) -> None:
-    """Check bounds, runs, that no entry is there twice, and what rows of the draft model were paid."""
+def _check_values(record: SegmentRecord, sink_end: int) -> None:
+    """Check bounds, runs, that no entry is there twice, and what rows of the draft model were paid.
+
+    ``sink_end``: logical position after the last sink.
+    """
     _require(record.start < record.end, f"start and end: got {record.start} and {record.end}; expected start < end")
-    for number, part in enumerate(record.parts):
-        _check_runs(f"parts.{number}.keep_lens", part.keep_lens, f"parts.{number}.positions", part.positions, record)
     _require(record.num_entries > 0, "keep_lens: sums to 0; expected more")
-    shadow, evicted = record.shadow, record.evicted
-    if evicted is not None:
-        _check_runs("evicted.keep_lens", evicted.keep_lens, "evicted.positions", evicted.positions, record)
+    groups = {"rows": record.kept.rows} | ({} if record.evicted is None else {"evicted": record.evicted})
+    for name, group in groups.items():
+        _check_runs(f"{name}.keep_lens", group.keep_lens, f"{name}.positions", group.positions, sink_end, record.end)
     _check_distinct(record)
-    if shadow is not None:
-        _check_runs("shadow.lens", shadow.lens, "shadow.positions", shadow.positions, record)
+    if (shadow := record.shadow) is not None:
+        bounds = record.start, record.end
+        _check_runs("shadow.lens", shadow.lens, "shadow.positions", shadow.positions, *bounds)
         is_paid = bool((shadow.paid.isfinite() & (shadow.paid >= 0)).all())
         _require(is_paid, "shadow.paid: expected finite numbers >= 0")
 
 
-def _check_runs(of_lens: str, lens: Tensor, of_positions: str, positions: Tensor, record: SegmentRecord) -> None:
-    """Check lengths of runs, and their positions: tokens of the segment, ascending within a run."""
+def _check_runs(of_lens: str, lens: Tensor, of_positions: str, positions: Tensor, start: int, end: int) -> None:
+    """Check lengths of runs, and their positions: tokens of ``[start, end)``, ascending within a run."""
     import torch
 
-    num_tokens, num_entries = record.end - record.start, positions.numel()
+    num_entries = positions.numel()
     lens = lens.flatten().long()
-    in_range = lens.numel() > 0 and int(lens.min()) >= 0 and int(lens.max()) <= num_tokens
-    _require(in_range, f"{of_lens}: expected lengths from 0 to {num_tokens}")
+    in_range = lens.numel() > 0 and int(lens.min()) >= 0 and int(lens.max()) <= end - start
+    _require(in_range, f"{of_lens}: expected lengths from 0 to {end - start}")
     total = int(lens.sum())
     _require(total == num_entries, f"{of_lens}: sums to {total}; expected {num_entries}")
-    inside = bool(((positions >= record.start) & (positions < record.end)).all())
-    _require(inside, f"{of_positions}: expected all in [{record.start}, {record.end})")
+    inside = bool(((positions >= start) & (positions < end)).all())
+    _require(inside, f"{of_positions}: expected all in [{start}, {end})")
     run = torch.repeat_interleave(lens)
     # Positions begin anew where a run begins. Within one, kernels search them by halving.
     ascending = bool(((positions.diff() > 0) | (run.diff() > 0)).all())
@@ -351,18 +324,19 @@ def _check_runs(of_lens: str, lens: Tensor, of_positions: str, positions: Tensor
 
 
 def _check_distinct(record: SegmentRecord) -> None:
-    """Check that no two parts, of which one may be evicted, have the same entry: attention would read it twice."""
+    """Check that no entry is also an evicted one: attention would read it twice."""
     import torch
 
-    named = {f"parts.{number}": part for number, part in enumerate(record.parts)}
-    if record.evicted is not None:
-        named["evicted"] = record.evicted
-    # Run and position in one int64: one sort over all parts finds every pair of equal entries.
-    coded = [torch.repeat_interleave(part.keep_lens.flatten().long()) << 32 | part.positions for part in named.values()]
+    if record.evicted is None:
+        return
+    # Run and position in one int64: one sort finds every pair of equal entries.
+    coded = [
+        torch.repeat_interleave(part.keep_lens.flatten().long()) << 32 | part.positions
+        for part in (record.kept.rows, record.evicted)
+    ]
     entries = torch.cat(coded).sort().values
     twice = entries[1:][entries.diff() == 0]
     if twice.numel():
         run, position = divmod(int(twice[0]), 1 << 32)
-        where = [f"{name}.positions" for name, one in zip(named, coded, strict=True) if (one == twice[0]).any()]
-        names = " and ".join(where)
-        raise CorruptSegmentError(f"{names}: got position {position} in run {run} of each; expected no entry twice")
+        got = f"got position {position} in run {run} of each; expected no entry twice"
+        raise CorruptSegmentError(f"rows.positions and evicted.positions: {got}")

@@ -16,7 +16,8 @@ from helpers.torch_flashinfer import Plan, use_torch_kernels
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
-from kvevict_kernels.row_codec import RowCoding, RowStatistics, encode_rows, rows_per_slot, write_rows
+from kvevict_kernels.row_codec import RowCoding, RowStatistics, encode_rows, write_rows
+from kvevict_kernels.row_sizes import rows_per_slot
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
@@ -61,9 +62,7 @@ class World:
         self.coding = RowCoding.of(self.k, statistics)
         return self
 
-    def span(
-        self, lens: Tensor, num_tokens: int, start: int = 0, bits: int = 16, *, is_counted: bool = True
-    ) -> SpanRuns:
+    def span(self, lens: Tensor, num_tokens: int, start: int = 0, bits: int = 16) -> SpanRuns:
         """Pack runs of these lengths, [num_layers, num_kv_heads], into token slots of all layers, in any order.
 
         Their tokens are any of ``[start, start + num_tokens)``.
@@ -91,13 +90,13 @@ class World:
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
         kept = [torch.randperm(num_tokens)[:length].sort().values for length in lens.flatten().tolist()]
         positions = torch.cat(kept).int() + start if self.geometry.has_windows else None
-        return SpanRuns(rows.int(), starts.int(), lens.int(), num_tokens, positions, bits, is_counted)
+        return SpanRuns(rows.int(), starts.int(), lens.int(), num_tokens, positions, bits)
 
-    def uneven_span(self, longest: int, start: int = 0, bits: int = 16, *, is_counted: bool = True) -> SpanRuns:
+    def uneven_span(self, longest: int, start: int = 0, bits: int = 16) -> SpanRuns:
         """A span with runs of 0 to ``longest`` entries."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
         lens = torch.randint(0, longest + 1, shape)
-        return self.span(lens, num_tokens=longest + 3, start=start, bits=bits, is_counted=is_counted)
+        return self.span(lens, num_tokens=longest + 3, start=start, bits=bits)
 
     def add(self, path: tuple[SpanRuns, ...], num_uncompressed: int) -> None:
         """Add a request with this path and so many tokens after it."""

@@ -10,7 +10,8 @@ import torch
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from kvevict_kernels.row_codec import WIDTHS, RowCoding, RowStatistics
+from kvevict_kernels.row_codec import RowCoding, RowStatistics
+from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, TorchAttention
 from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
@@ -46,7 +47,7 @@ def long_noises(attention: Attention, world: World) -> tuple[float, float]:
 def both_widths(world: World, longest: int, start: int = 0) -> tuple[SpanRuns, SpanRuns]:
     """The spans of a segment some of whose entries have 16 bits, and others 4."""
     wide = world.uneven_span(longest, start)
-    return wide, world.uneven_span(longest, start, bits=4, is_counted=False)
+    return wide, world.uneven_span(longest, start, bits=4)
 
 
 def mixed_requests(world: World) -> None:
@@ -237,7 +238,7 @@ def test_spans_of_4_bits_need_a_coding(build: Build, make_world: MakeWorld) -> N
 @pytest.mark.usefixtures("flashinfer_plans")
 def test_flashinfer_reads_rows_of_16_bits_only(make_world: MakeWorld) -> None:
     world = make_world(2, 2, 64).learn()
-    world.add((world.uneven_span(10), world.uneven_span(10, bits=4, is_counted=False)), 3)
+    world.add((world.uneven_span(10), world.uneven_span(10, bits=4)), 3)
     attention = FlashInferAttention(world.geometry, world.k, world.v)
     with pytest.raises(InvariantError, match="a span has rows of 4 bits"):
         attention.plan(world.batch())

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from helpers.harness import Harness
-from sgl_kvevict.cache.growth import MAX_RETURNED
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.segments import Sources, View
+from sgl_kvevict.segments import Source, View
 from sgl_kvevict.segments.kept import entries_by_head
 from sgl_kvevict.sglang_adapter.monitoring.inspection import tree_report
 
@@ -59,7 +58,7 @@ def num_entries(segment) -> int:
 
 
 def kept_entries(harness: Harness, segment) -> int:
-    parts = harness.tree.prefixes.complements[segment].parts
+    parts = harness.tree.prefixes.complements[segment]
     return sum(part.copy.num_entries for part in parts if not part.is_lost)
 
 
@@ -180,18 +179,23 @@ def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
 
 
 def test_a_copy_of_a_segment_that_has_grown_and_of_another_one_is_in_order_of_positions():
-    """The first one has two parts of 4 bits, the other none: as many as there are segments."""
+    """The first one has rows of 4 bits, the other of 16, of which the copy has 4."""
     harness = harness_of(bits="auto", num_slots=400)
     first = shrunk(harness, 0.15)
     prefixes = harness.tree.prefixes
     serve(harness, [*TEXT[:60], *[9] * 20])
     second = packed(harness, [*TEXT[:60], *[9] * 20], 1)
     assert prefixes.growth.grow(first)
-    views = [View(each, each.start, each.end) for each in (first, second)]
-    assert [part.bits for view in views for part in view.segment.packed.parts].count(4) == 2 and second is not first
-    for part in harness.tree.packer.copy(Sources(first.geometry, views)).parts:
-        runs = part.positions.split(part.keep_lens.flatten().tolist())
-        assert all(torch.equal(run, run.sort().values) for run in runs)
+    sources = [Source(first.geometry, View(each, each.start, each.end)) for each in (first, second)]
+    assert [source.bits for source in sources] == [4, 16]
+    copied = harness.tree.packer.copy(sources)
+    rows = copied.rows
+    assert (
+        rows.bits == 4
+        and rows.num_entries == first.num_entries + second.num_entries - copied.num_sinks * first.geometry.num_runs
+    )
+    runs = rows.positions.split(rows.keep_lens.flatten().tolist())
+    assert all(torch.equal(run, run.sort().values) for run in runs)
 
 
 def test_what_was_cut_off_does_not_come_back():
@@ -202,7 +206,7 @@ def test_what_was_cut_off_does_not_come_back():
     prefixes = harness.tree.prefixes
     while segment.end == 60:
         assert harness.evict(1)
-    (part,) = prefixes.complements[segment].parts
+    (part,) = prefixes.complements[segment]
     assert (part.start, part.end) == (0, 30) and segment in prefixes.table.packed
     assert prefixes.growth.grow(segment)
     assert segment.num_live_entries == num_entries(segment) == 30 * harness.geometry.num_runs
@@ -214,10 +218,10 @@ def test_what_was_cut_off_does_not_come_back():
 def test_a_full_host_loses_what_was_evicted_first():
     """What was written longest ago goes first; it never pushes out a segment that the pool does not have."""
     harness = harness_of()
-    whole = harness.tree.prefixes.complements[shrunk(harness, 0.3, 0.2, 0.1)].parts
+    whole = harness.tree.prefixes.complements[shrunk(harness, 0.3, 0.2, 0.1)]
     harness = harness_of(host_blocks=sum(len(part.copy.blocks) for part in whole) - 1)
     segment = shrunk(harness, 0.3, 0.2, 0.1)
-    parts = harness.tree.prefixes.complements[segment].parts
+    parts = harness.tree.prefixes.complements[segment]
     assert [part.is_lost for part in parts] == [True, False, False]
     size = segment.num_entries + sum(part.copy.num_entries for part in parts[1:])
     while harness.tree.prefixes.complements.last(segment) is not None:
@@ -235,25 +239,18 @@ def test_a_full_host_loses_what_was_evicted_first():
 
 
 def test_a_request_that_asks_gets_every_part_however_many_there_are():
-    """Prompts that shrink while they are prefilled have a part for each of their chunks."""
+    """Prompts that shrink while they are prefilled have a part for each of their chunks; all are read as one span."""
     harness = harness_of(bits="auto")
     segment = shrunk(harness, *(num_slots / 60 for num_slots in range(15, 2, -1)))
-    assert len(harness.tree.prefixes.complements.there(segment)) > MAX_RETURNED
-    num_parts = len(segment.packed.parts)
-    assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
-    assert segment.num_live_entries == num_entries(segment)
-    assert len(segment.packed.parts) == num_parts + MAX_RETURNED and not harness.host.evicted
-
-
-def test_a_segment_takes_back_few_parts_until_it_shrinks_again():
-    harness = harness_of()
-    segment = shrunk(harness, *(0.5 - i / 50 for i in range(20)))
-    while harness.tree.prefixes.growth._can_grow(segment):
-        harness.tree.prefixes.growth.grow(segment)
-    assert len(segment.packed.parts) == 1 + MAX_RETURNED and segment.num_entries == num_entries(segment)
     prefixes = harness.tree.prefixes
+    assert len(prefixes.complements.there(segment)) > 6
+    assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
+    assert segment.num_live_entries == num_entries(segment) and not harness.host.evicted
+    (span,) = (span for _, span in harness.tree.spans.items())
+    assert [(runs.num_tokens, runs.bits) for runs in span.runs()] == [(2, 16), (58, 4)]
     prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, 0.1))
-    assert len(segment.packed.parts) == 1 and prefixes.growth.grow(segment)
+    harness.check()
+    assert prefixes.growth.grow(segment) and segment.num_live_entries == num_entries(segment)
 
 
 @pytest.mark.parametrize("fault", ["put_evicted", "get_evicted"])
@@ -280,7 +277,7 @@ def test_a_flush_or_new_weights_forget_what_was_evicted(empty):
 
 
 def test_reports_count_the_entries_of_every_part_that_came_back() -> None:
-    """Parts have rows of one width, each in a part of its own; both halves of a segment that is split later."""
+    """Of both halves of a segment that is split later."""
     harness = harness_of()
     segment = shrunk(harness, 0.5, 0.3, 0.1)
     serve(harness, [*TEXT, 5, 5], complete=True)

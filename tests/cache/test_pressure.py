@@ -46,7 +46,7 @@ def slots(harness: Harness) -> dict[int, int]:
 def entries(harness: Harness) -> dict[int, int]:
     """Entries of the only segment per run, on average, by the bits of their rows."""
     (segment,) = {span.segment for span in harness.tree.spans.values()}
-    return {part.bits: part.num_entries // harness.geometry.num_runs for part in segment.packed.parts}
+    return {bits: count // harness.geometry.num_runs for bits, count in segment.entries_by_bits.items()}
 
 
 def test_nothing_is_compressed_while_there_is_room(harness):
@@ -139,10 +139,10 @@ def test_a_resize_keeps_the_first_in_order(harness):
     (node,) = nodes_of(harness, 0)
     reclaim(harness)
     runs, segment = harness.geometry.num_runs, harness.tree.spans[node].segment
-    (before,), kept = segment.packed.parts, segment.keys.sort(descending=True).values[: 5 * runs]
+    before, kept = segment.packed.rows, segment.keys.sort(descending=True).values[: 5 * runs]
     reclaim(harness)
     assert segment is harness.tree.spans[node].segment
-    (after,) = segment.packed.parts
+    after = segment.packed.rows
     assert segment.keys.sort(descending=True).values.equal(kept)
     assert after.indptr[-1] == after.num_entries == 5 * runs
     for run in range(runs):
@@ -158,7 +158,7 @@ def test_protected_tokens_stay_in_every_head_at_every_size(tail_tokens, sink_tok
     sizes = []
     while reclaim(harness):
         (segment,) = {span.segment for span in harness.tree.spans.values()}
-        runs = segment.packed.positions.split(segment.packed.parts[0].indptr.diff().tolist())
+        runs = segment.packed.rows.positions.split(segment.packed.rows.indptr.diff().tolist())
         assert all(set(kept) <= set(run.tolist()) for run in runs)
         sizes.append(segment.num_slots)
     assert sizes == [5, 2]

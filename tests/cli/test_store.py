@@ -84,7 +84,7 @@ def test_show_tells_what_is_known_but_no_token(capsys, folder):
     code, out, _ = run(capsys, "show", str(folder), RECORDS[0].key[:8])
     shown = json.loads(out)
     assert code == 0 and (shown["num_tokens"], shown["made_by"]["architecture"]) == (64, "LlamaForCausalLM")
-    assert shown["tensors"]["tokens"] == ["I64", [64]] and "parts.0.positions" in shown["tensors"]
+    assert shown["tensors"]["tokens"] == ["I64", [64]] and "rows.positions" in shown["tensors"]
 
 
 def test_rm_removes_what_is_named(capsys, folder):

@@ -8,16 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.row_codec import (
-    LEAST_STEP,
-    MAX_CODE,
-    MIDDLE,
-    REACH,
-    STEP_BYTES,
-    decode_rows,
-    encode_rows,
-    normalised,
-)
+from kvevict_kernels.row_codec import LEAST_STEP, MAX_CODE, MIDDLE, REACH, decode_rows, encode_rows, normalised
+from kvevict_kernels.row_sizes import STEP_BYTES
 
 LEAST_EQUAL = 0.995
 """Part of all codes that are those of the definition."""

@@ -108,10 +108,10 @@ def few_bits_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
     for one in _attention_kernels(arch, head_dim, "bf16", has_few_bits=True):
         if label(one).startswith(("split", "extend")):
             yield one
-    sizes = {"D": head_dim, "BLOCK_D": head_dim, "BITS": 4, "BLOCK": 16, "staging_ptr": "*u8"}
-    sizes |= {"WORDS": head_dim // 4, "BLOCK_W": head_dim // 4}
-    for name in ("_encode_kernel", "_write_kernel"):
-        yield spec(f"recode_rows.triton_impl:{name}", arch, sizes)
+    sizes = {"D": head_dim, "BLOCK_D": head_dim, "BLOCK_W": head_dim // 4, "BLOCK": 16, "staging_ptr": "*u8"}
+    yield spec("recode_rows.triton_impl:_encode_kernel", arch, sizes)
+    for reads in (True, False):
+        yield spec("recode_rows.triton_impl:_move_kernel", arch, sizes | {"READS": reads})
 
 
 def _attention_kernels(
@@ -215,7 +215,7 @@ def label(one: Spec) -> str:
     if "keys_ptr" in args:
         return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
     if "recode_rows" in one["kernel"]:
-        return f"{name}, {args['BITS']} bits"
+        return "encode, 4 bits" if name == "encode" else f"{'read' if args['READS'] else 'write'}, 4 bits"
     if name in ("split", "extend"):
         more = ", window" if args["WINDOWED"] else ""
         if "statistics_ptr" not in args:

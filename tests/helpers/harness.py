@@ -422,8 +422,7 @@ class Harness:
             ends = {span.segment: span.end for node in nodes if (span := self.tree.spans.get(node)) is not None}
             assert all(segment.splittable or segment.end == end for segment, end in ends.items())
         for runs in path:
-            if runs.is_counted:
-                start, compressed_len = compressed_len, compressed_len + runs.num_tokens
+            start, compressed_len = compressed_len, compressed_len + runs.num_tokens
             self._check_runs(runs, contents, start, compressed_len)
         self._check_report(req, path, compressed_len)
         assert row[:compressed_len].eq(0).all()
@@ -506,28 +505,26 @@ class Harness:
         assert counted == (sizes[True] - reclaimable, sizes[False] + reclaimable)
         assert cache_state(self.tree)["leaked_slots"] == 0
         complements = self.tree.prefixes.complements
-        check_host(self.host, [part for each in complements._of.values() for part in each.parts])
+        check_host(self.host, [part for each in complements._of.values() for part in each])
         check_complements(complements, self.tree.prefixes.table)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers
 
     def _check_places(self, packed: Packed) -> None:
-        """Entries of a segment, of whatever width, have no byte in common, and lie in its slots."""
+        """Entries of a segment have no byte in common, and lie in its slots behind those of its sinks."""
         if packed in self._packed:
             return
         self._packed.add(packed)
-        geometry, used = self.geometry, []
+        geometry, rows = self.geometry, packed.rows
         num_bytes = geometry.head_dim * self.k.element_size()
-        for part in packed.parts:
-            width = num_bytes if part.bits == 16 else geometry.head_dim // 2
-            used.append(part.rows[:, None].long() * width + torch.arange(width))
-        taken = torch.cat([each.flatten() for each in used])
+        width = num_bytes if rows.bits == 16 else geometry.head_dim // 2
+        taken = (rows.rows[:, None].long() * width + torch.arange(width)).flatten()
         assert taken.unique().numel() == taken.numel()
         slots = taken // num_bytes // geometry.num_kv_heads % geometry.num_token_slots
-        assert torch.isin(slots, packed.token_slots).all()
+        assert torch.isin(slots, packed.token_slots[packed.num_sinks :]).all()
 
     def _check_known(self, segment: Segment) -> None:
         """What is known of a segment's entries is known of each."""
-        assert segment.keys is None or segment.keys.numel() == segment.num_entries
+        assert segment.keys is None or segment.keys.numel() == segment.packed.rows.num_entries
 
     def _check_table(self) -> None:
         """Every record is of a node in the tree; open ranges end with uncompressed nodes."""

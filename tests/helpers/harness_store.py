@@ -34,13 +34,15 @@ IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_
 
 def identity_for(harness: Harness) -> StoreIdentity:
     """The same of a harness that has its own number of heads, width of rows and dtype."""
-    geometry = harness.geometry
+    geometry, config = harness.geometry, harness.tree.prefixes.core.compressor.config
     return dataclasses.replace(
         IDENTITY,
         dtype=str(harness.k.dtype),
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         own_value_dim=geometry.own_value_dim,
+        sink_tokens=config.sink_tokens,
+        statistics="" if config.bits == 16 else "ef" * 32,
     )
 
 

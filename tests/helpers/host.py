@@ -48,15 +48,14 @@ def check_host(host: HostSegments, holders: Iterable[EvictedPart] = ()) -> None:
 def check_complements(complements: Complements, table: PrefixTable) -> None:
     """No entry of a segment is in the pool and evicted, or evicted twice, and evicted ones are of its tokens."""
     assert complements._of.keys() <= table.packed.keys()
-    for segment, complement in complements._of.items():
-        assert complement.parts
-        parts = [
-            torch.cat([run_of_entries(part.indptr) for part in segment.packed.parts]) << 32 | segment.packed.positions
-        ]
-        for evicted in complement.parts:
+    for segment, of_segment in complements._of.items():
+        held = segment.packed.rows
+        assert of_segment and held.positions.ge(segment.sink_end).all()
+        parts = [run_of_entries(held.indptr) << 32 | held.positions]
+        for evicted in of_segment:
             assert segment.start <= evicted.start < evicted.end <= segment.end
             if not evicted.is_lost:
-                (rows,) = Complements.get(complements, evicted).parts  # not what a test has put in its place
+                rows = Complements.get(complements, evicted)  # not what a test has put in its place
                 runs = torch.repeat_interleave(rows.keep_lens.flatten().long())
                 assert rows.positions.ge(evicted.start).all() and rows.positions.lt(evicted.end).all()
                 by_run = torch.split(rows.positions, rows.keep_lens.flatten().tolist())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,22 +14,23 @@ from sgl_kvevict.segments import (
     Observation,
     Segment,
     SegmentPacker,
-    Sources,
+    Source,
     TokenRange,
     View,
 )
 
 
-def ordered(segment: Segment, keys: Tensor) -> None:
-    """Give a segment an order."""
-    segment.keys = keys
+def ordered(segment: Segment, keys: Tensor | None) -> None:
+    """Give a segment an order, or none."""
+    segment.packed = replace(segment.packed, rows=replace(segment.packed.rows, keys=keys))
 
 
-def kept_rows(selection: Selection, num_tokens: int) -> tuple[KeptRows]:
+def kept_rows(selection: Selection, num_tokens: int) -> KeptRows:
     """The selected entries of uncompressed tokens, in rows of 16 bits."""
     lens = selection.keep_lens.flatten().long()
     runs = torch.arange(lens.numel()).repeat_interleave(lens)
-    return (KeptRows(16, runs * num_tokens + selection.indices, selection.keep_lens),)
+    numbers = runs * num_tokens + selection.indices
+    return KeptRows(16, numbers, selection.keep_lens, selection.num_entries)
 
 
 def pack(
@@ -40,12 +43,11 @@ def pack(
     order: Tensor | None = None,
 ) -> tuple[Segment, Tensor]:
     """Write the selected entries of uncompressed tokens into as few of their slots as they take."""
-    sources = Sources(packer.geometry, [TokenRange(token_slots, start)], kept_rows(selection, token_slots.numel()))
-    written = packer.rewrite(sources, sources.fewest_slots, merge=merge)
-    segment = Segment(packer.geometry, sources.start, sources.end, written.packed)
-    if order is not None:
-        ordered(segment, order)
-    return segment, written.freed
+    source = Source(packer.geometry, TokenRange(token_slots, start), kept_rows(selection, token_slots.numel()))
+    packed, freed = packer.rewrite(source, source.fewest_slots, merge=merge)
+    segment = Segment(packer.geometry, source.start, source.end, packed)
+    ordered(segment, order)
+    return segment, freed
 
 
 def compress(
@@ -57,29 +59,29 @@ def compress(
     merge, keys = None, None
     if num_slots < num_tokens:
         keys = compressor.rank(token_slots, start, observation, turn=0).keys
-    sources = Sources(packer.geometry, [TokenRange(token_slots, start, keys)])
+    source = Source(packer.geometry, TokenRange(token_slots, start, keys))
     if num_slots < num_tokens:
-        sources = sources.best(num_slots)
-        assert sources.selection is not None
-        merge = compressor.merge(token_slots, start, observation, sources.selection)
-    written = packer.rewrite(sources, sources.fewest_slots, merge)
-    segment = Segment(packer.geometry, start, sources.end, written.packed, written.kept.keys)
+        source = source.best(num_slots)
+        assert source.selection is not None
+        merge = compressor.merge(token_slots, start, observation, source.selection)
+    packed, freed = packer.rewrite(source, source.fewest_slots, merge)
+    segment = Segment(packer.geometry, start, source.end, packed)
     segment.splittable = not (packer.geometry.has_windows and num_slots < num_tokens)
-    return segment, written.freed
+    return segment, freed
 
 
 def resize(packer: SegmentPacker, segment: Segment, num_slots: int) -> Tensor:
     """Keep the best live entries of a segment in so many slots; return the others."""
-    return _rewrite(packer, segment, Sources(packer.geometry, [segment.live_view]).best(num_slots), num_slots)
+    return _rewrite(packer, segment, Source(packer.geometry, segment.live_view).best(num_slots), num_slots)
 
 
 def repack(packer: SegmentPacker, segment: Segment, end: int) -> Tensor:
     """Write the entries of tokens before ``end`` into as few slots as they take; return the others."""
-    sources = Sources(packer.geometry, [View(segment, segment.start, end)])
-    return _rewrite(packer, segment, sources, sources.fewest_slots)
+    source = Source(packer.geometry, View(segment, segment.start, end))
+    return _rewrite(packer, segment, source, source.fewest_slots)
 
 
-def _rewrite(packer: SegmentPacker, segment: Segment, sources: Sources, num_slots: int) -> Tensor:
-    written = packer.rewrite(sources, num_slots)
-    segment.pack(written.packed, sources.end, written.kept)
-    return written.freed
+def _rewrite(packer: SegmentPacker, segment: Segment, source: Source, num_slots: int) -> Tensor:
+    packed, freed = packer.rewrite(source, num_slots)
+    segment.pack(packed, source.end)
+    return freed

@@ -18,7 +18,6 @@ def alloc_head_slots_reference(
     num_entries: int,
     *,
     per_slot: int = 1,
-    first_cell: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`, slow and obvious."""
     _, num_kv_heads = keep_lens.shape
@@ -29,7 +28,7 @@ def alloc_head_slots_reference(
     rows = []
     for entry in range(num_entries):
         cell, part = divmod(entry, per_slot)
-        layer, rest = divmod(first_cell + cell, len(slots) * num_kv_heads)
+        layer, rest = divmod(cell, len(slots) * num_kv_heads)
         i, lane = divmod(rest, num_kv_heads)
         rows.append(head_slot_of(layer, slots[i], lane, num_token_slots, num_kv_heads) * per_slot + part)
     device = keep_lens.device

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvevict.copies import CopiedRows, CopiedShadow
+from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow
 from sgl_kvevict.store import Namespace, SegmentRecord, SegmentStore, StoreIdentity, list_segments
 from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.segment_file import MAGIC
@@ -71,15 +71,16 @@ def record(
         end=len(path),
         splittable=True,
         tokens=torch.tensor(path),
-        parts=(CopiedRows(16, lens, positions, rows[0], rows[1]),),
-        order=torch.arange(len(positions), dtype=torch.int16),
+        kept=CopiedEntries(
+            CopiedRows(lens, positions, rows[0], rows[1], torch.arange(len(positions), dtype=torch.int16))
+        ),
     )
     return dataclasses.replace(base, **changes)
 
 
 def completed(ours: SegmentRecord) -> SegmentRecord:
-    """A segment of one part, and all its other entries as evicted ones."""
-    (part,), end = ours.parts, ours.end
+    """A segment, and all its other entries as evicted ones."""
+    part, end = ours.kept.rows, ours.end
     runs = torch.arange(part.keep_lens.numel()).repeat_interleave(part.keep_lens.flatten().long())
     is_kept = torch.zeros(part.keep_lens.numel(), end, dtype=torch.bool)
     is_kept[runs, part.positions.long()] = True
@@ -88,7 +89,7 @@ def completed(ours: SegmentRecord) -> SegmentRecord:
     lens = (~is_kept).sum(1, dtype=torch.int32).view(part.keep_lens.shape)
     k, v = (torch.arange(len(positions) * part.k.shape[1]).view(-1, part.k.shape[1]).to(part.k.dtype) for _ in "kv")
     order = torch.arange(len(positions), dtype=torch.int16).flip(0)
-    return dataclasses.replace(ours, evicted=CopiedRows(part.bits, lens, positions, k, v), evicted_order=order)
+    return dataclasses.replace(ours, evicted=CopiedRows(lens, positions, k, v, order))
 
 
 def keys_in(store: SegmentStore) -> list[str]:
@@ -97,9 +98,9 @@ def keys_in(store: SegmentStore) -> list[str]:
 
 
 def with_rows(ours: SegmentRecord, **changes: Any) -> SegmentRecord:
-    """A record whose entries, of one width, differ."""
-    (part,) = ours.parts
-    return dataclasses.replace(ours, parts=(dataclasses.replace(part, **changes),))
+    """A record whose entries differ."""
+    rows = dataclasses.replace(ours.kept.rows, **changes)
+    return dataclasses.replace(ours, kept=dataclasses.replace(ours.kept, rows=rows))
 
 
 def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:
@@ -111,8 +112,6 @@ def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:
         assert same and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
     for field in ("key", "identity", "start", "end", "splittable"):
         assert getattr(ours, field) == getattr(theirs, field), field
-    assert [part.bits for part in ours.parts] == [part.bits for part in theirs.parts]
-    assert (ours.evicted and ours.evicted.bits) == (theirs.evicted and theirs.evicted.bits)
 
 
 def sealed(payload: bytes, version: int = FORMAT_VERSION, length: int | None = None) -> bytes:

@@ -41,28 +41,15 @@ def test_worked_example(device: str) -> None:
 
 
 @pytest.mark.parametrize("per_slot", [2, 3, 6])
-@pytest.mark.parametrize("first_cell", [0, 7, 40])
-def test_rows_of_fewer_bits_begin_behind_the_others(device: str, per_slot: int, first_cell: int) -> None:
-    """Cells are filled one after the other, from the first free one; the last may be filled in part."""
+def test_head_slots_hold_several_rows_of_fewer_bits(device: str, per_slot: int) -> None:
+    """Cells are filled one after the other; the last may be filled in part."""
     lens = torch.randint(0, 9, (4, 3), dtype=torch.int32).to(device)
     slots = torch.randperm(50, device=device)[:20]
     total = int(lens.sum())
-    indptr, rows = alloc_head_slots(lens, slots, 50, total, per_slot=per_slot, first_cell=first_cell)
-    want_indptr, want = alloc_head_slots_reference(lens, slots, 50, total, per_slot=per_slot, first_cell=first_cell)
+    indptr, rows = alloc_head_slots(lens, slots, 50, total, per_slot=per_slot)
+    want_indptr, want = alloc_head_slots_reference(lens, slots, 50, total, per_slot=per_slot)
     assert_same_bits("indptr", indptr, want_indptr)
     assert_same_bits("rows", rows, want)
-
-
-def test_parts_of_two_widths_share_no_head_slot(device: str) -> None:
-    lens = torch.randint(0, 9, (2, 4, 3), dtype=torch.int32).to(device)
-    slots = torch.randperm(50, device=device)[:10]
-    wide, narrow = (int(own.sum()) for own in lens)
-    first_cell = -(-wide // 2)
-    _, wide_rows = alloc_head_slots(lens[0], slots, 50, wide, per_slot=2)
-    _, narrow_rows = alloc_head_slots(lens[1], slots, 50, narrow, per_slot=3, first_cell=first_cell)
-    of_wide, of_narrow = set((wide_rows // 2).tolist()), set((narrow_rows // 3).tolist())
-    assert not of_wide & of_narrow
-    assert len(of_wide) == first_cell and len(of_narrow) == -(-narrow // 3)
 
 
 def test_every_entry_has_its_own_place_inside_the_segment(device: str) -> None:
@@ -108,12 +95,11 @@ SLOTS = torch.tensor([0, 3])
         ((LENS, SLOTS, 9, True), "num_entries: expected an int"),
         ((LENS, SLOTS, 9, 3, 0), "per_slot: expected an int >= 1, got 0"),
         ((LENS, SLOTS, 2**29, 3, 3), "num_token_slots: expected at most 2147482624 rows in all, got 3221225472"),
-        ((LENS, SLOTS, 9, 3, 3, 5), "first_cell: expected an int >= 0 and <= 4, got 5"),
-        ((LENS, SLOTS, 9, 3, 2, 3), "num_entries: expected an int >= 0 and <= 2, got 3"),
+        ((LENS, SLOTS, 9, 13, 3), "num_entries: expected an int >= 0 and <= 12, got 13"),
     ],
 )
 def test_bad_arguments_are_named(args: tuple[object, ...], message: str) -> None:
-    options = dict(zip(("per_slot", "first_cell"), args[4:], strict=False))
+    options = dict(zip(("per_slot",), args[4:], strict=False))
     with pytest.raises(ValueError, match=message):
         alloc_head_slots(*args[:4], **options)  # type: ignore[arg-type]
 

@@ -20,10 +20,9 @@ from kvevict_kernels.row_codec import (
     normalised,
     read_rows,
     rotation,
-    row_bytes,
-    rows_per_slot,
     write_rows,
 )
+from kvevict_kernels.row_sizes import row_bytes, rows_per_slot
 
 HEAD_DIMS = [32, 64, 96, 128]
 DTYPES = [torch.bfloat16, torch.float16]

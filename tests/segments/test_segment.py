@@ -53,7 +53,7 @@ def read(store, span):
         k = store.k_arena.view(-1, GEOMETRY.head_dim)[slots]
         v = store.v_arena.view(-1, GEOMETRY.head_dim)[slots]
         assert torch.equal(k, -v)
-        positions = span.segment.packed.positions[begin : begin + length].tolist()
+        positions = span.segment.packed.rows.positions[begin : begin + length].tolist()
         entries.append(list(zip(positions, k[:, 0].tolist(), strict=True)))
     return entries
 
@@ -104,7 +104,7 @@ def test_split_is_a_view_of_both_halves(store, cut):
     want = expected(indices, token_slots)
     assert read(store, upper) == [[e for e in run if e[0] < START + cut] for run in want]
     assert read(store, lower) == [[e for e in run if e[0] >= START + cut] for run in want]
-    assert upper.runs()[0].rows is lower.runs()[0].rows is segment.packed.parts[0].rows
+    assert upper.runs()[0].rows is lower.runs()[0].rows is segment.packed.rows.rows
     assert (upper.charged_slots, lower.charged_slots) == (segment.num_slots, 0)
     assert segment.num_spans == 2
 
@@ -178,7 +178,7 @@ def test_merge_stores_weighted_sums_of_old_rows(store):
         weights=torch.tensor([0.75, 0.25, 1.0]),
     )
     segment, freed = pack(store, token_slots, START, selection, merge=merge)
-    rows = store.k_arena.view(-1, 4)[segment.packed.parts[0].rows.long()][:, 0].tolist()
+    rows = store.k_arena.view(-1, 4)[segment.packed.rows.rows.long()][:, 0].tolist()
     old = [head_slot(1, slot, 2) for slot in (1, 2, 3, 4)]
     assert rows == [0.75 * old[1] + 0.25 * old[0], old[3]]
     assert freed.tolist() == [2, 3, 4]
@@ -194,8 +194,8 @@ def test_values_inside_keys_rows_are_packed_with_them():
     kept = [torch.randperm(20)[:n].sort().values for n in lens.flatten().tolist()]
     segment, _ = pack(store, token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
     want = torch.cat([before[layer, token_slots[indices], 0] for layer, indices in enumerate(kept)])
-    assert torch.equal(store.keys(segment.packed.parts[0].rows), want)
-    assert torch.equal(store.values(segment.packed.parts[0].rows), want[:, :4])
+    assert torch.equal(store.keys(segment.packed.rows.rows), want)
+    assert torch.equal(store.values(segment.packed.rows.rows), want[:, :4])
 
 
 @pytest.mark.parametrize("latent_dim", [-1, 7])

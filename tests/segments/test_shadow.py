@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from helpers.packing import kept_rows, pack, repack, resize
-from sgl_kvevict.copies import CopiedRows
+from sgl_kvevict.copies import CopiedEntries, CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import Selection
-from sgl_kvevict.segments import CopiedEntries, DraftRows, SegmentPacker, Sources, Span, TokenRange, View
+from sgl_kvevict.segments import DraftRows, SegmentPacker, Source, Span, TokenRange, View
 
 TARGET = KVGeometry(num_layers=2, num_qo_heads=2, num_kv_heads=2, head_dim=4, num_token_slots=64)
 DRAFT = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=8, num_token_slots=64)
@@ -119,7 +119,7 @@ def elsewhere(num_tokens, order=None):
     lens = torch.full((2, 2), num_tokens, dtype=torch.int32)
     positions = torch.arange(START, START + num_tokens, dtype=torch.int32).repeat(4)
     rows = torch.zeros(4 * num_tokens, TARGET.head_dim)
-    return CopiedEntries((CopiedRows(16, lens, positions, rows, rows),), order)
+    return CopiedEntries(CopiedRows(lens, positions, rows, rows, order))
 
 
 def test_segments_from_elsewhere_have_no_rows(world):
@@ -133,7 +133,7 @@ def test_segments_from_elsewhere_have_no_rows(world):
 
 def moved(world, views, slots):
     """A span of the views' tokens in other slots, as if it came from outside the pool."""
-    copied = world.packer.copy_shadow(Sources(TARGET, views))
+    copied = world.packer.copy_shadow([Source(TARGET, view) for view in views])
     world.k[:, :32], world.v[:, :32] = torch.nan, torch.nan  # the tokens' old slots
     start, end = views[0].start, views[-1].end
     segment = world.packer.new_segment(torch.tensor(slots), elsewhere(len(slots)), start, end, shadow=copied)
@@ -146,10 +146,10 @@ def test_of_tokens_in_place_the_rows_come_back_that_were_paid_most(world):
     """As many as the slots of the kept entries hold: the same as if they had been packed before."""
     lens = torch.tensor([len(tokens) for tokens in KEPT], dtype=torch.int32).view(2, 2)
     indices = torch.tensor([token for tokens in KEPT for token in tokens], dtype=torch.int32)
-    sources = Sources(TARGET, [TokenRange(SLOTS, START)], kept_rows(Selection(lens, indices, len(indices)), TOKENS))
-    copied = world.packer.copy_shadow(sources)
+    kept = kept_rows(Selection(lens, indices, len(indices)), TOKENS)
+    copied = world.packer.copy_shadow([Source(TARGET, TokenRange(SLOTS, START), kept)])
     world.pack(KEPT)
-    packed = world.packer.copy_shadow(Sources(TARGET, [world.segment.live_view]))
+    packed = world.packer.copy_shadow([Source(TARGET, world.segment.live_view)])
     assert all(getattr(copied, name).equal(part) for name, part in vars(packed).items())
 
 
@@ -196,7 +196,7 @@ def test_without_a_draft_model_there_is_no_shadow():
     world = World()
     world.packer = SegmentPacker(TARGET, arena, arena.clone())
     span = world.pack(KEPT)
-    assert world.packer.copy_shadow(Sources(TARGET, [world.segment.live_view])) is None
+    assert world.packer.copy_shadow([Source(TARGET, world.segment.live_view)]) is None
     with pytest.raises(InvariantError, match="without one"):
         span.draft_runs()
 

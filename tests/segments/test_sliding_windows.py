@@ -45,10 +45,10 @@ def compressed(compressor: Compressor) -> tuple[Segment, Tensor]:
 
 def positions(segment: Segment, layer: int) -> list[list[int]]:
     """Of each head's entries."""
-    bounds = segment.packed.parts[0].indptr.tolist()
+    bounds = segment.packed.rows.indptr.tolist()
     heads = segment.geometry.num_kv_heads
     runs = [slice(*bounds[run : run + 2]) for run in range(layer * heads, (layer + 1) * heads)]
-    return [segment.packed.positions[run].tolist() for run in runs]
+    return [segment.packed.rows.positions[run].tolist() for run in runs]
 
 
 def last(count: int, end: int = START + NUM_TOKENS) -> list[int]:
@@ -71,8 +71,8 @@ def test_windows_are_kept_and_their_room_goes_to_the_others() -> None:
     for layer in range(len(WINDOWS)):
         for head, run in enumerate(positions(segment, layer)):
             assert run == sorted(set(run)) and all(START <= position < START + NUM_TOKENS for position in run)
-            first = int(segment.packed.parts[0].indptr[layer * heads + head])
-            kept = segment.packed.parts[0].rows[first : first + len(run)].long()
+            first = int(segment.packed.rows.indptr[layer * heads + head])
+            kept = segment.packed.rows.rows[first : first + len(run)].long()
             rows = compressor.packer.k_arena.view(-1, 8)[kept]
             assert torch.equal(rows, before[layer, SLOTS[torch.tensor(run, dtype=torch.int64) - START], head])
 
@@ -100,8 +100,8 @@ def test_nothing_is_lost_to_who_reads_the_range() -> None:
     for layer in (1, 4):
         window = WINDOWS[layer]
         for head, run in enumerate(positions(segment, layer)):
-            first = int(segment.packed.parts[0].indptr[layer * 3 + head])
-            slots = segment.packed.parts[0].rows[first : first + len(run)].long()
+            first = int(segment.packed.rows.indptr[layer * 3 + head])
+            slots = segment.packed.rows.rows[first : first + len(run)].long()
             k, v = (arena.view(-1, 8)[slots] for arena in (compressor.packer.k_arena, compressor.packer.v_arena))
             all_k, all_v = k_before[layer, SLOTS, head], v_before[layer, SLOTS, head]
             for position in range(end, end + window - 1):

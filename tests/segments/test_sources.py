@@ -1,4 +1,4 @@
-"""Entries of several ranges of a path, packed or not, become one segment: each goes on with what is known of it."""
+"""A range of a path, packed or not, becomes a segment: each entry goes on with what is known of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from helpers.packing import kept_rows, ordered, pack
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import MergePlan, Selection
-from sgl_kvevict.segments import Order, Packed, Segment, SegmentPacker, Sources, Span, TokenRange, View
+from sgl_kvevict.segments import Order, Packed, Segment, SegmentPacker, Source, Span, TokenRange, View
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=4, num_token_slots=64)
 START = 100
@@ -43,10 +43,10 @@ def whole(segment: Segment) -> View:
 
 
 def read(packer: SegmentPacker, packed: Packed) -> LOOKED_UP:
-    found, (part,) = [], packed.parts
+    found, part = [], packed.rows
     for begin, end in zip(part.indptr[:-1].tolist(), part.indptr[1:].tolist(), strict=True):
         keys = packer.keys(part.rows[begin:end])[:, 0].tolist()
-        found.append(list(zip(packed.positions[begin:end].tolist(), keys, strict=True)))
+        found.append(list(zip(part.positions[begin:end].tolist(), keys, strict=True)))
     return found
 
 
@@ -57,31 +57,35 @@ def named(*runs: list[int]) -> LOOKED_UP:
 
 FIRST = ([0, 3], [1], [], [2, 3])
 SECOND = ([1], [], [0, 1, 2], [2])
+BOTH = ((0, 4, FIRST), (4, 5, SECOND))
 
 
-def test_segments_of_a_path_become_one_in_their_own_slots(packer: SegmentPacker) -> None:
-    parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
-    slots = torch.cat([part.segment.packed.token_slots for part in parts])
-    joined = packer.rewrite(Sources(GEOMETRY, parts), 4)
-    assert joined.freed.numel() == 0 and joined.packed.token_slots.equal(slots)
+def test_a_copy_of_segments_of_a_path_is_that_of_one(packer: SegmentPacker) -> None:
+    parts = [packed(packer, first, count, *runs) for first, count, runs in BOTH]
+    copied = packer.copy([Source(GEOMETRY, whole(part)) for part in parts])
+    assert copied.rows.order is not None and copied.rows.order.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
+    joined = packer.new_segment(torch.tensor([40, 42, 41]), copied, START, START + 9)
     assert read(packer, joined.packed) == named([0, 3, 5], [1], [4, 5, 6], [2, 3, 6])
-    assert joined.kept.keys is not None and joined.kept.keys.tolist() == [0, 1, 0, 2, 1, 2, 3, 3, 4, 4]
+    assert joined.keys is not None and joined.keys.equal(copied.rows.order)
+    ordered(parts[1], None)
+    assert packer.copy([Source(GEOMETRY, whole(part)) for part in parts]).rows.order is None
 
 
-def test_the_best_entries_of_all_ranges_are_kept(packer: SegmentPacker) -> None:
+def test_the_best_entries_are_kept(packer: SegmentPacker) -> None:
     """Of ten entries four: keys 4, 4, 3, 3."""
-    parts = [whole(packed(packer, 0, 4, *FIRST)), whole(packed(packer, 4, 5, *SECOND))]
-    sources = Sources(GEOMETRY, parts).best(1)
-    small = packer.rewrite(sources, sources.fewest_slots)
-    assert read(packer, small.packed) == named([], [], [6], [2, 3, 6]) and small.freed.numel() == 3
-    assert small.kept.keys is not None and small.kept.keys.tolist() == [3, 3, 4, 4]
+    parts = [Source(GEOMETRY, whole(packed(packer, first, count, *runs))) for first, count, runs in BOTH]
+    joined = packer.new_segment(torch.tensor([40, 42, 41]), packer.copy(parts), START, START + 9)
+    source = Source(GEOMETRY, whole(joined)).best(1)
+    small, freed = packer.rewrite(source, source.fewest_slots)
+    assert read(packer, small) == named([], [], [6], [2, 3, 6]) and freed.numel() == 2
+    assert small.rows.keys is not None and small.rows.keys.tolist() == [3, 3, 4, 4]
 
 
 def test_of_equal_entries_the_lower_run_and_position_is_kept(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
     ordered(segment, torch.zeros(segment.num_entries, dtype=torch.int16))
-    small = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1)
-    assert read(packer, small.packed) == named([0, 3], [1], [], [2])
+    small, _ = packer.rewrite(Source(GEOMETRY, whole(segment)).best(1), 1)
+    assert read(packer, small) == named([0, 3], [1], [], [2])
 
 
 def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
@@ -93,9 +97,9 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
         indices=torch.tensor([1, 4, 0, 2], dtype=torch.int32),
         weights=torch.tensor([1.0, 0.5, 0.25, 0.25]),
     )
-    sources = Sources(GEOMETRY, [tokens], kept_rows(selection([1], [], [], [4]), 5))
-    merged = packer.rewrite(sources, 1, merge=plan).packed
-    keys = packer.keys(merged.parts[0].rows)[:, 0].tolist()
+    source = Source(GEOMETRY, tokens, kept_rows(selection([1], [], [], [4]), 5))
+    merged = packer.rewrite(source, 1, merge=plan)[0].rows
+    keys = packer.keys(merged.rows)[:, 0].tolist()
     assert keys == pytest.approx([104.0, 0.5 * 107.3 + 0.25 * 103.3 + 0.25 * 105.3])
     assert merged.positions.tolist() == [104, 107]
 
@@ -103,8 +107,7 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
 def test_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
     segment.splittable = False
-    written = packer.rewrite(Sources(GEOMETRY, [whole(segment)]).best(1), 1)
-    segment.pack(written.packed, segment.end, written.kept)
+    segment.pack(packer.rewrite(Source(GEOMETRY, whole(segment)).best(1), 1)[0], segment.end)
     assert segment.keys is not None and segment.keys.tolist() == [1, 2, 3, 4] and segment.num_live_entries == 4
     assert not segment.splittable
 
@@ -112,9 +115,9 @@ def test_marks_go_on_with_a_segment(packer: SegmentPacker) -> None:
 def test_tokens_in_place_have_an_order_by_run_and_token(packer: SegmentPacker) -> None:
     numbers = torch.arange(16).view(2, 2, 4)
     tokens = TokenRange(torch.arange(1, 5), START, numbers.to(torch.int16))
-    best = packer.rewrite(Sources(GEOMETRY, [tokens]).best(1), 1)
-    assert read(packer, best.packed) == named([], [], [], [0, 1, 2, 3])
-    assert best.kept.keys is not None and best.kept.keys.tolist() == [12, 13, 14, 15]
+    best, _ = packer.rewrite(Source(GEOMETRY, tokens).best(1), 1)
+    assert read(packer, best) == named([], [], [], [0, 1, 2, 3])
+    assert best.rows.keys is not None and best.rows.keys.tolist() == [12, 13, 14, 15]
 
 
 def test_an_order_is_cut_without_copies_and_before_it_is_known() -> None:
@@ -133,30 +136,29 @@ def test_what_is_dead_is_not_kept(packer: SegmentPacker) -> None:
     _, lower = Span(segment, 100, 104, is_owner=True).split(103)
     lower.drop()
     view = View(segment, 100, 103)
-    assert view.counts is None
-    segment.live_counts, segment.live_end = (5,), 103
-    assert view.counts == (5,)
-    small = packer.rewrite(Sources(GEOMETRY, [view]).best(1), 1)
-    assert read(packer, small.packed) == named([1, 2], [1], [], [2]) and small.freed.numel() == 1
+    assert view.count is None
+    segment.live_count, segment.live_end = 5, 103
+    assert view.count == 5
+    small, freed = packer.rewrite(Source(GEOMETRY, view).best(1), 1)
+    assert read(packer, small) == named([1, 2], [1], [], [2]) and freed.numel() == 1
 
 
 @pytest.mark.parametrize("num_slots", [3, 1, 0, -1])
 def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker, num_slots: int) -> None:
     before = packer.k_arena.clone()
-    sources = Sources(
-        GEOMETRY, [TokenRange(torch.tensor([1, 2]), START)], kept_rows(selection([0], [1], [0, 1], [1]), 2)
-    )
+    kept = kept_rows(selection([0], [1], [0, 1], [1]), 2)
+    source = Source(GEOMETRY, TokenRange(torch.tensor([1, 2]), START), kept)
     with pytest.raises(
-        ValueError, match=f"num_slots: got {num_slots} for 5 entries of ranges of 2 slots; allowed: 2 to 2"
+        ValueError, match=f"num_slots: got {num_slots} for 5 entries of a range of 2 slots; allowed: 2 to 2"
     ):
-        packer.rewrite(sources, num_slots)
+        packer.rewrite(source, num_slots)
     assert packer.k_arena.equal(before)
 
 
 def test_entries_without_an_order_cannot_shrink(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
     with pytest.raises(InvariantError, match="entries in 2 slots cannot shrink to 3 slots"):
-        Sources(GEOMETRY, [whole(segment)]).best(3)
-    segment.keys = None
+        Source(GEOMETRY, whole(segment)).best(3)
+    ordered(segment, None)
     with pytest.raises(InvariantError, match="without an order"):
-        Sources(GEOMETRY, [whole(segment)]).best(1)
+        Source(GEOMETRY, whole(segment)).best(1)

@@ -57,10 +57,11 @@ def test_rows_of_few_bits_of_other_lengths() -> None:
             slots = torch.arange(1003)[first : first + num_tokens]
             queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim).half()
             observation = _observe(compressor, queries, slots)
-            tokens = TokenRange(slots, start, compressor.rank(slots, start, observation, turn=0).keys)
+            keys = compressor.rank(slots, start, observation, turn=0).keys
+            tokens = TokenRange(slots, start, keys, config.num_sinks(num_tokens, start))
             first_size, *sizes = (config.num_slots(num_tokens, start, share) for share in config.shares)
-            written = _written(compressor, tokens, first_size, observation)
-            segment = Segment(geometry, start, start + num_tokens, written.packed, written.kept.keys)
+            packed = _written(compressor, tokens, first_size, observation)
+            segment = Segment(geometry, start, start + num_tokens, packed)
             for num_slots in sizes:
                 _resize(compressor, segment, segment.live_view, min(num_slots, segment.num_slots))
             _resize(compressor, segment, View(segment, start, start + num_tokens // 3))

@@ -96,7 +96,7 @@ def test_rows_of_few_bits():
     harness.evict(1)
     (segment,) = harness.tree.prefixes.table.packed
     req = ask(harness, [*DOCUMENT, 1, 1])
-    sizes = {part.bits: part.num_entries / (COMPRESSED * RUNS) for part in segment.packed.parts}
+    sizes = {bits: count / (COMPRESSED * RUNS) for bits, count in segment.entries_by_bits.items()}
     assert len(sizes) > 1 and min(sizes) < 16
     assert told(harness, req).compressed.shares == pytest.approx([sizes.get(bits, 0) for bits in (16, 4)], abs=0.005)
     assert told(harness, req).compressed.bits < 16

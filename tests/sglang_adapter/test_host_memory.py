@@ -113,13 +113,13 @@ def test_without_the_hosts_memory_it_is_computed_again():
 
 def test_what_comes_back_is_what_was_dropped(harness):
     (span,) = harness.tree.spans.values()
-    (before,), order = span.segment.packed.parts, span.segment.keys
+    before, order = span.segment.packed.rows, span.segment.keys
     keys = harness.tree.packer.keys(before.rows)
     drop_all(harness)
     serve(harness, [1, 1, 1])  # so that slots are others
     serve(harness, [*DOCUMENTS[0], 1])
     (segment,) = (span.segment for span in harness.tree.spans.values())
-    (after,) = segment.packed.parts
+    after = segment.packed.rows
     assert after.positions.equal(before.positions) and after.indptr.equal(before.indptr)
     assert harness.tree.packer.keys(after.rows).equal(keys) and order is not None and segment.keys.equal(order)
 

@@ -158,7 +158,7 @@ def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path):
         kept = [ask(watched, Kept(node.id), KeptReport) for node in compressed]
         harness.finish(reader)
     gauges, (segment,) = status.gauges, harness.tree.prefixes.table.packed
-    counts = {part.bits: part.num_entries for part in segment.packed.parts}
+    counts = {16: 4 * segment.packed.num_sinks, segment.packed.rows.bits: segment.packed.rows.num_entries}
     assert counts == segment.entries_by_bits and segment.num_bytes == segment.num_slots * gauges.slot_bytes
     assert counts.keys() == {16, 4}
     (row,) = status.prefixes
@@ -169,7 +169,7 @@ def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path):
     assert gauges.share_of_entries == row.kept < 1 and len(compressed) == 2
     for each in counts:
         assert sum(node.entries.get(each, 0) for node in compressed) == counts[each]
-        assert sum(sum(report.entries[each]) for report in kept) == counts[each]
+        assert sum(sum(report.entries.get(each, [])) for report in kept) == counts[each]
     for node, report in zip(compressed, kept, strict=True):
         assert node.bytes == node.slots * gauges.slot_bytes
         assert node.kept == sum(map(sum, report.entries.values())) / (node.tokens * 4)
@@ -204,7 +204,7 @@ def test_kept_map_is_the_kept_set(harness, watched):
     report = ask(watched, Kept(node.id), KeptReport)
     share = np.frombuffer(report.share, np.uint8).reshape(report.num_rows, report.num_bins)
     assert (report.start, report.end, report.num_bins, report.num_rows) == (0, 60, 60, 4)
-    indptr, positions = span.segment.packed.parts[0].indptr.tolist(), span.segment.packed.positions.tolist()
+    indptr, positions = span.segment.packed.rows.indptr.tolist(), span.segment.packed.rows.positions.tolist()
     for row in range(4):
         assert np.flatnonzero(share[row]).tolist() == positions[indptr[row] : indptr[row + 1]]
     assert set(np.unique(share)) == {0, 255}
@@ -222,7 +222,7 @@ def test_kept_map_of_a_view_in_the_middle_of_a_segment():
     assert (span.end, span.segment.num_spans) == (30, 3)
     (runs,), exact = span.runs(), kept_share(span, 17)
     for row, (begin, length) in enumerate(zip(runs.starts.flatten(), runs.lens.flatten(), strict=True)):
-        positions = span.segment.packed.positions[begin : begin + length]
+        positions = span.segment.packed.rows.positions[begin : begin + length]
         assert torch.equal(exact[row].nonzero().flatten() + 13, positions.long())
     assert torch.allclose(kept_share(span, 1).flatten(), exact.mean(1))
     with pytest.raises(ValueError, match="between 1 and the span's 17 tokens, got 18"):

@@ -73,7 +73,7 @@ def test_a_file_of_one_rank_that_lacks_what_was_evicted_is_loaded_by_none(tmp_pa
         for key in keys_in(server.segments) if rank == 1 else ():
             record = server.segments.get(key)
             server.segments.delete(key)
-            without = dataclasses.replace(record, evicted=None, evicted_order=None)
+            without = dataclasses.replace(record, evicted=None)
             server.segments.put(without, server.segments.identity.namespace(None, None))
 
     asked = ask_all(tmp_path, lose, share=1.0, **COMPLETE)

@@ -13,8 +13,9 @@ from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness, publish_server_args
 from helpers.harness_store import Server, identity_for
 from kvevict_kernels.row_codec import read_rows
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.config import Bits, KVEvictConfig
-from sgl_kvevict.segments import Rows, Segment
+from sgl_kvevict.segments import Segment
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 WIDTHS: dict[Bits, set[int]] = {16: {16}, "auto": {16, 4}}
@@ -42,15 +43,15 @@ def drop_all(harness: Harness) -> None:
 
 
 def contents(harness: Harness) -> list[tuple[int, list[int], torch.Tensor, torch.Tensor]]:
-    """Of each part of the only segment: bits, positions, and the bytes of keys and values."""
+    """Of the sinks and the others of the only segment: bits, positions, and the bytes of keys and values."""
     (segment,) = segments(harness)
     coding = harness.tree.packer.coding
 
-    def stored(part: Rows) -> list[torch.Tensor]:
+    def stored(part: SpanRuns) -> list[torch.Tensor]:
         steps = [None, None] if coding is None or part.bits == 16 else [coding.k_steps, coding.v_steps]
         return [read_rows(arena, part.rows, of) for (arena, _), of in zip(harness.arenas, steps, strict=True)]
 
-    return [(part.bits, part.positions.tolist(), *stored(part)) for part in segment.packed.parts]
+    return [(part.bits, part.positions.tolist(), *stored(part)) for part in segment.runs_of(segment.start, segment.end)]
 
 
 def same_contents(ours, theirs) -> bool:

@@ -49,9 +49,11 @@ def test_a_segment_comes_back_into_another_pool(windows):
     assert cache_state(harness.tree)["span_slots"] == math.ceil(0.3 * end) and harness.tree.protected_size() == 0
     assert_found(harness, [*DOCUMENT[:end], 10, 10, 10], end)
     again = exported(harness)[0]
-    assert torch.equal(again.parts[0].k, record.parts[0].k)
-    assert torch.equal(again.parts[0].positions, record.parts[0].positions)
-    assert again.key == record.key and (again.order is None or torch.equal(again.order, record.order))
+    assert torch.equal(again.kept.rows.k, record.kept.rows.k)
+    assert torch.equal(again.kept.rows.positions, record.kept.rows.positions)
+    assert again.key == record.key and (
+        again.kept.rows.order is None or torch.equal(again.kept.rows.order, record.kept.rows.order)
+    )
 
 
 def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning(harness):

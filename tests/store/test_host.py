@@ -218,5 +218,5 @@ def test_the_rest_of_a_segment_has_the_rest_of_the_drafts_rows():
     assert rest.shadow.lens.tolist() == [[1, 0, 2]] and rest.shadow.positions.tolist() == [39, 20, 21]
     for name in ("k", "v", "paid"):
         assert torch.equal(getattr(rest.shadow, name), getattr(SHADOW, name)[[1, 3, 4]])
-    (part,) = rest.parts
-    assert (part.positions >= 20).all() and part.keep_lens.sum() == len(part.positions) > 0
+    rows = rest.kept.rows
+    assert (rows.positions >= 20).all() and rows.keep_lens.sum() == len(rows.positions) > 0

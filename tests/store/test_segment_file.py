@@ -10,18 +10,17 @@ import torch
 from safetensors.torch import load, save
 
 from helpers.stored import SHADOW, assert_same, completed, identity, record, sealed, tokens, with_rows
-from kvevict_kernels.row_codec import GROUP as ROW_GROUP
-from kvevict_kernels.row_codec import WIDTHS, row_bytes
-from sgl_kvevict.copies import CopiedRows, CopiedShadow
+from kvevict_kernels.row_sizes import row_bytes
+from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow, CopiedSinks
 from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import SegmentRecord, decode_segment, encode_segment
-from sgl_kvevict.store.identity import FORMAT_VERSION, GROUP
+from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.segment_file import MAX_HEADER_BYTES, PREFIX_BYTES, most_bytes, read_header
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
 RECORD = record(OWN, SPACE, tokens(40))
-K, V, POSITIONS, KEEP_LENS = (getattr(RECORD.parts[0], name) for name in ("k", "v", "positions", "keep_lens"))
+K, V, POSITIONS, KEEP_LENS = (getattr(RECORD.kept.rows, name) for name in ("k", "v", "positions", "keep_lens"))
 
 DRAFT = identity(model="dd" * 32, num_layers=1, num_kv_heads=3, head_dim=6, own_value_dim=6)
 
@@ -38,39 +37,81 @@ def test_latents_are_stored_as_keys_alone():
     ours = dataclasses.replace(with_rows(RECORD, v=V[:, :0]), identity=own.digest)
     got = decode_segment(encode_segment(ours), ours.key, own)
     assert_same(ours, got)
-    assert got.after(20).parts[0].v.shape == (int((POSITIONS >= 20).sum()), 0)
-    with pytest.raises(CorruptSegmentError, match=r"parts\.0\.v: got"):
+    assert got.after(20).kept.rows.v.shape == (int((POSITIONS >= 20).sum()), 0)
+    with pytest.raises(CorruptSegmentError, match=r"rows\.v: got"):
         decode_segment(encode_segment(with_rows(ours, v=V)), ours.key, own)
 
 
-def in_two_widths() -> SegmentRecord:
-    """Entries of 16 bits, and others of 4 bits, whose rows are bytes."""
-    (part,) = RECORD.parts
-    wide = dataclasses.replace(
-        part, **{name: getattr(part, name).clone() for name in ("keep_lens", "positions", "k", "v")}
-    )
-    narrow = CopiedRows(
-        4,
-        torch.tensor([[1, 0], [2, 0]], dtype=torch.int32),
-        torch.tensor([7, 3, 30], dtype=torch.int32),
-        *torch.randint(0, 256, (2, 3, 5), dtype=torch.uint8),
-    )
-    order = torch.cat([RECORD.order, torch.tensor([-1, -2, -3], dtype=torch.int16)])
-    return dataclasses.replace(RECORD, parts=(wide, narrow), order=order)
+FEW_BITS = identity(head_dim=64, own_value_dim=64, dtype="torch.bfloat16", statistics="ef" * 32, sink_tokens=4)
 
 
-def test_entries_of_several_widths_are_parts():
-    ours = in_two_widths()
+def in_few_bits(start: int = 0) -> SegmentRecord:
+    """Entries of 4 bits, whose rows are bytes, and as many sinks as fit to where it starts."""
+    path, own = tokens(40), FEW_BITS
+    lens = torch.tensor([[1, 0], [2, 0]], dtype=torch.int32)
+    positions = torch.tensor([7, 4, 30], dtype=torch.int32)
+    order = torch.tensor([1, -2, -3], dtype=torch.int16)
+    rows = CopiedRows(lens, positions, *torch.randint(0, 256, (2, 3, row_bytes(4, 64)), dtype=torch.uint8), order)
+    sinks = CopiedSinks(*torch.randn(2, 2, 4 - start, 2, 64).bfloat16()) if start < 4 else None
+    key = own.namespace(None, None).segment(path, start)
+    return SegmentRecord(key, own.digest, start, 40, True, torch.tensor(path), CopiedEntries(rows, sinks))
+
+
+@pytest.mark.parametrize("start", [0, 1, 4])
+def test_rows_of_few_bits_are_bytes_and_sinks_a_group_of_their_own(start):
+    ours = in_few_bits(start)
     data = encode_segment(ours)
-    assert read_header(data)["bits"] == [16, 4] and read_header(data)["tensors"]["parts.1.k"] == ["U8", [3, 5]]
+    shapes = read_header(data)["tensors"]
+    assert shapes["rows.k"] == ["U8", [3, 34]] and ours.kept.rows.bits == 4
+    assert shapes.get("sinks.v") == (["BF16", [2, 4 - start, 2, 64]] if start < 4 else None)
+    assert_same(ours, decode_segment(data, ours.key, FEW_BITS))
     assert_same(ours, ours.with_tensors(load(data[PREFIX_BYTES:])))
+    assert ours.num_entries == 3 + 4 * (4 - start)
+
+
+def test_what_is_behind_a_position_has_the_sinks_behind_it():
+    ours = in_few_bits()
+    for position, left in ((1, 3), (3, 1)):
+        later = ours.after(position)
+        assert torch.equal(later.kept.sinks.k, ours.kept.sinks.k[:, position:]) and later.kept.num_sinks == left
+        assert later.num_entries == 3 + 4 * left
     later = ours.after(20)
-    wide, narrow = later.parts
-    assert narrow.positions.tolist() == [30] and narrow.keep_lens.tolist() == [[0, 0], [1, 0]]
-    assert torch.equal(narrow.k, ours.parts[1].k[2:]) and later.order.tolist()[-1] == -3
-    assert len(wide.positions) + 1 == later.num_entries == len(later.order)
-    with pytest.raises(CorruptSegmentError, match=r"bits: got \[16, 4\]; expected some of \(16,\)"):
-        decode_segment(data, ours.key, OWN)
+    assert later.kept.sinks is None and later.num_entries == len(later.kept.rows.order) == 1
+    assert later.kept.rows.positions.tolist() == [30] and later.kept.rows.keep_lens.tolist() == [[0, 0], [1, 0]]
+    assert torch.equal(later.kept.rows.k, ours.kept.rows.k[2:]) and later.kept.rows.order.tolist() == [-3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"sinks": None}, "tensors: got"),
+        ({"sinks": CopiedSinks(*torch.zeros(2, 2, 3, 2, 64).bfloat16())}, r"sinks\.[kv]: got"),
+        ({"sinks": CopiedSinks(*torch.zeros(2, 2, 4, 2, 64))}, r"sinks\.[kv]: got"),
+        ({"positions": torch.tensor([7, 3, 30], dtype=torch.int32)}, r"rows\.positions: expected all in \[4, 40\)"),
+        ({"k": torch.zeros(3, 33, dtype=torch.uint8)}, r"rows\.[kv]: got"),
+        ({"k": torch.zeros(3, 64).bfloat16()}, r"rows\.[kv]: got"),
+    ],
+)
+def test_sinks_and_rows_of_few_bits_that_do_not_fit_are_refused(changes, what):
+    ours = in_few_bits()
+    if "sinks" in changes:
+        ours = dataclasses.replace(ours, kept=dataclasses.replace(ours.kept, **changes))
+    else:
+        ours = with_rows(ours, **changes)
+    with pytest.raises(CorruptSegmentError, match=what):
+        decode_segment(encode_segment(ours), ours.key, FEW_BITS)
+
+
+@pytest.mark.parametrize("changes", [{"statistics": ""}, {"sink_tokens": 0}])
+def test_a_server_of_rows_of_16_bits_or_of_other_sinks_refuses_such_a_segment(changes):
+    other = dataclasses.replace(FEW_BITS, **changes)
+    ours = dataclasses.replace(in_few_bits(), identity=other.digest)
+    with pytest.raises(CorruptSegmentError, match="tensors: got"):
+        decode_segment(encode_segment(ours), ours.key, other)
+    if not other.statistics:
+        ours = dataclasses.replace(ours, kept=CopiedEntries(ours.kept.rows))
+        with pytest.raises(CorruptSegmentError, match=r"rows\.[kv]: got torch.uint8"):
+            decode_segment(encode_segment(ours), ours.key, other)
 
 
 COMPLETE = completed(RECORD)
@@ -78,19 +119,17 @@ COMPLETE = completed(RECORD)
 
 def test_evicted_entries_are_a_group_of_their_own():
     data = encode_segment(COMPLETE)
-    header = read_header(data)
-    assert header["evicted"] == 16 and header["bits"] == [16]
-    assert header["tensors"]["evicted.k"] == ["F32", [160 - 18, 4]]
-    assert read_header(encode_segment(RECORD))["evicted"] == 0
+    assert read_header(data)["tensors"]["evicted.k"] == ["F32", [160 - 18, 4]]
+    assert "evicted.k" not in read_header(encode_segment(RECORD))["tensors"]
     assert COMPLETE.is_complete and not RECORD.is_complete
     assert_same(COMPLETE, decode_segment(data, COMPLETE.key, OWN))
     assert_same(COMPLETE, COMPLETE.with_tensors(load(data[PREFIX_BYTES:])))
     later = COMPLETE.after(20)
     assert later.is_complete and later.num_entries + later.evicted.positions.numel() == 20 * 4
-    assert int(later.evicted.positions.min()) >= 20 and later.evicted.k.shape == (len(later.evicted_order), 4)
+    assert int(later.evicted.positions.min()) >= 20 and later.evicted.k.shape == (len(later.evicted.order), 4)
     kept = COMPLETE.evicted.positions >= 20
     assert torch.equal(later.evicted.k, COMPLETE.evicted.k[kept])
-    assert torch.equal(later.evicted_order, COMPLETE.evicted_order[kept])
+    assert torch.equal(later.evicted.order, COMPLETE.evicted.order[kept])
 
 
 def test_the_largest_segment_of_a_name_has_as_many_bytes_as_one_may():
@@ -110,8 +149,9 @@ def test_the_largest_segment_of_a_name_has_as_many_bytes_as_one_may():
 
 
 def test_one_rank_may_have_no_evicted_entries():
-    empty = CopiedRows(16, torch.zeros(2, 2, dtype=torch.int32), POSITIONS[:0], K[:0], V[:0])
-    ours = dataclasses.replace(RECORD, evicted=empty, evicted_order=RECORD.order[:0])
+    nothing = POSITIONS[:0].short()
+    empty = CopiedRows(torch.zeros(2, 2, dtype=torch.int32), POSITIONS[:0], K[:0], V[:0], nothing)
+    ours = dataclasses.replace(RECORD, evicted=empty)
     assert_same(ours, decode_segment(encode_segment(ours), ours.key, OWN))
     assert ours.after(20).evicted.positions.numel() == 0
 
@@ -126,7 +166,7 @@ def test_one_rank_may_have_no_evicted_entries():
         ({"keep_lens": COMPLETE.evicted.keep_lens - 1}, "evicted.keep_lens: sums to"),
         ({"k": COMPLETE.evicted.k[:9]}, "evicted.k: got"),
         ({"v": None}, "tensors: got"),
-        ({"bits": 4}, r"evicted: got 4; expected one of \(16,\), or 0"),
+        ({"k": COMPLETE.evicted.k.byte()}, "evicted.[kv]: got torch.uint8"),
     ],
 )
 def test_evicted_entries_that_do_not_fit_together_are_refused(changes, what):
@@ -135,19 +175,11 @@ def test_evicted_entries_that_do_not_fit_together_are_refused(changes, what):
         decode_segment(encode_segment(ours), ours.key, OWN)
 
 
-@pytest.mark.parametrize("order", [None, COMPLETE.evicted_order[:9], COMPLETE.evicted_order.int()])
+@pytest.mark.parametrize("order", [None, COMPLETE.evicted.order[:9], COMPLETE.evicted.order.int()])
 def test_evicted_entries_have_an_order(order):
-    ours = dataclasses.replace(COMPLETE, evicted_order=order)
-    with pytest.raises(CorruptSegmentError, match=r"tensors: got|evicted_order: got"):
+    ours = dataclasses.replace(COMPLETE, evicted=dataclasses.replace(COMPLETE.evicted, order=order))
+    with pytest.raises(CorruptSegmentError, match=r"tensors: got|evicted\.order: got"):
         decode_segment(encode_segment(ours), ours.key, OWN)
-
-
-def test_rows_of_few_bits_are_bytes_of_the_right_number():
-    """Those of the kernels: 4 bits of 64 numbers, and their step."""
-    own = dataclasses.replace(OWN, head_dim=64, own_value_dim=64, dtype="torch.bfloat16")
-    assert own.row_bits == WIDTHS and GROUP == ROW_GROUP
-    assert own.widths(4) == (("k", row_bytes(4, 64, 2)), ("v", row_bytes(4, 64, 2)))
-    assert dataclasses.replace(own, dtype="torch.float8_e4m3fn").row_bits == (16,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -206,7 +238,7 @@ def test_rows_of_a_draft_model_that_do_not_fit_together_are_refused(monkeypatch,
         decode_segment(encode_segment(ours, DRAFT.digest), ours.key, OWN, DRAFT)
 
 
-@pytest.mark.parametrize("missing", ["shadow.k", "shadow.", "parts.0.v", "tokens"])
+@pytest.mark.parametrize("missing", ["shadow.k", "shadow.", "rows.v", "rows.", "tokens"])
 def test_a_file_has_all_of_what_it_has(missing):
     """All of the draft model's rows that it says it has, too."""
     payload = encode_segment(dataclasses.replace(RECORD, shadow=SHADOW), DRAFT.digest)[PREFIX_BYTES:]
@@ -221,7 +253,7 @@ def test_a_file_has_all_of_what_it_has(missing):
 def test_the_header_tells_what_is_inside():
     header = read_header(encode_segment(RECORD))
     assert (header["start"], header["end"], header["key"]) == (0, 40, RECORD.key)
-    assert header["tensors"]["parts.0.k"] == ["F32", [18, 4]]
+    assert header["tensors"]["rows.k"] == ["F32", [18, 4]]
 
 
 def test_no_flipped_bit_is_ever_loaded():
@@ -256,7 +288,6 @@ def test_a_segment_under_another_name_is_refused():
         ({"splittable": 1}, "splittable"),
         ({"identity": "ab"}, 'identity: got "ab"'),
         ({"tokens": RECORD.tokens.int()}, "tokens: got torch.int32"),
-        ({"order": RECORD.order[:3]}, "order: got"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(changes, what):
@@ -280,6 +311,7 @@ def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(chan
         ({"k": K.double()}, "[kv]: got"),
         ({"v": V.half()}, "[kv]: got"),
         ({"v": V[:, :2]}, "v: got"),
+        ({"order": RECORD.kept.rows.order[:3]}, "order: got"),
     ],
 )
 def test_entries_that_do_not_fit_together_are_refused(changes, what):
@@ -297,30 +329,10 @@ def moved(part: CopiedRows, run: int, to: int) -> CopiedRows:
 @pytest.mark.parametrize("run", [0, 2, 3])
 def test_an_evicted_entry_that_the_segment_has_is_refused(run):
     first = int(COMPLETE.evicted.positions[int(COMPLETE.evicted.keep_lens.flatten()[:run].sum())])
-    ours = dataclasses.replace(COMPLETE, parts=(moved(RECORD.parts[0], run, first),))
-    names, expected = r"parts\.0\.positions and evicted\.positions", "expected no entry twice"
+    ours = dataclasses.replace(COMPLETE, kept=CopiedEntries(moved(RECORD.kept.rows, run, first)))
+    names, expected = r"rows\.positions and evicted\.positions", "expected no entry twice"
     with pytest.raises(CorruptSegmentError, match=rf"{names}: got position {first} in run {run} of each; {expected}"):
         decode_segment(encode_segment(ours), ours.key, OWN)
-
-
-def test_an_entry_with_two_widths_is_refused():
-    own = identity(head_dim=2 * ROW_GROUP, own_value_dim=2 * ROW_GROUP)
-    key, parts = own.namespace(None, None).segment(RECORD.tokens.tolist(), 0), []
-    for part in in_two_widths().parts:
-        dtype, shape = (
-            torch.float32 if part.bits == 16 else torch.uint8,
-            (len(part.positions), own.widths(part.bits)[0][1]),
-        )
-        parts.append(dataclasses.replace(part, k=torch.zeros(shape, dtype=dtype), v=torch.zeros(shape, dtype=dtype)))
-    ours = dataclasses.replace(in_two_widths(), key=key, identity=own.digest, parts=tuple(parts))
-    decode_segment(encode_segment(ours), key, own)
-    wide, narrow = parts
-    held = int(wide.positions[int(wide.keep_lens.flatten()[:2].sum())])
-    twice = dataclasses.replace(ours, parts=(wide, moved(narrow, 2, held)))
-    with pytest.raises(
-        CorruptSegmentError, match=rf"parts\.0\.positions and parts\.1\.positions: got position {held} in run 2"
-    ):
-        decode_segment(encode_segment(twice), key, own)
 
 
 @pytest.mark.parametrize("bounds", ["40-40", "41-40", "0-67108865", "0-41", "0", "-1-40"])
@@ -335,8 +347,8 @@ def test_bounds_that_do_not_fit_are_refused(bounds):
     [
         (b"", "not a segment"),
         (pickle.dumps({"k": 1}) * 20, "not a segment"),
-        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 7; expected 6"),
-        (sealed(b"", version=4), "version: got 4; expected 6"),  # it may have an uncompressed tail
+        (sealed(b"", version=FORMAT_VERSION + 1), "version: got 8; expected 7"),
+        (sealed(b"", version=6), "version: got 6; expected 7"),  # it may have rows of two widths
         (sealed(b"", length=1 << 63), "length: got 0"),
         (sealed(b""), "header: got 0"),
         (sealed((1 << 63).to_bytes(8, "little") + b"{}"), "header: got"),
@@ -357,7 +369,7 @@ def test_offsets_beyond_the_end_are_refused():
     payload = encode_segment(RECORD)[64:]
     length = int.from_bytes(payload[:8], "little")
     header = json.loads(payload[8 : 8 + length])
-    header["parts.0.v"]["data_offsets"] = [0, 1 << 50]
+    header["rows.v"]["data_offsets"] = [0, 1 << 50]
     text = json.dumps(header).encode()
     with pytest.raises(CorruptSegmentError, match="cannot be read"):
         decode_segment(sealed(len(text).to_bytes(8, "little") + text + payload[8 + length :]), RECORD.key, OWN)

@@ -144,9 +144,9 @@ def test_a_segment_is_not_written_under_a_name_that_is_not_its_own(store):
 
 
 def test_a_segment_of_another_shape_is_refused(store):
-    (part,) = OURS.parts
-    store.put(with_rows(OURS, k=part.k[:, :2], v=part.v[:, :2]), SPACE)
-    with pytest.raises(CorruptSegmentError, match=r"parts\.0\.[kv]: got torch.float32 of \(18, 2\)"):
+    rows = OURS.kept.rows
+    store.put(with_rows(OURS, k=rows.k[:, :2], v=rows.v[:, :2]), SPACE)
+    with pytest.raises(CorruptSegmentError, match=r"rows\.[kv]: got torch.float32 of \(18, 2\)"):
         store.get(OURS.key)
 
 

@@ -15,7 +15,7 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.segments import KeptRows, Segment, SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments import KeptRows, Segment, SegmentPacker, Source, TokenRange
 
 POLICIES = ("ada-snapkv", "random")
 WINDOW = 32
@@ -49,7 +49,7 @@ class Prefix:
         kept[score.flatten().topk(self.num_kept).indices] = True
         kept = kept.view(runs, tokens)
         lens = kept.sum(1).int().view(self.geometry.num_layers, self.geometry.num_kv_heads)
-        return KeptRows(16, kept.flatten().nonzero().squeeze(1), lens)
+        return KeptRows(16, kept.flatten().nonzero().squeeze(1), lens, self.num_kept)
 
     def show(self, layer: int) -> LayerView:
         """What a policy is shown of a layer."""
@@ -68,12 +68,12 @@ class Prefix:
     def compress(self, policy: Policy) -> None:
         """Scores, selection and packing, as the server does them."""
         order = policy.order(self.show, self.geometry, self.num_kept, 0)
-        self.pack(Sources(self.geometry, [TokenRange(self.token_slots, 0, order.keys)]).best(self.setting.kept_tokens))
+        self.pack(Source(self.geometry, TokenRange(self.token_slots, 0, order.keys)).best(self.setting.kept_tokens))
 
-    def pack(self, sources: Sources) -> Segment:
+    def pack(self, source: Source) -> Segment:
         """Move the kept entries into a segment."""
-        written = self.store.rewrite(sources, sources.fewest_slots)
-        return Segment(self.geometry, sources.start, sources.end, written.packed)
+        packed, _ = self.store.rewrite(source, source.fewest_slots)
+        return Segment(self.geometry, source.start, source.end, packed)
 
 
 def compaction(setting: Setting) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def compaction(setting: Setting) -> list[dict[str, Any]]:
     # Packing fills the first slots; what lies there already cannot move directly.
     is_there = rows.numbers % setting.prefix_tokens < prefix.geometry.slots_for(prefix.num_kept)
     through_temporary = float(is_there.float().mean())
-    seconds = device_seconds(setting, lambda i: prefix.pack(Sources(prefix.geometry, [tokens], (rows,))))
+    seconds = device_seconds(setting, lambda i: prefix.pack(Source(prefix.geometry, tokens, rows)))
     moved = 2 * prefix.num_kept * setting.entry_bytes
     copied = copy_bandwidth(setting)
     return [

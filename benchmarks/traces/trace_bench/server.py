@@ -191,11 +191,10 @@ class TreeServer(Server):
                 continue
             segment = span.segment
             share = number / segment.num_tokens
-            parts = [
-                (part.bits, part.num_entries / self.tree.packer.geometry.num_runs) for part in segment.packed.parts
-            ]
-            entries, bits = sum(count for _, count in parts), sum(bits * count for bits, count in parts)
-            total += Kept(segment.num_slots * share, entries * share, bits * share)
+            share_of_entries = share / self.tree.packer.geometry.num_runs
+            bits = sum(bits * count for bits, count in segment.entries_by_bits.items())
+            entries = segment.num_live_entries
+            total += Kept(segment.num_slots * share, entries * share_of_entries, bits * share_of_entries)
         return total
 
 

@@ -8,10 +8,9 @@ from torch import Tensor
 from kvevict_kernels.checks import check_index_range, check_int, check_tensor
 from kvevict_kernels.dispatch import implementation
 from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.row_sizes import MAX_ROWS
 
 __all__ = ["alloc_head_slots"]
-
-MAX_ROWS = 2**31 - 1024  # one block of headroom: int32 entry offsets in the kernel never wrap
 
 
 def alloc_head_slots(
@@ -21,27 +20,23 @@ def alloc_head_slots(
     num_entries: int,
     *,
     per_slot: int = 1,
-    first_cell: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Assign the runs of all (layer, KV head) pairs to rows in the segment's token slots.
 
     The segment is an index space of cells ``[num_layers, S, num_kv_heads]``, one head slot each, which holds
-    ``per_slot`` rows. Entry ``e`` of the concatenated runs takes row ``first_cell * per_slot + e``, so any lane may
-    hold an entry of any (layer, head), and nothing is padded::
+    ``per_slot`` rows. Entry ``e`` of the concatenated runs takes row ``e``, so any lane may hold an entry of any
+    (layer, head), and nothing is padded::
 
         cell, part = divmod(e, per_slot)
-        layer, rest = divmod(first_cell + cell, S * num_kv_heads);  i, lane = divmod(rest, num_kv_heads)
+        layer, rest = divmod(cell, S * num_kv_heads);  i, lane = divmod(rest, num_kv_heads)
         row = head_slot_of(layer, token_slots[i], lane, num_token_slots, num_kv_heads) * per_slot + part
-
-    Entries whose rows have another width are another call, with the first cell that is left.
 
     Args:
         keep_lens: [num_layers, num_kv_heads], int32, entries per run; may be 0.
         token_slots: [S], int64, distinct token slots of the segment, in the order in which they are filled.
         num_token_slots: token slots of the arena per layer.
         num_entries: ``keep_lens.sum()``, known on the host; never read from a device.
-        per_slot: rows of a head slot (:func:`kvevict_kernels.row_codec.rows_per_slot`).
-        first_cell: cells in front that hold other rows.
+        per_slot: rows of a head slot (:func:`kvevict_kernels.row_sizes.rows_per_slot`).
 
     Returns:
         indptr [num_layers * num_kv_heads + 1], int32, run starts (exclusive prefix sum in (layer, head) order), and
@@ -63,16 +58,14 @@ def alloc_head_slots(
     total = num_layers * num_token_slots * num_kv_heads * per_slot
     if total > MAX_ROWS:
         raise ValueError(f"num_token_slots: expected at most {MAX_ROWS} rows in all, got {total}")
-    num_cells = token_slots.numel() * num_layers * num_kv_heads
-    check_int("first_cell", first_cell, 0, num_cells)
-    check_int("num_entries", num_entries, 0, (num_cells - first_cell) * per_slot)
+    check_int("num_entries", num_entries, 0, token_slots.numel() * num_layers * num_kv_heads * per_slot)
     check_index_range("token_slots", token_slots, num_token_slots)
     run = implementation(keep_lens.device, alloc_head_slots_cpu, "alloc_head_slots")
-    return run(keep_lens, token_slots, num_token_slots, num_entries, per_slot, first_cell)
+    return run(keep_lens, token_slots, num_token_slots, num_entries, per_slot)
 
 
 def alloc_head_slots_cpu(
-    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int, per_slot: int, first_cell: int
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int, per_slot: int
 ) -> tuple[Tensor, Tensor]:
     """CPU path of :func:`alloc_head_slots`.
 
@@ -92,6 +85,6 @@ def alloc_head_slots_cpu(
     lanes = torch.arange(num_kv_heads)
     segment: Tensor = head_slot_of(layers, token_slots[:, None], lanes, num_token_slots, num_kv_heads)
     # Rounded up to whole cells: the last one may be filled in part.
-    cells = segment.view(-1)[first_cell : first_cell - (-num_entries // per_slot)]
+    cells = segment.view(-1)[: -(-num_entries // per_slot)]
     rows = cells[:, None] * per_slot + torch.arange(per_slot)
     return indptr, rows.to(torch.int32).view(-1)[:num_entries]

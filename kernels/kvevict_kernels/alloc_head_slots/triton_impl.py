@@ -35,7 +35,7 @@ def _indptr_kernel(
 
 @triton.jit(
     # These differ with every segment. Triton would compile anew for a 1, and for multiples of 16.
-    do_not_specialize=["num_entries", "num_token_slots", "cells_per_layer", "first_cell"],
+    do_not_specialize=["num_entries", "num_token_slots", "cells_per_layer"],
     do_not_specialize_on_alignment=["token_slots_ptr"],
 )
 def _head_slots_kernel(
@@ -45,14 +45,13 @@ def _head_slots_kernel(
     num_token_slots,
     num_kv_heads,
     cells_per_layer,  # S * num_kv_heads
-    first_cell,
     PER_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute the row number of each entry; programs are independent."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < num_entries
-    cell = first_cell + entry // PER_SLOT
+    cell = entry // PER_SLOT
     layer = cell // cells_per_layer
     rest = cell % cells_per_layer
     slot = tl.load(token_slots_ptr + rest // num_kv_heads, mask=mask, other=0)
@@ -61,7 +60,7 @@ def _head_slots_kernel(
 
 
 def alloc_head_slots_triton(
-    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int, per_slot: int, first_cell: int
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int, per_slot: int
 ) -> tuple[Tensor, Tensor]:
     """Device path of :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`: two launches."""
     num_kv_heads = keep_lens.shape[1]
@@ -77,7 +76,6 @@ def alloc_head_slots_triton(
             num_token_slots,
             num_kv_heads,
             token_slots.numel() * num_kv_heads,
-            first_cell,
             PER_SLOT=per_slot,
             BLOCK=ENTRY_BLOCK,
         )

@@ -17,7 +17,7 @@ from kvevict_kernels.ragged_decode.chunks import (
     suffix_splits,
 )
 from kvevict_kernels.ragged_decode.tile_table import EXTEND
-from kvevict_kernels.row_codec import WIDTHS
+from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanReaders, SpanRuns, compressed_len_of
 
 SPLIT_ROWS = 128

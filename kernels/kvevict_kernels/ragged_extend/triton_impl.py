@@ -33,7 +33,7 @@ from kvevict_kernels.ragged_decode.triton_block import (
     narrow_sums,
     score_narrow_block,
 )
-from kvevict_kernels.row_codec import WIDTHS
+from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.triton_rows import head_slot_of, ones_of, turned_queries, with_values
 
 COMBINE_ROWS = 16

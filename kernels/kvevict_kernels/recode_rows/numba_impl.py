@@ -13,14 +13,14 @@ import numpy as np
 from numba import njit
 from numba.core import types
 
-from kvevict_kernels import row_codec
+from kvevict_kernels import row_codec, row_sizes
 from kvevict_kernels.numba_cache import compiled, stamp_of
 from kvevict_kernels.row_codec import LEAST_STEP, MIDDLE, REACH
+from kvevict_kernels.row_sizes import STEP_BYTES, WIDTHS
 from kvevict_kernels.span_attention import numba_rows, numba_vectors
 from kvevict_kernels.span_attention.numba_rows import (
     fill,
     floats,
-    int8s,
     int32s,
     item_bytes,
     load_row,
@@ -37,8 +37,9 @@ from kvevict_kernels.span_attention.numba_vectors import (
 )
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_NARROW = WIDTHS[1]
 _FIRST_STEP, _LEAST_STEP = np.float32(REACH / MIDDLE), np.float32(LEAST_STEP)
-_SOURCES = [__file__, numba_rows.__file__, numba_vectors.__file__, row_codec.__file__]
+_SOURCES = [__file__, numba_rows.__file__, numba_vectors.__file__, row_codec.__file__, row_sizes.__file__]
 
 
 @njit
@@ -71,24 +72,22 @@ def _encode_row(numbers, head_dim, mean, scales, rotation, target, scratch):
 def calls() -> tuple[Any, Any, int]:
     """The two functions, and the stamp that is their first argument; compiled at the first call, or loaded.
 
-    Arguments are those of :class:`~kvevict_kernels.recode_rows.Encoding`; ``steps`` of rows of 16 bits is 0.
+    Arguments are those of :class:`~kvevict_kernels.recode_rows.Encoding`.
     """
     stamp = stamp_of(map(Path, _SOURCES))
 
     def build(is_cached: bool) -> tuple[Any, Any, int]:
-        @njit(types.void(*[types.int64] * 15), cache=is_cached, nogil=True)
+        @njit(types.void(*[types.int64] * 13), cache=is_cached, nogil=True)
         def encode(
-            given, arena, kind, head_dim, sources, widths, runs, means, scales, rotation, steps, bits, out, row_bytes, n
-        ):
+            given, arena, kind, head_dim, bits, sources, runs, means, scales, rotation, steps, out, n
+        ):  # fmt: skip
             if given != stamp:
                 return
             memory = np.empty(2 * head_dim + 2 * LANES, np.float32)
             numbers, scratch = memory.ctypes.data, memory.ctypes.data + 4 * head_dim
             for i in range(n):
-                row, target = np.int64(int32s(sources)[i]), out + i * row_bytes
-                if bits == 16:
-                    _copy(arena + row * row_bytes, target, row_bytes)
-                elif int8s(widths)[i] == bits:
+                row, target = np.int64(int32s(sources)[i]), out + i * (head_dim // 2 + STEP_BYTES)
+                if bits == _NARROW:
                     _copy(arena + row * (head_dim // 2), target, head_dim // 2)
                     uint16s(target + head_dim // 2)[0] = uint16s(steps)[row]
                 else:
@@ -96,17 +95,14 @@ def calls() -> tuple[Any, Any, int]:
                     run = 4 * head_dim * np.int64(int32s(runs)[i])
                     _encode_row(numbers, head_dim, means + run, scales + run, rotation, target, scratch)
 
-        @njit(types.void(*[types.int64] * 8), cache=is_cached, nogil=True)
-        def write(given, arena, head_dim, steps, places, staging, row_bytes, num_rows):
+        @njit(types.void(*[types.int64] * 7), cache=is_cached, nogil=True)
+        def write(given, arena, head_dim, steps, places, staging, num_rows):
             if given != stamp:
                 return
             for i in range(num_rows):
-                row, source = np.int64(int32s(places)[i]), staging + i * row_bytes
-                if steps == 0:
-                    _copy(source, arena + row * row_bytes, row_bytes)
-                else:
-                    _copy(source, arena + row * (head_dim // 2), head_dim // 2)
-                    uint16s(steps)[row] = uint16s(source + head_dim // 2)[0]
+                row, source = np.int64(int32s(places)[i]), staging + i * (head_dim // 2 + STEP_BYTES)
+                _copy(source, arena + row * (head_dim // 2), head_dim // 2)
+                uint16s(steps)[row] = uint16s(source + head_dim // 2)[0]
 
         return encode, write, stamp
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvevict_kernels import head_slots, row_codec
+from kvevict_kernels import head_slots, row_codec, row_sizes
 from kvevict_kernels.checks import KV_DTYPES, check_arenas, check_tensor
 from kvevict_kernels.numba_cache import compiled, stamp_of
 from kvevict_kernels.row_codec import RowCoding, check_coding, rotation
@@ -209,7 +209,7 @@ class _Buffer:
 @cache
 def _stamp() -> int:
     """Hash of the sources from which the call is compiled."""
-    others = [Path(head_slots.__file__), Path(row_codec.__file__)]
+    others = [Path(head_slots.__file__), Path(row_codec.__file__), Path(row_sizes.__file__)]
     return stamp_of([*sorted(Path(__file__).parent.glob("*.py")), *others])
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvevict_kernels.checks import check_positions, check_tensor
-from kvevict_kernels.row_codec import WIDTHS
+from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_runs import SpanReaders, SpanRuns
 

@@ -18,7 +18,7 @@ from numba import carray, cfunc, njit
 from numba.core import types
 
 from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.row_codec import GROUP, ROWS_IN_PLACE
+from kvevict_kernels.row_sizes import GROUP, ROWS_IN_PLACE
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.numba_rows import (
     WIDTH,

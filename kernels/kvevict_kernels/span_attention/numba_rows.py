@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from kvevict_kernels.row_codec import GROUP
+from kvevict_kernels.row_sizes import GROUP
 from kvevict_kernels.span_attention.numba_vectors import (
     BFLOAT16,
     CODE_BYTES,
@@ -48,7 +48,7 @@ def _numbers_from(dtype):
     return numbers
 
 
-int64s, int32s, uint16s, int8s, floats = map(_numbers_from, (np.int64, np.int32, np.uint16, np.int8, np.float32))
+int64s, int32s, uint16s, floats = map(_numbers_from, (np.int64, np.int32, np.uint16, np.float32))
 
 
 @njit

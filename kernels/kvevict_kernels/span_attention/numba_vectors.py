@@ -13,7 +13,8 @@ from llvmlite import binding, ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from kvevict_kernels.row_codec import GROUP, MAX_CODE, MAX_NUMBER, MIDDLE
+from kvevict_kernels.row_codec import MAX_CODE, MAX_NUMBER, MIDDLE
+from kvevict_kernels.row_sizes import GROUP
 
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 

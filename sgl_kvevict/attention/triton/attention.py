@@ -13,7 +13,8 @@ from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on, start_step
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.row_codec import WIDTHS, RowCoding, check_coding
+from kvevict_kernels.row_codec import RowCoding, check_coding
+from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey, RecentBatches, require_widths
@@ -102,7 +103,7 @@ class TritonAttention:
         empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
         nothing = torch.zeros(1, dtype=torch.int32, device=device)
         widths = WIDTHS[:1] if self._coding is None else WIDTHS
-        path = tuple(SpanRuns(nothing, empty, empty, 1, nothing, bits, bits == WIDTHS[0]) for bits in widths)
+        path = tuple(SpanRuns(nothing, empty, empty, 1, nothing, bits) for bits in widths)
         length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
         batch = AttentionBatch(
             paths=(path, path, path, ()),
