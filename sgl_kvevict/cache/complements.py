@@ -74,9 +74,7 @@ class Complements:
 
     def join(self, segment: Segment, joined: Sequence[Segment]) -> None:
         """Several segments become one."""
-        parts = [part for each in joined for part in self._of.pop(each, Complement()).parts]
-        if parts:
-            self._of[segment] = Complement(parts)
+        self._set(segment, [part for each in joined for part in self._of.pop(each, [])])
 
     def of(self, views: Sequence[View]) -> list[EvictedPart]:
         """Parts of what was evicted from views of segments, lost or not; not held for the caller."""

@@ -431,34 +431,35 @@ class Resizer:
         return num_freed
 
     def join_small(self, path: Sequence[Node], start: int) -> None:
-        """Write the last segments of a path as one, if :attr:`num_joined` are small, and behind ``start``.
+        """Let the last segments of a path become one, if :attr:`num_joined` are small, and behind ``start``.
 
-        Attention reads each segment as spans of their own. No entry is evicted, and no row changes. Nothing is joined
+        Attention reads each segment as spans of their own. No entry is evicted, and no row moves. Nothing is joined
         that others read, or have read, in parts: who locks a segment locks all of its slots.
         """
         nodes = path[: len(path) - len(self._spans.uncompressed(path))]
         segments = list(dict.fromkeys(self._spans[node].segment for node in nodes))
-        small = list(takewhile(lambda each: self._is_small(each, start), reversed(segments)))[::-1]
+        bits = segments[-1].packed.rows.bits if segments else 16
+        small = list(takewhile(lambda each: self._is_small(each, start, bits), reversed(segments)))[::-1]
         nodes = [node for node in nodes if self._spans[node].segment in small]
         if len(small) < self.num_joined or any(len(node.children) > 1 for node in nodes[:-1]):
             return
         readers = self._readers.movable(nodes[0])
         if readers is None or self._tree.num_locks(nodes[0]) != self._tree.num_locks(nodes[-1]):
             return
-        rewritten: Rewritten | None = None
+        packed: Packed | None = None
         with self._guard.at(Place.COMPRESSION):
-            sources = Sources(self._packer.geometry, [View(each, each.start, each.end) for each in small])
-            rewritten = self._packer.rewrite(sources, sources.token_slots.numel())
-        if rewritten is None:
+            packed = self._packer.joined(small)
+        if packed is None:
             return
-        segment = Segment(self._packer.geometry, small[0].start, small[-1].end, rewritten.packed, rewritten.kept.keys)
+        segment = Segment(self._packer.geometry, small[0].start, small[-1].end, packed)
         self._complements.join(segment, small)
         self.exchange(nodes, segment, readers)
 
-    def _is_small(self, segment: Segment, start: int) -> bool:
+    def _is_small(self, segment: Segment, start: int, bits: int) -> bool:
         """Whether a segment is one of those that become one: all of it is there, and its order is known."""
         is_whole = segment.live_end == segment.end and segment.splittable and segment.keys is not None
-        return is_whole and segment.start >= start and segment.num_tokens * JOINED <= MOST_JOINED
+        is_alike = segment.packed.rows.bits == bits and not segment.packed.num_sinks
+        return is_whole and is_alike and segment.start >= start and segment.num_tokens * JOINED <= MOST_JOINED
 
     def _write(
         self, of: Callable[[], TokenRange | View], num_slots: int, prompt: Observation | None = None

@@ -35,7 +35,7 @@ def entries_by_head(span: Span) -> dict[int, Tensor]:
     The values are [num_layers * num_kv_heads], int32.
     """
     counts: dict[int, Tensor] = {}
-    for runs in span.runs():  # one part for each width, and for each that came back
+    for runs in span.runs():  # sinks, then the others
         lens = runs.lens.flatten()
         counts[runs.bits] = counts[runs.bits] + lens if runs.bits in counts else lens
     return counts

@@ -203,8 +203,21 @@ class SegmentPacker(ArenaRows):
 
         The rows that it has are not touched. ``token_slots``, [n], int64, are empty, and at least as many as needed.
         """
-        rows = packed.rows.with_others(self._placed(token_slots, copied).rows)
+        rows = Rows.joined([packed.rows, self._placed(token_slots, copied).rows])
         return replace(packed, token_slots=torch.cat([packed.token_slots, token_slots]), rows=rows)
+
+    def joined(self, segments: Sequence[Segment]) -> Packed:
+        """The storage of consecutive segments of a path, without sinks, as that of one; no row is moved.
+
+        A host sync reads how many rows of a draft model these are, if there is one.
+        """
+        slots = torch.cat([each.packed.token_slots for each in segments])
+        packed = Packed(slots, Rows.joined([each.packed.rows for each in segments]))
+        if self.drafts is None:
+            return packed
+        # With bounds: a shadow may have rows of tokens that its segment has dropped, which the next one has.
+        shadows = [(each.packed.shadow or self.drafts.absent(), (each.start, each.end)) for each in segments]
+        return replace(packed, shadow=self.drafts.joined(shadows))
 
     @accounting()
     def new_segment(

@@ -12,7 +12,7 @@ slots of the segment in the accounting.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -90,17 +90,18 @@ class Rows:
         """Starts and lengths, [num_runs], int32 each, of the runs' entries of the tokens ``[start, end)``."""
         return cut_runs(self.positions, self.indptr, start, end)
 
-    def with_others(self, others: Rows) -> Rows:
-        """These entries and others of the same width, all of which have keys; none is moved."""
-        if others.bits != self.bits or self.keys is None or others.keys is None:
-            raise InvariantError(f"entries with rows of {others.bits} bits beside such of {self.bits}")
-        keys = torch.cat([self.keys, others.keys])
-        rows, positions = (
-            torch.cat([getattr(some, name) for some in (self, others)]) for name in ("rows", "positions")
-        )
-        runs = torch.cat([runs_of(some.indptr.diff(), some.num_entries) for some in (self, others)])
+    @staticmethod
+    def joined(some: Sequence[Rows]) -> Rows:
+        """Different entries of one width, all of which have keys; none is moved."""
+        known, widths = [each.keys for each in some if each.keys is not None], {each.bits for each in some}
+        if len(widths) > 1 or len(known) < len(some):
+            raise InvariantError(f"entries with rows of {sorted(widths)} bits, or without an order, become one")
+        rows, positions = torch.cat([each.rows for each in some]), torch.cat([each.positions for each in some])
+        runs = torch.cat([runs_of(each.indptr.diff(), each.num_entries) for each in some])
+        # Run and position in one int64: one sort orders them all.
         numbers = (runs << 32 | positions).argsort()
-        return Rows(self.bits, rows[numbers], positions[numbers], self.indptr + others.indptr, keys[numbers])
+        indptr = torch.stack([each.indptr for each in some]).sum(0, dtype=torch.int32)
+        return Rows(some[0].bits, rows[numbers], positions[numbers], indptr, torch.cat(known)[numbers])
 
 
 @dataclass(frozen=True, eq=False)

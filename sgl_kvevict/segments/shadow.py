@@ -139,7 +139,7 @@ class DraftRows(ArenaRows):
                 these are); None: of all tokens.
             num_slots: copy only the rows that were paid most, as many as so many token slots hold; None: all.
         """
-        shadow = self._joined(parts)
+        shadow = self.joined(parts)
         if num_slots is not None:
             count = min(num_slots * self.geometry.num_runs, shadow.positions.numel())
             kept, lens = largest_entries(shadow.paid.view(torch.int32), shadow.indptr, count)
@@ -151,8 +151,8 @@ class DraftRows(ArenaRows):
         lens = shadow.indptr.diff().view(self.geometry.num_layers, self.geometry.num_kv_heads)
         return CopiedShadow(lens, shadow.positions, k, v, shadow.paid)
 
-    def _joined(self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]]) -> Shadow:
-        """The rows of shadows of one path as one, run after run; see :meth:`copy`."""
+    def joined(self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]]) -> Shadow:
+        """The rows of shadows of one path as one, run after run, where they lie; see :meth:`copy`."""
         runs, positions, head_slots, paid = [], [], [], []
         numbers = torch.arange(self.geometry.num_runs, device=self.paid.device)
         for shadow, bounds in parts:

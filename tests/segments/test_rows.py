@@ -213,7 +213,7 @@ def test_what_was_evicted_comes_back_among_the_others(world: World) -> None:
     assert len(segment.runs_of(START, START + 40)) == 2
     world.resize(segment, 6)
     assert world.check(segment) == {16: 8, 4: 64}
-    with pytest.raises(InvariantError, match="rows of 4 bits beside such of 16"):
+    with pytest.raises(InvariantError, match=r"rows of \[4, 16\] bits"):
         world.packer.extended(world.segment(40, "auto").packed, evicted, free)
 
 

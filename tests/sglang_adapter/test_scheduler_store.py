@@ -188,7 +188,8 @@ def test_rows_of_other_bits_than_this_servers_are_left_out(tmp_path):
     server = complete_server(tmp_path)
     (key,) = keys_in(server.segments)
     made_up = server.segments.get(key)
-    made_up = replace(made_up, evicted=replace(made_up.evicted, bits=4))
+    rows = made_up.evicted
+    made_up = replace(made_up, evicted=replace(rows, k=rows.k.view(torch.uint8), v=rows.v.view(torch.uint8)))
     server.reader._recent[key] = made_up
     assert server.serve([*DOCUMENT, 9, 9], share=1.0) == 60 and share_of(server, DOCUMENT) < 0.5
     assert server.harness.host.used_bytes == 0 and not any(server.harness.tree.guard.errors.values())

@@ -87,9 +87,8 @@ def segment(change: Change) -> None:
     with contextlib.suppress(CorruptSegmentError):
         found = decode_segment(sealed(payload) if change.is_sealed else data[:PREFIX_BYTES] + payload, key, OWN, DRAFT)
         assert found.key == key and found.tokens.numel() == found.end > found.start >= 0
-        rows, entries = found.kept.rows, found.kept.num_sinks * found.kept.rows.keep_lens.numel()
-        assert found.num_entries == entries + int(rows.keep_lens.sum()) > 0
-        assert len(rows.positions) == len(rows.k) == len(rows.v)
+        rows = found.kept.rows
+        assert found.num_entries == len(rows.positions) == len(rows.k) == len(rows.v) == int(rows.keep_lens.sum()) > 0
         if (shadow := found.shadow) is not None:
             assert len(shadow.positions) == len(shadow.k) == len(shadow.v) == int(shadow.lens.sum())
             assert shadow.paid.isfinite().all() and len(shadow.paid) == len(shadow.k)

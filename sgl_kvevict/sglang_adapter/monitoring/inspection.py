@@ -167,13 +167,11 @@ def _entries(spans: list[Span]) -> list[dict[int, int]]:
     found: list[dict[int, int]] = []
     for span in spans:
         # A segment of one span has all its entries there, and their number is known on the host.
-        if span.segment.num_spans == 1:
-            found.append(span.segment.entries_by_bits)
-            continue
-        stored = Counter[int]()
-        for runs in span.runs():  # one part for each width, and for each that came back
+        is_shared = span.segment.num_spans > 1
+        stored = Counter[int]() if is_shared else Counter(span.segment.entries_by_bits)
+        for runs in span.runs() if is_shared else ():  # sinks, then the others
             stored[runs.bits] += next(counts)
-        found.append({bits: count for bits, count in stored.items() if count})
+        found.append(dict(+stored))
     return found
 
 
