@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvevict_kernels.row_sizes import rows_per_slot
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT
 
 INDEX_BYTES = 6
 """Of an entry outside the pool, beside its row: its position (4) and the key of its order (2)."""
@@ -160,4 +160,4 @@ class KVGeometry:
 
     def slots_for(self, num_entries: int, bits: int = 16) -> int:
         """Token slots that so many packed entries take, any of which may lie in any head slot."""
-        return -(-num_entries // (rows_per_slot(bits) * self.num_runs))
+        return -(-num_entries // (ROWS_PER_SLOT[bits] * self.num_runs))

@@ -8,15 +8,12 @@ WIDTHS = (16, 4)
 """Bits of a number in a row; 16 stands for whatever the pool's dtype has."""
 ROWS_IN_PLACE = 4
 """Rows of 4 bits in the place of one of 16."""
+ROWS_PER_SLOT = dict(zip(WIDTHS, (1, ROWS_IN_PLACE), strict=True))
+"""Rows of a head slot, by their bits."""
 STEP_BYTES = 2
 """Of the step of a row of 4 bits."""
 MAX_ROWS = 2**31 - 1024
 """Row numbers are int32; one block of headroom, so that offsets in kernels never wrap."""
-
-
-def rows_per_slot(bits: int) -> int:
-    """Rows of a head slot."""
-    return 1 if bits == WIDTHS[0] else ROWS_IN_PLACE
 
 
 def row_bytes(bits: int, head_dim: int, itemsize: int = 2) -> int:

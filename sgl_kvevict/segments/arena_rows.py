@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.stored_rows import as_moved, as_words
+from kvevict_kernels.stored_rows import as_words
 from sgl_kvevict.geometry import KVGeometry
 
 
@@ -46,11 +46,6 @@ class ArenaRows:
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
         rows = torch.index_select(as_words(arena.flatten(0, 2)), 0, head_slots.flatten())
         return rows.view(arena.dtype).view(*head_slots.shape, arena.shape[-1])
-
-
-def rows_by_head_slot(arena: Tensor) -> Tensor:
-    """[num_head_slots, width]: the arena's rows in a dtype that torch can gather and write."""
-    return as_moved(arena.flatten(0, 2))
 
 
 def entries_of_tokens(geometry: KVGeometry, token_slots: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,14 +12,14 @@ from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.recode_rows import encoded_rows, recode_rows, temporary_bytes, write_encoded
 from kvevict_kernels.row_codec import RowCoding
-from kvevict_kernels.row_sizes import STEP_BYTES, rows_per_slot
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT, STEP_BYTES
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow, CopiedSinks
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import ENTRY_BYTES, INDEX_BYTES, KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.ragged import MergePlan
-from sgl_kvevict.segments.arena_rows import ArenaRows, rows_by_head_slot
+from sgl_kvevict.segments.arena_rows import ArenaRows
 from sgl_kvevict.segments.segment import Packed, Rows, Segment, View
 from sgl_kvevict.segments.shadow import DraftRows, Shadow
 from sgl_kvevict.segments.sources import Range, Source, TokenRange
@@ -73,7 +73,7 @@ class SegmentPacker(ArenaRows):
         row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
         draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
         of_entry = INDEX_BYTES + (0 if bits == 16 else 2 * STEP_BYTES)
-        return self.geometry.num_runs * (row_bytes + rows_per_slot(bits) * of_entry) + draft_bytes
+        return self.geometry.num_runs * (row_bytes + ROWS_PER_SLOT[bits] * of_entry) + draft_bytes
 
     def rewrite(self, source: Source, num_slots: int, merge: MergePlan | None = None) -> tuple[Packed, Tensor]:
         """Write the kept entries of a range into the first of its slots behind those of its sinks.
@@ -140,7 +140,7 @@ class SegmentPacker(ArenaRows):
     ) -> Packed:
         """Storage whose rows are not written; ``keep_lens``, [num_layers, num_kv_heads], int32: of each run."""
         sizes = self.geometry.num_token_slots, positions.numel()
-        indptr, rows = alloc_head_slots(keep_lens, slots[num_sinks:], *sizes, per_slot=rows_per_slot(bits))
+        indptr, rows = alloc_head_slots(keep_lens, slots[num_sinks:], *sizes, per_slot=ROWS_PER_SLOT[bits])
         return Packed(slots.clone(), Rows(bits, rows, positions, indptr, keys), num_sinks, self._no_shadow)
 
     def copy(self, sources: Sequence[Source]) -> CopiedEntries:
@@ -194,7 +194,7 @@ class SegmentPacker(ArenaRows):
             write_encoded(*self._moved, packed.rows.rows, k, v, self._known_coding)
             return packed
         for arena, each in zip(self._moved, (k, v), strict=True):
-            rows_by_head_slot(arena)[packed.rows.rows.long()] = as_moved(each)
+            as_moved(arena.flatten(0, 2))[packed.rows.rows.long()] = as_moved(each)
         return packed
 
     @accounting()

@@ -65,7 +65,7 @@ class Order:
 class Rows:
     """Where entries of a segment lie, in rows of one width.
 
-    A row of ``bits`` has the number ``head_slot * rows_per_slot(bits) + part``; of 16 bits that of its head slot.
+    A row of ``bits`` has the number ``head_slot * ROWS_PER_SLOT[bits] + part``; of 16 bits that of its head slot.
 
     Attributes:
         bits: of a number of a row: 16 (as the pool stores it) or 4 (:mod:`kvevict_kernels.row_codec`).

@@ -23,7 +23,7 @@ from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.copies import CopiedShadow
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.segments.arena_rows import ArenaRows, entries_of_tokens, rows_by_head_slot
+from sgl_kvevict.segments.arena_rows import ArenaRows, entries_of_tokens
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class DraftRows(ArenaRows):
             head_slots, positions = shadow.head_slots[kept], shadow.positions[kept]
             shadow = Shadow(self.geometry, head_slots, positions, indptr, shadow.paid[kept])
         slots = shadow.head_slots.long()
-        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._moved)
+        k, v = (as_moved(arena.flatten(0, 2))[slots].view(arena.dtype) for arena in self._moved)
         lens = shadow.indptr.diff().view(self.geometry.num_layers, self.geometry.num_kv_heads)
         return CopiedShadow(lens, shadow.positions, k, v, shadow.paid)
 
@@ -178,7 +178,7 @@ class DraftRows(ArenaRows):
         kept, placed = self._lay_out(paid, indptr, positions, paid, slots)
         into = placed.head_slots.long()
         for arena, rows in zip(self._moved, (copied.k, copied.v), strict=True):
-            rows_by_head_slot(arena)[into] = as_moved(rows.contiguous()).to(arena.device)[kept]
+            as_moved(arena.flatten(0, 2))[into] = as_moved(rows.contiguous()).to(arena.device)[kept]
         return placed
 
     def _lay_out(

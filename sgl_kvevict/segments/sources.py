@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.radix_select import largest_entries
-from kvevict_kernels.row_sizes import rows_per_slot
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.config import Bits
 from sgl_kvevict.errors import InvariantError
@@ -182,7 +182,7 @@ class Source:
             raise InvariantError(f"entries in {held} slots cannot shrink to {num_slots} slots")
         cells = (num_slots - self.num_sinks) * geometry.num_runs
         width = 16 if bits == 16 or (self.bits == 16 and count <= cells) else 4
-        number, shown = min(count, cells * rows_per_slot(width)), 0
+        number, shown = min(count, cells * ROWS_PER_SLOT[width]), 0
         if geometry.has_windows:
             if width != 16:
                 raise InvariantError(f"rows of {width} bits of layers with sliding windows, which are cut by position")

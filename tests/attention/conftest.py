@@ -17,7 +17,7 @@ from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.row_codec import RowCoding, RowStatistics, encode_rows, write_rows
-from kvevict_kernels.row_sizes import rows_per_slot
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
@@ -69,7 +69,7 @@ class World:
         """
         geometry = self.geometry
         num_entries = int(lens.sum())
-        per_slot = rows_per_slot(bits)
+        per_slot = ROWS_PER_SLOT[bits]
         num_slots = geometry.slots_for(-(-num_entries // per_slot))
         slots = torch.tensor([self.free.pop() for _ in range(num_slots)], dtype=torch.int64)
         layers = torch.arange(geometry.num_layers).view(-1, 1, 1)

@@ -16,7 +16,7 @@ from kvevict_kernels.row_codec import (
     read_rows,
     write_rows,
 )
-from kvevict_kernels.row_sizes import rows_per_slot
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -60,7 +60,7 @@ class Store:
 
     def places(self, count: int, bits: int) -> Tensor:
         """Row numbers of this width in head slots that nobody has."""
-        per_slot = rows_per_slot(bits)
+        per_slot = ROWS_PER_SLOT[bits]
         cells = [self.cells.pop() for _ in range(-(-count // per_slot))]
         rows = torch.tensor([cell * per_slot + part for cell in cells for part in range(per_slot)], dtype=torch.int32)
         return rows[torch.randperm(len(rows))[:count]].to(self.device)

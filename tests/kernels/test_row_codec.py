@@ -22,7 +22,7 @@ from kvevict_kernels.row_codec import (
     rotation,
     write_rows,
 )
-from kvevict_kernels.row_sizes import row_bytes, rows_per_slot
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT, row_bytes
 
 HEAD_DIMS = [32, 64, 96, 128]
 DTYPES = [torch.bfloat16, torch.float16]
@@ -87,7 +87,7 @@ def test_the_step_is_the_one_that_comes_nearest() -> None:
 def test_rows_fill_their_head_slots(bits: int, head_dim: int, dtype: torch.dtype) -> None:
     """Every row has bytes of its own, in its head slot, one after the other, and a step; others keep theirs."""
     arena = torch.zeros(2, 3, 2, head_dim, dtype=dtype)
-    per_slot = rows_per_slot(bits)
+    per_slot = ROWS_PER_SLOT[bits]
     assert per_slot == {16: 1, 4: 4}[bits]
     steps = torch.zeros(12 * per_slot, dtype=torch.bfloat16) if bits == 4 else None
     stored = arena.view(-1).view(torch.uint8)

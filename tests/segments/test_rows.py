@@ -11,7 +11,7 @@ from helpers.packing import ordered
 from helpers.statistics import random_coding
 from kvevict_kernels.recode_rows import encoded_rows
 from kvevict_kernels.row_codec import read_rows
-from kvevict_kernels.row_sizes import rows_per_slot
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT
 from sgl_kvevict.config import Bits
 from sgl_kvevict.copies import CopiedEntries
 from sgl_kvevict.errors import InvariantError
@@ -90,7 +90,7 @@ class World:
 
 def check_places(geometry: KVGeometry, packed: Packed) -> None:
     """No two entries have bytes in common, and all are inside the segment's slots, behind those of its sinks."""
-    rows, per_slot = packed.rows.rows, rows_per_slot(packed.rows.bits)
+    rows, per_slot = packed.rows.rows, ROWS_PER_SLOT[packed.rows.bits]
     assert rows.unique().numel() == rows.numel()
     slots = rows // per_slot // geometry.num_kv_heads % geometry.num_token_slots
     assert torch.isin(slots, packed.token_slots[packed.num_sinks :]).all()
@@ -118,7 +118,7 @@ def test_each_resize_takes_bits_first_then_entries(world: World) -> None:
 
 @pytest.mark.parametrize(("bits", "width"), [(16, 16), ("auto", 4)])
 def test_a_range_gets_rows_of_one_width_without_an_order(world: World, bits: Bits, width: int) -> None:
-    num_slots = NUM_TOKENS // rows_per_slot(width)
+    num_slots = NUM_TOKENS // ROWS_PER_SLOT[width]
     source = Source(world.geometry, TokenRange(world.token_slots, START))
     small, _ = world.packer.rewrite(source.best(num_slots, bits), num_slots)
     segment = Segment(world.geometry, START, START + NUM_TOKENS, small)

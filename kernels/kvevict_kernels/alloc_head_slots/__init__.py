@@ -36,7 +36,7 @@ def alloc_head_slots(
         token_slots: [S], int64, distinct token slots of the segment, in the order in which they are filled.
         num_token_slots: token slots of the arena per layer.
         num_entries: ``keep_lens.sum()``, known on the host; never read from a device.
-        per_slot: rows of a head slot (:func:`kvevict_kernels.row_sizes.rows_per_slot`).
+        per_slot: rows of a head slot (:func:`kvevict_kernels.row_sizes.ROWS_PER_SLOT`).
 
     Returns:
         indptr [num_layers * num_kv_heads + 1], int32, run starts (exclusive prefix sum in (layer, head) order), and

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvevict_kernels.checks import KV_DTYPES, check_index_range, check_tensor
 from kvevict_kernels.dispatch import implementation
 from kvevict_kernels.row_codec import RowCoding, check_coding, encode_rows, read_rows, rotation, write_rows
-from kvevict_kernels.row_sizes import WIDTHS, row_bytes, rows_per_slot
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT, WIDTHS, row_bytes
 from kvevict_kernels.span_attention import reason_not_to_run
 from kvevict_kernels.span_attention.call import KINDS
 
@@ -159,7 +159,7 @@ def _check_arenas(k_arena: Tensor, v_arena: Tensor, coding: RowCoding) -> None:
 
 def _check_rows(name: str, rows: Tensor, bits: int, arena: Tensor) -> None:
     check_tensor(name, rows, (None,), torch.int32, arena.device)
-    check_index_range(name, rows, arena.shape[:3].numel() * rows_per_slot(bits))
+    check_index_range(name, rows, arena.shape[:3].numel() * ROWS_PER_SLOT[bits])
 
 
 def _check_sources(
