@@ -73,8 +73,8 @@ CEILINGS = {
     "sgl_kvevict/store": 2_135,
     "kernels": 6_881,
     "sgl_kvevict": 21_974,
-    "tests": 34_815,
-    "benchmarks": 10_472,
+    "tests": 34_827,
+    "benchmarks": 10_815,
     "tools": 6_849,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""
