@@ -90,6 +90,7 @@ class RowStatistics:
         """Take over other numbers of the same shape, in place: who reads these reads those from now on."""
         for field in fields(self):
             getattr(self, field.name).copy_(getattr(other, field.name))
+        # The table is a copy, and kernels have its address.
         self.table[self.k_mean.shape[-1] :].copy_(self._by_run())
 
     def __post_init__(self) -> None:
@@ -159,6 +160,7 @@ def rotation(head_dim: int, device: torch.device) -> Tensor:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     else:
         numbers = torch.arange(head_dim, dtype=torch.float64)
+        # The remainder first: cosines of large angles would be less exact.
         angles = 2 * torch.pi / head_dim * (numbers[:, None] * numbers % head_dim)
         matrix = angles.cos() + angles.sin()
     return (matrix.double() / math.sqrt(head_dim)).float().to(device)
@@ -182,6 +184,7 @@ def encode_rows(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     first_step = (turned.abs().amax(1, keepdim=True) * (REACH / MIDDLE)).clamp_min(LEAST_STEP)
     codes = (turned / first_step + (MIDDLE + 0.5)).floor().clamp(0, MAX_CODE)
     units = codes - MIDDLE
+    # Never divided by 0: no code is the middle, 7.5.
     step = (turned * units).sum(1, keepdim=True) / units.square().sum(1, keepdim=True)
     low, high = codes.to(torch.uint8).view(-1, x.shape[1] // 2, 2).unbind(2)
     return torch.cat([low | high << 4, step.bfloat16().view(torch.uint8)], dim=1)

@@ -67,11 +67,14 @@ class Adoption:
         there = self._tree.find(tokens, namespace)
         compressed_len = self._spans.compressed_len(there)
         if record.splittable and record.start < compressed_len < record.end:
+            # Entries that the tree has already would be read twice.
             record = record.after(compressed_len)
         fewest = -self._tree.largest(-record.num_entries)  # among all ranks
+        # The smallest of all ranks: what one rank cannot place none may, or their trees would differ.
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it
         num_slots = self._packer.slots_of(record.kept)
+        # Making room may drop leaves, among them the ones that the segment is to continue.
         with self._tree.holding([node for node in there if node in self._spans]):
             slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
@@ -81,6 +84,7 @@ class Adoption:
             self._tree.free(slots)
             return 0
         if record.evicted is not None:
+            # After the segment is in the tree: it needs room in the host's memory, and is lost without harm.
             self._complements.restore(segment, record.evicted)
         return record.end - record.start
 
@@ -94,6 +98,7 @@ class Adoption:
         evicted: Sequence[EvictedPart],
     ) -> Segment | None:
         """Write a segment into ``slots``; None: the tree has no place for it any more, and nothing was written."""
+        # Looked up again: making room has changed the tree.
         there = self._tree.find(tokens, namespace)
         if not self._fits(record, there):
             return None
@@ -106,11 +111,13 @@ class Adoption:
         last = self._tree.add(tokens, namespace)
         if last is None:
             return None
+        # Taken before the nodes hold a span, which replaces these numbers by fillers.
         freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
         nodes = self._spans.uncompressed(path_to(last))
         segment = self._segment(record, slots)
         self._resizer.exchange(nodes, segment, readers)
         self._complements.attach(segment, evicted)
+        # Last, when no reader's row and no node names these slots any more.
         self._tree.free(freed)
         return segment
 

@@ -117,6 +117,7 @@ class Complements:
 
     def end_at(self, segment: Segment, end: int) -> None:
         """The last span of a segment was dropped, so that the segment ends at ``end``: forget entries behind it."""
+        # Held before the old ones are released: the last holder would take the copy with it.
         kept = self._host.hold([part.within(segment.start, end) for part in self[segment]])
         self.forget(segment)
         self._set(segment, kept)

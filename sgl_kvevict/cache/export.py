@@ -103,6 +103,7 @@ def export_sources(
     if not copied.rows.k.is_cuda:
         return Leaving(namespace, record, None)
     launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # The writer's thread waits for this, and not for all that the device has to do.
     launched.record()
     return Leaving(namespace, record, launched)
 

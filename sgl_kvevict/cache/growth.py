@@ -65,6 +65,7 @@ class Growth:
         entries: CopiedRows | None = None
         with self._guard.at(Place.HOST):
             entries = self._complements.get(part)
+        # An error was held, or the parts cannot be read: to try again would end the same.
         if entries is None:
             self._complements.take(segment, part)
             return False

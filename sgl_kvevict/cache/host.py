@@ -70,8 +70,10 @@ class HostMemory:
             namespace = self.segments.identity.namespace(*namespace_of(node))
             views = [] if span is None else views_of(path, self._spans)
             parts = self._complements.of(views)
+            # A copy takes bandwidth, and the host may have had one since it loaded the segment.
             there = self.segments.covering(tokens_of(path), bounds[0], namespace)
             if there is not None and self._is_as_good(there, span, parts):
+                # The pool loses it now, so the host's copy is no longer spare.
                 self.segments.use(there.key)
                 return
             evicted = None
@@ -82,6 +84,7 @@ class HostMemory:
             num_evicted = self.segments.num_evicted
             num_bytes = self.segments.put(record, namespace, parts)
             if num_bytes:
+                # After the segment itself: evicted entries must not take the room that it needs.
                 self.segments.evicted_from(record.key).extend(self._complements.put(evicted, *bounds))
                 totals = self._table.totals
                 totals.moved_out_segments += 1
@@ -103,6 +106,7 @@ class HostMemory:
         """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""
         span = self._spans.at(path[-1])
         if span is None:
+            # A stored segment continues compressed tokens; below uncompressed ones none could be placed.
             is_alone = len(path) == 1 or path[-2] in self._spans
             end = length_of(path)
             return (end - len(path[-1].key), end) if is_alone and self._compressor.scores_any_range else None
@@ -121,6 +125,7 @@ class HostMemory:
         order = None if opened is None else opened.order
         if order is None or (order.start, order.end) != (start, end):
             prompt = None if opened is None else opened.prompt
+            # Ranked at once: the slots are released as soon as this returns.
             order = self._compressor.rank(slots, start, prompt or CacheObservation(), turn=0)
         num_slots = self._config.num_slots(end - start, start)
         tokens = TokenRange(slots, start, order.keys, self._config.num_sinks(end - start, start))
@@ -144,6 +149,7 @@ class HostMemory:
                 return
             for record in self.segments.continuing(self._adoption.lookup(prompt, identity), found):
                 num_tokens = self._adoption.place(record, prompt, self.segments.evicted_from(record.key))
+                # What follows continues this segment, so it has no place either.
                 if not num_tokens:
                     return
                 self.segments.use(record.key, in_pool=True)

@@ -90,8 +90,10 @@ class Loading:
         Returns:
             Requests that must not be admitted yet.
         """
+        # The usual case, in every turn of the loop: no exchange between ranks.
         if not self._waiting:
             return set()
+        # They were aborted: nobody waits for their fetches.
         for request in self._waiting.keys() - set(queue):
             self._forget(request)
         for request in queue[:READ_AHEAD]:
@@ -117,6 +119,7 @@ class Loading:
         """Start a fetch if the store may have more of a prompt than the tree and the host."""
         waiting.is_begun = True
         prompt = waiting.prompt
+        # The host first: it is nearer, and what it has need not be read from the store.
         self._host.load(request, prompt)
         with self._guard.at(Place.STORE):
             waiting.fetch = self._reader.start(self._adoption.lookup(prompt, self._access.identity))
@@ -124,6 +127,7 @@ class Loading:
     def _agree(self, waiting: Sequence[Waiting]) -> list[Answer]:
         """Combine all ranks' answers, with the same result on each."""
         answers = [self._answer(each) for each in waiting]
+        # Ranks may have read different segments, if another server has replaced one meanwhile.
         parts = [
             _signature(each) if answer is Answer.HERE else 0 for each, answer in zip(waiting, answers, strict=True)
         ]
@@ -132,6 +136,7 @@ class Loading:
         for i in range(len(waiting)):
             worst = Answer(max(rank[i] for rank in ranks))
             differ = len({rank[len(waiting) + i] for rank in ranks}) > 1
+            # All ranks go by the slowest one: a prefix that one of them lacks is computed by all.
             agreed.append(Answer.NOTHING if worst is Answer.HERE and differ else worst)
         return agreed
 
@@ -146,6 +151,7 @@ class Loading:
 
     def _end(self, request: Any, waiting: Waiting, answer: Answer) -> None:
         """Place what was fetched for a request that waits no longer, or report why there is nothing."""
+        # No fetch was begun, so there is nothing to count and nothing to abandon.
         if waiting.fetch is None:
             return
         if answer is Answer.LATE:
@@ -163,6 +169,7 @@ class Loading:
             num_tokens = self._adoption.place(record, prompt)
             if num_tokens == 0:
                 self._table.totals.not_placed += 1
+                # Maybe the tree has got this one meanwhile, and the next continues it.
                 continue
             if reads.store_start is None:
                 reads.store_start = record.end - num_tokens

@@ -89,6 +89,7 @@ class Prefills:
         It waits until slots are short if it is configured so (``compress``), or its client wants to read a share.
         """
         record = self._readers[reader]
+        # Taken away first: whatever happens below, the prompt is not compressed a second time.
         observation, record.observation = record.observation, None
         if observation is None:
             return

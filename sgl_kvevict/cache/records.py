@@ -245,6 +245,7 @@ class PrefixTable:
         """
         opened = self.open.setdefault(last, OpenRange(share, waits))
         opened.share, opened.waits = share, opened.waits and waits
+        # A range that waits is in the heap of what may shrink; the others are tried in each turn.
         if opened.waits:
             self.shrinking.add(last)
         else:
@@ -262,6 +263,7 @@ class PrefixTable:
         self.close(last)
         if opened is None or above is None or above.parent is None:
             return
+        # Another path goes on there: the tokens above belong to its range, or will.
         has_others = any(child is not last for child in above.children.values())
         if has_others or above in self.spans or above in self.open:
             return
@@ -280,6 +282,7 @@ class PrefixTable:
         """
         start = segment.start
         for i, node in enumerate(nodes):
+            # What was open there is this segment now.
             self.close(node)
             record = self._records.setdefault(node, PrefixRecord())
             end = start + len(node.key)
@@ -349,6 +352,7 @@ class PrefixTable:
         self.forget()
         self._records.clear()
         self.packed.clear()
+        # One by one, because `clear` would leave them among the set's new nodes.
         for node in list(self.shrinking):
             self.shrinking.discard(node)
 

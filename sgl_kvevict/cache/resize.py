@@ -161,6 +161,7 @@ class Resizer:
                 continue
             num_bytes -= opened.num_bytes
             if opened.waits and not self._compressor.scores_any_range:
+                # It could not be ranked later, so it is packed while its prompt is still there.
                 self._try(last, Occasion.SHORT)
             opened.prompt, opened.num_bytes = None, 0
             if last in self._table.open and opened.order is None and not self._can_rank(opened):
@@ -180,6 +181,7 @@ class Resizer:
         Returns the token slots released.
         """
         num_released = 0
+        # A copy: a range that is packed leaves the table.
         for last, opened in list(self._table.open.items()):
             is_due = occasion is not Occasion.TURN or opened.is_launched
             if is_due and not opened.waits:
@@ -223,6 +225,7 @@ class Resizer:
                 nodes = [node for node in self._spans.uncompressed(path) if node not in taken]
                 gain = self._gain(ranges[last], nodes, length_of(path) - length_of(nodes), locked)
                 if gain is not None:
+                    # Tokens that two ranges share are released once: counted twice, admission would promise too much.
                     taken.update(nodes)
                     num_reclaimable += gain
             rest = [node for node in rest if node not in taken]
@@ -312,6 +315,7 @@ class Resizer:
             return 0
         groups = self._groups(nodes, start, locked)
         if not self._has_order(opened, groups, start, end):
+            # The policy failed for it, and would again; or nothing is left by which it could be ranked.
             self._table.close(last)
             return 0
         if self._is_early(opened) and not is_short:
@@ -383,6 +387,7 @@ class Resizer:
         segment = Segment(geometry, start, written.end, written.packed)
         segment.splittable = not (geometry.has_windows and num_slots < slots.numel())
         self.exchange(nodes, segment, readers)
+        # After the exchange: slots may go to another request only when no row and no node names them.
         num_freed = self._released(segment, written)
         num_tokens, totals = slots.numel(), self._table.totals
         totals.compressions += 1
@@ -534,6 +539,7 @@ class Resizer:
             packed: new storage of the segment; None: it is new.
             end: logical position after the last token of the new storage.
         """
+        # Read first: the charges below are differences to what the tree counts now.
         before = [len(node.key) if (span := self._spans.at(node)) is None else span.charged_slots for node in nodes]
         full = self._spans.uncompressed(nodes)
         if packed is not None:

@@ -55,6 +55,7 @@ class Chunk:
         """The last ``window_size`` of the earlier rows and this chunk's; contiguous."""
         missing = self.window_size - rows.shape[0]
         if earlier is None or missing <= 0:
+            # A copy: a view would keep the queries of the whole forward in memory.
             return rows[-self.window_size :].clone(memory_format=torch.contiguous_format)
         return torch.cat([earlier[-missing:], rows]).contiguous()
 
@@ -117,6 +118,7 @@ class WindowKeys(Collector):
 
     def add(self, chunk: Chunk) -> None:
         """Keep the last rows."""
+        # The last keys are those of the chunk's own queries.
         slots = chunk.key_slots[-chunk.queries.shape[0] :][-chunk.window_size :]
         self._keys = chunk.last(self._keys, gather_rows(chunk.k_buffer, slots, chunk.k_scale))
 
@@ -137,6 +139,7 @@ class PerToken(Collector):
         """Combine the chunk's numbers with those of earlier chunks."""
         numbers = self._of(chunk)
         if self._numbers is not None:
+            # Earlier chunks have numbers of fewer keys: those of this chunk come behind.
             self._combine(numbers[:, : self._numbers.shape[1]], self._numbers)
         self._numbers = numbers
 

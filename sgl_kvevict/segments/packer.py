@@ -107,6 +107,7 @@ class SegmentPacker(ArenaRows):
         if kept.bits != 16:  # allocated before anything is written: without the memory everything stays as it is
             num_bytes = temporary_bytes(self.k_arena, kept.num_entries)
             temporary = torch.empty(num_bytes, dtype=torch.uint8, device=held.device)
+        # From here on rows are overwritten: an error would leave a segment that is neither the old one nor the new.
         with accounting():
             if kept.bits != 16:
                 runs = kept.runs.int()

@@ -112,6 +112,8 @@ class PromptObservation:
         below the last chunk's. Per-token data of tokens compressed since the last chunk is dropped. ``is_last``: the
         prompt ends here. ``token_slots``, [end - key_start], int64, are required if :attr:`needs_slots`.
         """
+        # A request that was retracted, or lost a part of its prefix, is prefilled again: what was summed up would count
+        # twice.
         if start != self.end or key_start < self._key_start or not self._layers:
             kinds, geometry = self.spec.collectors, self.spec.geometry
             self._layers = [

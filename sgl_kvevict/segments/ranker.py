@@ -145,6 +145,7 @@ class Compressor:
         """
         least = self.tokens_kept(num_tokens, start, self.config.shares[-1])
         num_first = min(max(self.config.sink_tokens - start, 0), least)
+        # Half at most: a small segment would else keep the end of its prompt and nothing of the rest.
         return num_first, min(self.config.tail_tokens, (least - num_first) // 2)
 
     def _order(self, token_slots: Tensor, start: int, observation: Observation, goes_on: bool) -> RangeOrder:
@@ -157,6 +158,7 @@ class Compressor:
         num_tokens = token_slots.numel()
         total = self.tokens_kept(num_tokens, start) * geometry.num_runs
         num_first, num_last = self.protected(num_tokens, start)
+        # The end of a chunk is the middle of its prompt.
         num_last = 0 if goes_on else num_last
         if geometry.has_windows:
             return order_beside_windows(self.policy, show, geometry, token_slots, total, num_first, num_last)

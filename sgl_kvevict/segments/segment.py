@@ -58,6 +58,7 @@ class Order:
     def within(self, start: int, end: int) -> Order:
         """The order of the tokens ``[start, end)`` of the range, logical positions; no copy."""
         launched, first, last = self.launched, start - self.start, end - self.start
+        # Lazily: cutting the keys now would wait for a ranking that may still run.
         return replace(self, launched=lambda: launched()[..., first:last], start=start, end=end)
 
 
@@ -202,6 +203,7 @@ class Segment:
     @property
     def tokens_per_slot(self) -> float:
         """Tokens of prefill that each of its slots saves."""
+        # It saves nothing any more, so it goes before everything else.
         return float("-inf") if self.is_rest else self.num_tokens / max(self.num_slots, 1)
 
     @property
@@ -212,6 +214,7 @@ class Segment:
     def pack(self, packed: Packed, end: int) -> None:
         """Replace the storage by one of the tokens before ``end``."""
         self.packed, self.end = packed, end
+        # A rewrite leaves out entries of tokens that no node holds.
         self._all_live()
 
     def grow(self, packed: Packed) -> None:
@@ -292,6 +295,7 @@ class Span:
         return self._draft_runs
 
     def _follow(self) -> None:
+        # Compared by identity: a resize replaces the storage, and does not know the spans.
         if self._packed is not self.segment.packed:
             self._packed, self._runs, self._draft_runs = self.segment.packed, None, None
 
@@ -306,6 +310,7 @@ class Span:
         if not self.segment.splittable:
             raise InvariantError(f"the span [{self.start}, {self.end}) cannot be split")
         self.segment.num_spans -= 1
+        # The upper half is the owner: lower nodes are dropped before it.
         upper = Span(self.segment, self.start, position, is_owner=self.is_owner)
         return upper, Span(self.segment, position, self.end, is_owner=False)
 

@@ -100,6 +100,7 @@ class DraftRows(ArenaRows):
         squares = accumulated_attention(
             queries, lse, keys, token_slots, sm_scale=scale, reduction="squares", **positions
         )
+        # The largest of all prefills: a token that one prompt needs is not worth less because others do not.
         self.paid[layer, token_slots] = torch.maximum(self.paid[layer, token_slots], squares.T)
 
     def absent(self) -> Shadow:
@@ -123,6 +124,7 @@ class DraftRows(ArenaRows):
 
         Tokens from ``end`` on go first.
         """
+        # Below every sum of squares: rows of tokens that are gone are kept only where room is left.
         keys = torch.where(shadow.positions < end, shadow.paid, -1.0)
         kept, moved = self._lay_out(keys, shadow.indptr, shadow.positions, shadow.paid, slots)
         if kept.numel():
@@ -142,6 +144,7 @@ class DraftRows(ArenaRows):
         shadow = self.joined(parts)
         if num_slots is not None:
             count = min(num_slots * self.geometry.num_runs, shadow.positions.numel())
+            # Floats of at least 0 are ordered as the integers of their bits.
             kept, lens = largest_entries(shadow.paid.view(torch.int32), shadow.indptr, count)
             indptr = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
             head_slots, positions = shadow.head_slots[kept], shadow.positions[kept]
@@ -165,6 +168,7 @@ class DraftRows(ArenaRows):
             head_slots.append(shadow.head_slots[kept])
             paid.append(shadow.paid[kept])
         of_rows = torch.cat(runs)
+        # Stable: within a run positions have to go on ascending.
         order = of_rows.argsort(stable=True)
         lens = torch.zeros_like(numbers, dtype=torch.int32).index_add_(0, of_rows, torch.ones_like(of_rows).int())
         indptr = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))

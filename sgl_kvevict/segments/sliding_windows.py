@@ -42,6 +42,7 @@ def order_beside_windows(
     kept = geometry.tokens_to_keep(num_tokens, total // geometry.num_runs)
     num_last = sum(count for count, window in zip(kept, geometry.windows, strict=True) if window)
     num_rest = min(total - num_last * geometry.num_kv_heads, num_tokens * len(layers) * geometry.num_kv_heads)
+    # Layers that share positions need equal budgets; the remainder stays free.
     num_rest -= num_rest % len(layers) if policy.reuse_layers > 1 else 0
     shown, others = (lambda row: show(layers[row])), _without_windows(geometry, layers)
     of_others = policy.order(shown, others, num_rest, protected, protected_last)

@@ -32,6 +32,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
+    # An arena of its own: token slots of the real one belong to SGLang's allocator.
     packer = SegmentPacker(
         geometry, k, v, coding=None if real.coding is None else RowCoding.of(k, real.coding.statistics)
     )

@@ -30,8 +30,10 @@ def around_queueing(
     original: Callable[..., None], scheduler: Scheduler, req: Req, is_retracted: bool = False, *args: Any, **kwargs: Any
 ) -> None:
     """Hook around the queueing of a request: check it before, and look into the store afterwards, if it is new."""
+    # Before SGLang queues it: a refused one is then queued as an abort, and answered in its turn.
     check(scheduler, req)
     original(scheduler, req, is_retracted, *args, **kwargs)
+    # A retracted request has been checked and fetched before.
     if not is_retracted:
         fetch(scheduler, req)
 

@@ -79,6 +79,7 @@ class UnifiedTreePort:
 
     def num_locks(self, node: UnifiedTreeNode) -> int:
         """Number of locks on a node, but for that of :meth:`holding`."""
+        # Our own lock keeps the path in the tree; it reads nothing, so it must not keep segments from shrinking.
         is_held = self.held is not None and node in path_to(self.held)
         return int(node.component_data[FULL].lock_ref) - is_held
 
@@ -98,6 +99,7 @@ class UnifiedTreePort:
 
     def hold_span(self, node: UnifiedTreeNode) -> None:
         """Replace a node's slots by zeros (the padding slot), of the same length."""
+        # First: the window's slots are found through the full-attention ones, which are replaced below.
         if self._cache.is_swa_enabled:
             self._cache.components[SWA].keep_window(node)
         data = node.component_data[FULL]
@@ -116,6 +118,7 @@ class UnifiedTreePort:
         allocator = self._cache.slot_allocator
         missing = num_slots - allocator.available_size()
         if missing > 0:
+            # Nothing is dropped for what cannot be had in full.
             if missing > self._cache.evictable_size():
                 return None
             self._cache.evict(EvictParams(num_tokens=missing))
@@ -204,6 +207,7 @@ class KVEvictTree(UnifiedRadixCache):
         )
         self.spans = self.prefixes.spans
         self._blocking = BlockingNodes(self, self.prefixes.table, splittable=compressor.splittable)
+        # Read by `reset`, which SGLang's constructor calls before the strategy is known.
         self._weighs_recency = False
         # SGLang's constructor builds the components and calls reset, so this comes after our attributes.
         ours = {FULL: SpanComponent, SWA: SpanAwareSWA}
@@ -225,8 +229,10 @@ class KVEvictTree(UnifiedRadixCache):
 
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""
+        # Before SGLang's own reset: our records are of nodes that it is about to forget.
         self.prefixes.cleared()
         super().reset()
+        # SGLang's reset makes a new set of leaves.
         self._order_leaves()
 
     def _order_leaves(self) -> None:
@@ -310,6 +316,7 @@ class KVEvictTree(UnifiedRadixCache):
     def all_values_flatten(self) -> torch.Tensor:
         """Every token slot that the tree holds; for SGLang's leak checker."""
         held = [node.component_data[FULL].value for node in self.nodes() if node not in self.spans]
+        # Once a segment: its spans share its slots.
         held += [segment.packed.token_slots for segment in self.prefixes.table.packed]
         return torch.cat(held) if held else torch.tensor([], dtype=torch.int64)
 
@@ -325,6 +332,7 @@ class KVEvictTree(UnifiedRadixCache):
         if req is not None:
             record = self.prefixes.prefills.matched(req, is_cached=not req.skip_radix_cache_insert)
             record.computed_again = 0
+            # Compressed nodes come first on every path, so the first token decides.
             if record.is_exact and self._blocking.begins_compressed(key):
                 record.computed_again = self._blocking.num_shared(self._allowed(key))
                 key = key[:0]
@@ -379,6 +387,7 @@ class KVEvictTree(UnifiedRadixCache):
             self._note_read(req)  # before its path changes
             self._count(req)
         record, key = self.prefixes.readers[req], self._key_of(req, up_to)
+        # SGLang would free what an exact request has computed as a duplicate, and have it read the compressed nodes.
         is_private = record.is_exact and self._blocking.begins_compressed(key)
         is_retired = self._blocking.is_retired(self.tree_core.node_by_id(req.last_node))
         if is_private or is_retired or _keeps_own_chunks(req, up_to):
@@ -392,6 +401,7 @@ class KVEvictTree(UnifiedRadixCache):
         node = self.tree_core.node_by_id(req.last_node)
         if record.is_complete:
             self._report_compressed(req, node)
+            # The prompt is answered by now; an error costs its compression.
             with self.guard.at(Place.PROMPT) as attempt:
                 self.prefixes.prefills.complete(req, node, self._options_of(req), num_samples)
             if attempt.failed:
@@ -401,6 +411,7 @@ class KVEvictTree(UnifiedRadixCache):
         else:
             with self.guard.at(Place.PROMPT):
                 self.prefixes.prefills.chunk_complete(req, node)
+        # From the end of the prefill on, whether or not the prompt was compressed.
         if up_to >= len(req.origin_input_ids) and (seconds := self._options_of(req).retain) is not None:
             self.prefixes.recency.retain(path_to(node), len(req.origin_input_ids), seconds)
 
@@ -479,12 +490,15 @@ class KVEvictTree(UnifiedRadixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then report it."""
         is_aborted = isinstance(req.finished_reason, FINISH_ABORT)
+        # Taken before SGLang forgets the request's path.
         path = path_to(self.tree_core.node_by_id(req.last_node))
         if not checkpointed:
             self._note_read(req)
         super().on_release(req, checkpointed=checkpointed)
+        # The last reader of a prefix of old weights takes it along.
         if path and self._blocking.is_retired(path[0]):
             self._blocking.drop_unread(path[0])
+        # After SGLang has unlocked the path: ranges that waited for this reader can be packed now.
         self.prefixes.released(req)
         if is_aborted:
             self.prefixes.aborted(path)

@@ -96,11 +96,13 @@ class HostLists:
         self.span_cap = [max_chunks(*both) for both in zip(averages, self.span_chunk, strict=True)]
         self.shares = [self._shares(i) for i in range(len(new_lens))]
         self.num_splits = [sum(shares.values()) for shares in self.shares]
+        # The larger of both: partials of `ragged_extend` overwrite the others, which are merged by then.
         self.num_partials = max(self._place_partials(), self._place_extend_partials())
 
     def _average(self, span: SpanRuns) -> int:
         """Entries of a run, on average over the segment that the span was cut from."""
         runs = self.sizes.num_layers * self.sizes.num_kv_heads
+        # How many of the segment's rows are the span's only the device knows.
         return min(-(-span.rows.numel() // runs), span.num_tokens)
 
     def _shares(self, request: int) -> dict[int, int]:

@@ -91,6 +91,7 @@ def _part_of(
     total = num_own
     for j in range(path_begin, path_end):
         total += _run_len(j, first_unit, addresses_ptr, H=H, BITS=BITS)
+    # Whole blocks: a part that ends within one would read and mask it twice.
     length = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
     return split * length, tl.minimum((split + 1) * length, total)
 
@@ -282,6 +283,7 @@ def _extend_kernel(
         path_begin, path_end, first_unit, num_own, share, shares, addresses_ptr, H=H, BLOCK_N=BLOCK_N, BITS=OF_SPANS
     )
     first_token = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + i_tile) * BLOCK_M // G
+    # One loop nest for spans and own tokens: with two, ptxas serialises the tensor-core instructions of both.
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
         num_kv, address = _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H=H, BITS=OF_SPANS)
         is_own = (j >= path_end).to(tl.int32)
@@ -296,14 +298,18 @@ def _extend_kernel(
             from_key = tl.where(is_own > 0, num_before + depth + 1 - window, 0)
             all_from = tl.where(is_cut, to_key, tl.max(tl.where(m_m, from_key, 0), 0))
         index_ptr = address.to(tl.pointer_type(tl.int32))
+        # It begins at a difference of two numbers: a single one that shrinks from run to run is compiled wrongly
+        # (Triton 3.6 to 3.8 keep its first value; seen on an H200).
         for start in range(tl.maximum(begin - passed, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
+            # Behind the last key that one is read again, so that no copy needs a mask.
             slot = tl.load(index_ptr + tl.minimum(n, to_key - 1))
             if BITS < 16:
                 s = score_narrow_block(b_q, b_zero, k_ptr, k_steps_ptr, slot, ones, D=D)
             else:
                 row = (slot * stride).to(tl.int64) * D
                 s, b_v = _score_block(b_q, b_rot, k_ptr + shift, v_ptr + shift, row, o_d, D, DV, BLOCK_D, BLOCK_ROT)
+            # Masks cost several instructions a score; most blocks are seen whole by all rows of the tile.
             if (start + BLOCK_N > all_to) | (start < all_from):
                 limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
                 seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n - num_before, is_own == 0)
@@ -367,6 +373,7 @@ def _combine_kernel(
         b_sum = tl.zeros([ROWS], dtype=tl.float32)
         b_out = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
         first_partial = tl.load(at.int64s_at(addresses_ptr, at.EXTEND_PARTIAL) + request)
+        # In order, so that sums have the same bits in every run.
         for part in range(num_splits):
             row = first_partial + (part * H + head).to(tl.int64) * count + i_row
             b_lse = tl.load(partial_lse_ptr + row, mask=m_m, other=float("-inf"))

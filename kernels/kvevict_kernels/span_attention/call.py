@@ -189,6 +189,7 @@ class SpanAttention:
         words[w.SCALE : w.SCALE + 1].view(np.float32)[0] = sm_scale
         self._team.run(self._call.address, words.ctypes.data, self._num_threads)
         if words[w.WRONG_SLOT] != w.NO_SLOT:
+            # Reset before it is raised: the layout may be used again.
             slot, words[w.WRONG_SLOT] = int(words[w.WRONG_SLOT]), w.NO_SLOT
             raise IndexError(f"head slot {slot}: the arena has {self._constants[w.NUM_HEAD_SLOTS]}")
 
@@ -201,6 +202,7 @@ class _Buffer:
 
     def take(self, num_bytes: int) -> int:
         """Address of ``num_bytes`` bytes, aligned to a cache line; previous content is lost."""
+        # Never smaller again: a server's batches come back to their size, and fresh memory has to be mapped.
         if self._memory.nbytes < num_bytes + _LINE:
             self._memory = np.empty(num_bytes + _LINE, np.uint8)
         return -(-self._memory.ctypes.data // _LINE) * _LINE

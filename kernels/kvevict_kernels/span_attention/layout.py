@@ -116,6 +116,7 @@ class Layout:
                 raise ValueError(f"visible: expected {self._lists[w.TOKENS].max() + 1} tokens, got {visible.numel()}")
         self.words[w.VISIBLE] = 0 if visible is None else visible.data_ptr()
         self._read = req_to_token, visible  # keeps the addresses valid until the next step
+        # In place: the call has the addresses of these lists.
         self.suffix_slots[:] = req_to_token.data_ptr() + 4 * (row_numbers.astype(np.int64) * row_len + begins)
         self.suffix_lens[:] = np.asarray(seq_lens, np.int64) - begins
         if self.has_windows:

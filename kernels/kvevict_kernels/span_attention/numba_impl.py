@@ -188,6 +188,7 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
     for i in range(num_keys):
         number = shift + factor * np.int64(numbers[i])
         if number < 0 or number >= words[w.NUM_HEAD_SLOTS] * per_slot:
+            # A thread cannot raise: it notes the number, and reads row 0 instead.
             words[w.WRONG_SLOT] = number // per_slot
             number = np.int64(0)
         rows[i] = words[w.K] + number * row_bytes
@@ -196,6 +197,7 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
             load_codes(head_dim, rows[i] + to_values, values + 4 * i * head_dim)
         else:
             load_row(kind, v_head_dim, rows[i] + to_values, values + 4 * i * v_head_dim, _ONE)
+    # Rows lie anywhere in the arena, which the processor cannot foresee.
     for i in range(num_keys, num_keys + num_next):
         number = shift + factor * np.int64(numbers[i])
         row = words[w.K] + number * row_bytes
@@ -206,6 +208,7 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
             prefetch(words[w.K_STEPS] + 2 * number)
             prefetch(words[w.V_STEPS] + 2 * number)
     for i in range(num_keys, _BLOCK):
+        # A block is always multiplied whole; what these give is hidden by the mask.
         rows[i] = words[w.ZEROS]
         k_bits[i] = v_bits[i] = 0
     for i in range(0, num_keys, LANES):
@@ -348,6 +351,7 @@ def _merge_row(words, request, token, head, g, scratch):
     end = paths[request + 1]
     largest, total, code_total, codes = _LOWEST, _ZERO, _ZERO, scratch + 4 * v_head_dim
     fill(scratch, 2 * v_head_dim, _ZERO)
+    # In the order of the path, so that a result depends neither on other requests nor on the number of threads.
     for i in range(paths[request], end + 1):
         part, place = num_spans + request, token
         if i < end:
@@ -401,16 +405,19 @@ def _attend_share(words, thread, num_threads, scratch):
             all_cost += _num_keys(words, part, head) * (_num_rows(words, part) + _KEY_COST)
     begin, end = all_cost * thread // num_threads, all_cost * (thread + 1) // num_threads
     cost, row = 0, 0
+    # Every thread counts all chunks: that takes less time than to hand them out.
     for part in range(num_parts):
         num_rows = _num_rows(words, part)
         for head in range(num_heads):
             unit_len = _num_keys(words, part, head)
+            # The others read it behind the barrier.
             if thread == 0:
                 unit_rows[part * num_heads + head] = row
             chunk_len = _chunk_len(unit_len)
             has_queries = False
             for first in range(0, unit_len, max(chunk_len, 1)):
                 last = min(first + chunk_len, unit_len)
+                # A chunk belongs to the thread in whose share it begins: no two threads write the same partial results.
                 if begin <= cost < end:
                     if not has_queries:
                         _load_queries(words, part, head, scratch)
@@ -453,6 +460,7 @@ def compile_call(team: Team, stamp: int, *, is_cached: bool) -> Any:
     @cfunc(types.void(types.CPointer(types.int64)), cache=is_cached)
     def attend(address):
         words = carray(address, w.NUM_WORDS)
+        # Never so. The comparison makes the stamp a part of the code, by which numba finds the cached compilation.
         if words[w.STAMP] != stamp:
             return
         thread, num_threads = np.int64(_thread_number()), np.int64(_thread_count())
