@@ -148,7 +148,7 @@ class Harness:
         self.rows, self.allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
         coding = None if self.bits == 16 else random_coding(self.geometry, self.k)
         self.config = self.config.model_copy(update={"bits": self.bits})
-        if self.windows or self.cache_grid > 1 or not self._ranks_any_range():
+        if not self._compresses_answers():
             self.config = self.config.model_copy(update={"answer_block": None})  # as the factory does
         store = SegmentPacker(self.geometry, self.k, self.v, self._make_drafts(), coding)
         kind = LearnedCompressor if self.scores_any_range or self.waits else Compressor
@@ -170,9 +170,10 @@ class Harness:
         self.live: list[Req] = []
         self._count = 0
 
-    def _ranks_any_range(self) -> bool:
+    def _compresses_answers(self) -> bool:
         needs = self.policy.needs if self.policy else frozenset()
-        return self.scores_any_range or self.waits or not collected(needs)
+        ranks_any_range = self.scores_any_range or self.waits or not collected(needs)
+        return ranks_any_range and not self.windows and self.cache_grid == 1
 
     def _make_pools(self) -> dict[str, Any]:
         rows = ReqToTokenPool(self.num_rows, self.max_tokens, "cpu", False)

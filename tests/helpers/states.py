@@ -43,6 +43,9 @@ class StatesHarness(Harness):
     num_states: int = 24
     interval: int = 0
 
+    def _compresses_answers(self) -> bool:
+        return False
+
     def _make_pools(self) -> dict[str, Any]:
         dtypes = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
         rows = HybridReqToTokenPool(

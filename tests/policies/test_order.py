@@ -12,7 +12,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.order import LARGEST, PINNED, order_of
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.segments import Packed, Rows, Segment, Sources, TokenRange, View
+from sgl_kvevict.segments import Packed, Rows, Segment, Source, TokenRange, View
 
 
 def keys(values, kept, *, comparable=True, num_first=0, num_last=0):
@@ -104,12 +104,8 @@ def test_layers_that_share_a_choice_share_its_order():
 
 
 @pytest.mark.parametrize(
-    ("windows", "bits", "sizes", "smaller"),
-    [
-        ((), 16, [(16, 160)], [(16, 80)]),
-        ((0, 8, 0, 8), 16, [(16, 160)], [(16, 80)]),
-        ((), "auto", [(16, 16), (4, 576)], [(16, 16), (4, 256)]),
-    ],
+    ("windows", "bits", "num_sinks", "size", "smaller"),
+    [((), 16, 0, 160, 80), ((0, 8, 0, 8), 16, 0, 160, 80), ((), "auto", 2, 576, 256)],
 )
 @pytest.mark.parametrize("name", ["random", "h2o", "streaming-llm"])
 def test_order_and_choice_read_nothing_from_a_device(
@@ -117,8 +113,9 @@ def test_order_and_choice_read_nothing_from_a_device(
     name: str,
     windows: tuple[int, ...],
     bits: Bits,
-    sizes: list[tuple[int, int]],
-    smaller: list[tuple[int, int]],
+    num_sinks: int,
+    size: int,
+    smaller: int,
 ) -> None:
     """With tensors that have no content: any number that the host wanted to know would be an error."""
     monkeypatch.setattr(radix_select, "top_mask", lambda keys, counts: torch.empty_like(keys, dtype=torch.bool))
@@ -132,14 +129,13 @@ def test_order_and_choice_read_nothing_from_a_device(
         signals = {Signal.ACCUMULATED_ATTENTION: attention}
         order = policy.order(lambda layer: LayerView(layer, 0, rows, rows, slots, 0.3, signals), geometry, 160, 2).keys
         assert order.shape == (4, 2, 100)
-        chosen = Sources(geometry, [TokenRange(slots, 0, order)]).best(20, bits, 2)
-        assert [(part.bits, part.num_entries) for part in chosen.kept] == sizes
-        kept, keys = chosen.entries, chosen.entries.keys
-        assert kept.positions.shape == (chosen.num_entries,) and keys is not None
+        chosen = Source(geometry, TokenRange(slots, 0, order, num_sinks)).best(20, bits)
+        width = 16 if bits == 16 else 4
+        assert (chosen.kept.bits, chosen.num_entries) == (width, size)
+        kept = chosen.entries
+        assert kept.positions.shape == (size,) and kept.keys is not None
         indptr = torch.empty(9, dtype=torch.int32, device="meta")
-        parts = [Rows(width, kept.rows[:count], kept.positions[:count], indptr) for width, count in sizes]
-        packed = Packed(slots[:20], tuple(parts))
-        light = Segment(geometry, 0, 100, packed, keys)
-        chosen = Sources(geometry, [View(light, 0, 100)]).best(10, bits, 2)
-        assert [(part.bits, part.num_entries) for part in chosen.kept] == smaller
-        assert chosen.entries.positions.shape == (chosen.num_entries,)
+        packed = Packed(slots[:20], Rows(width, kept.rows, kept.positions, indptr, kept.keys), num_sinks)
+        chosen = Source(geometry, View(Segment(geometry, 0, 100, packed), 0, 100)).best(10, bits)
+        assert (chosen.kept.bits, chosen.num_entries) == (width, smaller)
+        assert chosen.entries.positions.shape == (smaller,)

@@ -15,7 +15,7 @@ from sgl_kvevict.distill import CachedRange, with_learned_scores
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.ragged import MergePlan
-from sgl_kvevict.segments import PromptObservation, SegmentPacker, Sources, TokenRange
+from sgl_kvevict.segments import PromptObservation, SegmentPacker, Source, TokenRange
 from sgl_kvevict.segments.prompt_observation import ObservationSpec
 
 TAIL_TOKENS = 32
@@ -87,7 +87,7 @@ class PolicyRun:
         """What the forward pass adds."""
         return self.prompt.observe(self.spec)
 
-    def decide(self, observation: PromptObservation) -> tuple[Sources, MergePlan | None]:
+    def decide(self, observation: PromptObservation) -> tuple[Source, MergePlan | None]:
         """The entries that are kept, as the server chooses them, and how others are merged into them."""
         prompt = self.prompt
 
@@ -102,14 +102,14 @@ class PolicyRun:
             show = with_learned_scores(show_left, prompt.score_weights, tokens, prompt.rotary)
         total = self.num_slots * prompt.geometry.num_runs
         order = self.policy.order(show, prompt.geometry, total, SINK_TOKENS)
-        sources = Sources(prompt.geometry, [TokenRange(self.token_slots, 0, order.keys)]).best(self.num_slots)
-        assert sources.selection is not None
-        merge = self.policy.merge(show, prompt.geometry, sources.selection)
-        return sources, merge
+        source = Source(prompt.geometry, TokenRange(self.token_slots, 0, order.keys)).best(self.num_slots)
+        assert source.selection is not None
+        merge = self.policy.merge(show, prompt.geometry, source.selection)
+        return source, merge
 
-    def compact(self, sources: Sources, merge: MergePlan | None, store: SegmentPacker) -> None:
+    def compact(self, source: Source, merge: MergePlan | None, store: SegmentPacker) -> None:
         """Move rows."""
-        store.rewrite(sources, sources.fewest_slots, merge=merge)
+        store.rewrite(source, source.fewest_slots, merge=merge)
 
     def copied_store(self) -> SegmentPacker:
         """A pool to write to; the prompt's own stays as it is."""
