@@ -52,7 +52,7 @@ def _alloc(setting: Setting) -> tuple[Tensor, Tensor]:
     lens = torch.randint(0, 40, (4, 8), dtype=torch.int32)
     slots = torch.randperm(500)[: -(-int(lens.sum()) // 32)]
     args = (lens.to(setting.device), slots.to(setting.device), 500, int(lens.sum()))
-    return torch.cat(alloc_head_slots(*args)).cpu(), torch.cat(alloc_head_slots_cpu(lens, slots, *args[2:], 1, 0))
+    return torch.cat(alloc_head_slots(*args)).cpu(), torch.cat(alloc_head_slots_cpu(lens, slots, *args[2:], 1))
 
 
 def _compact(setting: Setting, *, is_weighted: bool = False) -> tuple[Tensor, Tensor]:
