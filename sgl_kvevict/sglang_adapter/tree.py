@@ -421,8 +421,9 @@ class KVEvictTree(UnifiedRadixCache):
         Only tokens of steps whose result is there: nothing of them is cut by a stop any more, or rejected, and the step
         in flight writes none of them.
         """
-        kv, end = req.kv, self._answer_end(req)
-        if self.answer_block is None or end - kv.cache_protected_len < self.answer_block:
+        block, kv = self.answer_block, req.kv
+        # Once a running request and turn: most end here.
+        if block is None or (end := self._answer_end(req)) - kv.cache_protected_len < block:
             return
         is_out = req.finished() or not kv.holds_kv or req.skip_radix_cache_insert or self.prefixes.readers[req].is_exact
         if is_out or self._blocking.is_retired(self.tree_core.node_by_id(req.last_node)):
