@@ -96,7 +96,7 @@ class KVEvictConfig(BaseModel):
     compress: Literal["at once", "when short"] = Field(
         default="at once",
         description="when a complete prompt shrinks to `budget`. when short: once token slots are short; until then "
-        "answers are those of the uncompressed cache (docs/operations.md#exact-while-there-is-room). Not with "
+        "answers are those of the uncompressed cache (docs/configuration.md#exact-while-there-is-room). Not with "
         "`prefill_budget`",
     )
     bits: Bits = Field(
@@ -196,7 +196,7 @@ class KVEvictConfig(BaseModel):
     )
     events: EventsConfig | None = Field(
         default=None,
-        description="socket for inspection; `{}` opens it on loopback (docs/operations.md)",
+        description="socket for inspection; `{}` opens it on loopback (docs/serve.md#the-socket)",
         json_schema_extra={"allowed": f"null (off), or an object with any of: {', '.join(EventsConfig.model_fields)}"},
     )
 

@@ -166,9 +166,9 @@ def main() -> None:
     quality = quality_tables(read_rows(RESULTS), read_rows(AWARE_RESULTS))
     for document, name, table in (
         ("docs/configuration.md", "configuration", field_table(KVEvictConfig)),
-        ("docs/operations.md", "sockets", field_table(EventsConfig)),
-        ("docs/operations.md", "metrics", metrics_table()),
-        ("docs/operations.md", "size", size_table()),
+        ("docs/serve.md", "sockets", field_table(EventsConfig)),
+        ("docs/serve.md", "metrics", metrics_table()),
+        ("docs/serve.md", "size", size_table()),
         ("docs/design/prefix.md", "dial", dial_table()),
         ("docs/design/layers.md", "flows", flow_table()),
         ("docs/design/sglang.md", "hooks", hook_table()),
