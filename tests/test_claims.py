@@ -37,9 +37,8 @@ def readme_row(label: str) -> list[str]:
 def table_under(page: Path, heading: str) -> list[dict[str, str]]:
     """Rows of the first table under a heading, by the names of its columns (the first may have none)."""
     section = page.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
-    names, _, *found = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line
-    ]
+    table = section[section.index("\n|") + 1 :].split("\n\n")[0]
+    names, _, *found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     return [dict(zip(names, cells, strict=True)) for cells in found]
 
 
@@ -173,7 +172,7 @@ def test_results_that_a_document_names_exist(document: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_page_of_quality_says_what_the_dial_keeps() -> None:
+def test_the_table_of_the_dial_has_the_shares_of_its_points() -> None:
     with (RESULTS / "quality" / "dial.csv").open(encoding="utf-8") as file:
         kept = {
             (
@@ -183,20 +182,11 @@ def test_the_page_of_quality_says_what_the_dial_keeps() -> None:
             ): f"{100 * float(row['share']):.0f} ± {100 * float(row['error']):.0f} %"
             for row in csv.DictReader(file)
         }
-    text = " ".join((ROOT / "docs" / "quality.md").read_text(encoding="utf-8").split())
-    ours, others = (
-        [[kept[model, bits, share] for model in (SMALL, QWEN)] for share in ("0.2", "0.1", "0.05")]
-        for bits in ("auto", "16")
-    )
-    for phrase in (
-        f"keeps {ours[1][0]} on SmolLM2, {ours[1][1]} on Qwen 0.5B and {kept[LARGE, 'auto', '0.1']} on the 1.5B model,",
-        f"where 16 bits keep {others[1][0]}, {others[1][1]} and {kept[LARGE, '16', '0.1']}. At a twentieth,",
-        f"it keeps {ours[2][0]} and {ours[2][1]}, and 16 bits keep {others[2][0]} and {others[2][1]}.",
-        f"(The 1.5B model keeps {kept[LARGE, 'auto', '0.05']} there.)",
-        f"At a fifth it keeps {ours[0][0]} on SmolLM2, where 16 bits keep {others[0][0]};",
-        f"on Qwen 0.5B the two do not differ ({ours[0][1]} and {others[0][1]}).",
-    ):
-        assert phrase in text
+    shown = table_under(ROOT / "docs" / "quality.md", "The dial")
+    points = [(share, bits) for share in ("0.2", "0.1", "0.05") for bits in ("auto", "16")]
+    for row, (share, bits) in zip(shown, points, strict=True):
+        assert (row["bits"], f"`budget` {share})" in row["bytes"]) == (bits.replace("auto", "default"), True)
+        assert list(row.values())[2:] == [kept.get((model, bits, share), "") for model in (SMALL, QWEN, LARGE)]
 
 
 def test_goals_that_the_default_misses_are_those_of_the_table() -> None:
@@ -214,20 +204,12 @@ def test_goals_that_the_default_misses_are_those_of_the_table() -> None:
         (SMALL, "`squad`", "`distilled` 0.1", "**70 ± 13 %**"),
         (SMALL, "`table`", "`distilled` 0.2", "**86 ± 7 %**"),
     ]
-    assert "SmolLM2 keeps 86 ± 7 % of its `table` at a fifth and 70 ± 13 % of `squad` at a tenth" in " ".join(
-        text.split()
-    )
-    assert "at a fifth of the bytes the 1.5B model keeps 87 ± 5 % of its `table`" in " ".join(text.split())
-    long = {(row["model"], row["task"]): row["`distilled` 0.2"] for row in found if row["tokens"] == "4,096"}
     words = " ".join(text.split())
-    assert f"With 4,096 tokens SmolLM2 keeps {long[SMALL, '`factbook`']} of `factbook`" in words
-    of_qwen = (
-        f"Qwen 0.5B keeps {long[QWEN, '`factbook`']} of `factbook` and {long[QWEN, '`squad`'].strip('*')} of `squad`,"
-    )
-    assert f"{of_qwen} the 1.5B model {long[LARGE, '`factbook`']} and {long[LARGE, '`squad`']}." in words
+    assert "SmolLM2 keeps 86 ± 7 % of its `table` at a fifth and 70 ± 13 % of `squad` at a tenth" in words
+    assert "at a fifth of the bytes the 1.5B model keeps 87 ± 5 % of its `table`" in words
     others = {"`code`", "`few-shot`", "`key-value`", "`long-chat`", "`multi-turn`", "`pattern`"}
     kept = [share(row["`distilled` 0.2"]) for row in found if row["model"] == SMALL and row["task"] in others]
-    assert f"keeps {min(kept)} to {max(kept)} % of six other tasks of SmolLM2" in words and len(kept) == len(others)
+    assert f"the default keeps {min(kept)} to {max(kept)} % at a fifth" in words and len(kept) == len(others)
     below = [
         (row["model"], row["task"])
         for row in found

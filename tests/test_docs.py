@@ -1,4 +1,4 @@
-"""Python code of the documentation can be compiled. Links and navigation: `make docs`."""
+"""Python code of the documentation can be compiled, and entries of its navigation differ. Links: `make docs`."""
 
 from __future__ import annotations
 
@@ -16,3 +16,9 @@ def test_python_code_of_all_pages_can_be_compiled() -> None:
     assert len(blocks) >= 5
     for code in blocks:
         compile(code, "code of a page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_no_two_entries_of_the_navigation_share_a_name() -> None:
+    navigation = (ROOT / "tools" / "docs" / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    names = [name.strip() for name in re.findall(r"^ *- (.+?):", navigation, re.MULTILINE)]
+    assert len(names) > 30 and len(set(names)) == len(names)
