@@ -75,7 +75,7 @@ CEILINGS = {
     "sgl_kvevict": 21_974,
     "tests": 34_815,
     "benchmarks": 10_815,
-    "tools": 6_849,
+    "tools": 6_848,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""
 FILES = 210

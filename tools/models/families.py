@@ -253,19 +253,19 @@ def page() -> str:
     others = [f"| {name} | {in_general(sentence)} |" for name, sentence in rows.items() if sentence not in listed]
     return f"""# Models
 
-Written by `python tools/models/families.py` from the list that `make test-models` walks through: a tiny random model of
-each family, in real servers. *Served* means: at budget 1.0, read from spans, it gives the greedy tokens and (to 0.002)
-log-probabilities of stock SGLang, or of transformers where stock has no CPU attention for it, in float32; and with the
-default configuration its prefixes are compressed. With *images* that holds for prompts with an image in a shared
-prefix, and another image finds nothing of it. Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too;
-gpt-oss also with two tensor-parallel ranks.
-*Refused* means: the server stops at start and says why.
-
-What decides is a model's attention, not its name: causal multi-head or grouped-query attention over everything before
-a token, or over a sliding window, with or without a sink logit for each head, with keys and values of the same width.
+Which models are served, which are refused and why. What decides is a model's attention, not its name: causal multi-head
+or grouped-query attention over all earlier tokens or a sliding window, keys and values of one width, sinks or not.
 Families that are not listed are served if SGLang's plain `RadixAttention` layers do that, and refused otherwise.
 
-How layers with a window are compressed: [design](design/layers.md#models-with-other-layers).
+* *Served*: a tiny random model of the family was compared in real servers (`make test-models`), in float32. At budget
+  1.0, read from spans, it gives the greedy tokens of stock SGLang, and its log-probabilities to 0.002. Where stock has
+  no CPU attention for it, transformers stands for stock. With the default configuration its prefixes are compressed.
+* *Images*: the same with an image in a shared prefix. A prompt with another image finds nothing of it.
+* *Refused*: the server stops at start and says why.
+
+Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too, gpt-oss also with two tensor-parallel ranks.
+How layers with a window are compressed: [design](design/layers.md#models-with-other-layers). This page is written by
+`python tools/models/families.py`.
 
 ## Served
 
@@ -276,12 +276,11 @@ How layers with a window are compressed: [design](design/layers.md#models-with-o
 ## Served with definitions of SGLang's kernels
 
 The KV of the full attention of models with recurrent layers is compressed. SGLang has kernels of recurrent layers for
-GPUs only. With slow definitions of them that belong to the tests (`tools/models/recurrent`; SGLang's own give the same
-numbers in Triton's interpreter) these families pass the same checks in a real server, with states at the ends of
-requests (`no_buffer`) and with snapshots on a grid (`extra_buffer`, which allows the overlap schedule):
-`make test-models ARGS="-k recurrent"`. With SGLang's own kernels, on a GPU, none has run with the plugin. Tree, KV pool
-and pool of states are also tested with random operations (`make test-machines ARGS="20000 1 states"`).
-`extra_buffer_lazy` is refused.
+GPUs only. The tests have slow definitions of them (`tools/models/recurrent`), to which SGLang's own are equal in
+Triton's interpreter. With these the families pass the same checks in a real server (`make test-models ARGS="-k
+recurrent"`): with states at the ends of requests (`no_buffer`), and with snapshots on a grid (`extra_buffer`, which
+allows the overlap schedule). With SGLang's own kernels, on a GPU, none has run with the plugin. Tree, KV pool and pool
+of states are also tested with random operations. `extra_buffer_lazy` is refused.
 
 | family | architecture | |
 |---|---|---|
