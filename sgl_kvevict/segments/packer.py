@@ -28,7 +28,7 @@ from sgl_kvevict.segments.sources import Range, Source, TokenRange
 class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
-    Any head slot may hold an entry of any (layer, head), or several with fewer bits, so a segment whose entries fill
+    Any head slot may hold an entry of any (layer, head), or several with fewer bits. So a segment whose entries fill
     ``C`` head slots takes ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
 
     Args:

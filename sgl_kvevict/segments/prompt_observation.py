@@ -95,7 +95,7 @@ class PromptObservation:
 
     @property
     def goes_on(self) -> bool:
-        """See :class:`Observation`."""
+        """Whether more of the prompt will be computed."""
         return not self.is_complete
 
     @property
@@ -181,5 +181,5 @@ class CacheObservation:
     num_bytes: ClassVar[int] = 0
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """See :meth:`PromptObservation.show`."""
+        """The view of a range in one layer, without signals."""
         return LayerView(layer, start, k_buffer, v_buffer, token_slots, sm_scale=0.0)

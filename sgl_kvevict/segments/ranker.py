@@ -25,9 +25,9 @@ from sgl_kvevict.segments.streams import ChoiceStream
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    Without a coding in ``packer``, rows have 16 bits, whatever ``config`` says. ``learned`` is for
-    ``distilled``; ``slot_positions`` as in :class:`CachedRange`; entries are ranked on ``stream`` (None: at once, on
-    the scheduler's).
+    Without a coding in ``packer``, rows have 16 bits, whatever ``config`` says. ``learned`` is for policy
+    ``distilled``. ``slot_positions`` are as in :class:`CachedRange`. Entries are ranked on ``stream``; None: at once,
+    on the scheduler's.
     """
 
     config: KVEvictConfig
@@ -64,8 +64,8 @@ class Compressor:
     def end_of(self, num_tokens: int) -> int:
         """Where the compressed tokens of a prompt end of which ``num_tokens`` are in the tree.
 
-        Not at its last token if segments cannot be split: the same prompt, asked again, matches all but this one, and
-        one with another end also diverges from it in its last tokens.
+        If segments cannot be split, that is not its last token. The same prompt, asked again, matches all but this one,
+        and a prompt with another end diverges in its last tokens, too.
         """
         return num_tokens if self.splittable else num_tokens - self.config.tail_tokens
 
@@ -84,8 +84,8 @@ class Compressor:
     def scored_text(self, token_slots: Tensor, attention: Tensor, prompt: PromptObservation) -> ScoredText:
         """What scores are learned from: the first tokens of a text that was repeated.
 
-        ``token_slots``: [num_tokens], int64; ``attention``, [num_layers, num_kv_heads, n >= num_tokens], float32:
-        :attr:`TextAttention.sums` of the whole text; ``prompt`` has its last queries.
+        ``token_slots``: [num_tokens], int64. ``attention``: :attr:`TextAttention.sums` of the whole text, [num_layers,
+        num_kv_heads, n >= num_tokens], float32. ``prompt`` has its last queries.
         """
         show = self._show(prompt, 0, token_slots)
         tokens = self.cached(token_slots, 0)

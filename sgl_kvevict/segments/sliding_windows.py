@@ -31,8 +31,8 @@ def order_beside_windows(
 ) -> RangeOrder:
     """Order all entries of a range, as :meth:`Policy.order` does; ``token_slots`` are the range's.
 
-    The policy, which must not merge, orders the layers without a window, of which it keeps what is left of ``total``;
-    the first ``protected`` and the last ``protected_last`` tokens are kept there. Keys of layers with a window are 0.
+    The policy, which must not merge, orders the layers without a window. They keep what is left of ``total``, the first
+    ``protected`` and the last ``protected_last`` tokens among it. Keys of layers with a window are 0.
     """
     num_tokens, layers = token_slots.numel(), geometry.full_layers
     shape = geometry.num_layers, geometry.num_kv_heads, num_tokens

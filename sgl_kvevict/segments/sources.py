@@ -171,8 +171,8 @@ class Source:
         decide, so tensor-parallel ranks agree.
 
         Of equal entries that of the lower run is the better one, then that of the lower position. Layers with a sliding
-        window keep their last tokens instead, in each head at most as many as it keeps on average; if other layers keep
-        all, there are fewer entries.
+        window keep their last tokens instead, at most as many in each head as it keeps on average. If the other layers
+        keep all, there are fewer entries.
 
         Raises:
             InvariantError: the range has fewer slots, or more sinks; or entries have to go whose order is not known.

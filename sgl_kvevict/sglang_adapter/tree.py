@@ -65,7 +65,7 @@ class UnifiedTreePort:
         self._adapters = adapters
 
     def adapter_of(self, namespace: NamespaceKey) -> str | None:
-        """See :func:`sgl_kvevict.sglang_adapter.adapters.adapter_of`."""
+        """Id of the LoRA adapter with which a namespace's prefixes were computed; None: the model alone."""
         return adapter_of(namespace, self._adapters)
 
     @property
@@ -172,11 +172,11 @@ class UnifiedTreePort:
         self._cache.req_to_token_pool.write((reader.kv.req_pool_idx, slice(0, end)), 0)
 
     def largest(self, value: int, *same: int) -> int:
-        """See :meth:`TensorRanks.largest`."""
+        """The largest ``value`` of all ranks; InvariantError if one of ``same`` differs."""
         return self.ranks.largest(value, *same)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """See :meth:`TensorRanks.gather`."""
+        """Every rank's numbers, by rank."""
         return self.ranks.gather(numbers)
 
 
