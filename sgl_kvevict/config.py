@@ -187,7 +187,7 @@ class KVEvictConfig(BaseModel):
     store_complete: bool = Field(
         default=False,
         description="whether files also hold what was evicted from a prefix, so that a request with `complete` or "
-        "`share` gets it after a restart; they are then three quarters larger (docs/store.md#complete-prefixes)",
+        "`share` gets it after a restart; they are then a quarter larger (docs/store.md#complete-prefixes)",
     )
     store_wait_ms: int = Field(
         default=500,
