@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sgl_kvevict.cache.core import Core
-from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import Place
@@ -77,11 +77,11 @@ class Prefills:
 
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """Compress what is in the tree of a prompt that goes on, if its chunks are compressed, by learned scores."""
-        share, observation = self._readers.chunk_share(reader), self._readers[reader].observation
+        record = self._readers[reader]
+        share, observation = self._readers.chunk_share(record), record.observation
         if share is None or observation is None or observation.has_failed or not self._compressor.scores_any_range:
             return
-        path = path_to(node)
-        self._resizer.compress(path, length_of(path), share=share, goes_on=True)
+        self._resizer.compress(node, share=share, goes_on=True)
 
     def complete(self, reader: Reader, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
         """Compress a prompt.
@@ -93,21 +93,17 @@ class Prefills:
         observation, record.observation = record.observation, None
         if observation is None:
             return
-        path = path_to(node)
-        end = self._compressor.end_of(min(observation.end, length_of(path)))
         waits = self._waits(options)
         if not waits and num_samples and self._table.await_samples(node, num_samples):
             if num_samples < 0:  # the first of these samples has opened the range
                 return
             waits = True
-        self._resizer.compress(path, end, observation, waits=waits)
+        self._resizer.compress(node, observation.end, observation, waits=waits)
 
     def answered(self, node: Node, start: int, end: int, options: RequestOptions) -> None:
         """Compress an answer as its prompt, and what is still uncompressed before it; not while samples are awaited."""
-        path = path_to(node)
-        if not self._table.is_awaited(path):
-            end = min(end, length_of(path))
-            self._resizer.compress(path, end, waits=self._waits(options), goes_on=True)
+        if not self._table.is_awaited(path_to(node)):
+            self._resizer.compress(node, end, waits=self._waits(options), goes_on=True)
             self._resizer.join_small(path_to(node), start)
 
     def _waits(self, options: RequestOptions) -> bool:

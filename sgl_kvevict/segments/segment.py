@@ -11,7 +11,6 @@ slots of the segment in the accounting.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -57,6 +56,8 @@ class Order:
 
     def within(self, start: int, end: int) -> Order:
         """The order of the tokens ``[start, end)`` of the range, logical positions; no copy."""
+        if (start, end) == (self.start, self.end):
+            return self
         launched, first, last = self.launched, start - self.start, end - self.start
         # Lazily: cutting the keys now would wait for a ranking that may still run.
         return replace(self, launched=lambda: launched()[..., first:last], start=start, end=end)
@@ -190,10 +191,10 @@ class Segment:
     @property
     def entries_by_bits(self) -> dict[int, int]:
         """Entries of tokens that a node still holds, by the bits of their rows; without widths that no entry has."""
-        num_sinks = min(self.sink_end, self.live_end) - self.start
-        entries = Counter({16: num_sinks * self.geometry.num_runs})
-        entries[self.packed.rows.bits] += self.live_count
-        return dict(+entries)
+        entries = {16: (min(self.sink_end, self.live_end) - self.start) * self.geometry.num_runs}
+        bits = self.packed.rows.bits
+        entries[bits] = entries.get(bits, 0) + self.live_count
+        return {bits: count for bits, count in entries.items() if count}
 
     @property
     def num_bytes(self) -> int:
