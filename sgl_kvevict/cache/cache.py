@@ -18,7 +18,7 @@ from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.loading import Loading
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.prefills import PrefillEvents, Prefills
+from sgl_kvevict.cache.prefills import Prefills
 from sgl_kvevict.cache.pressure import Pressure
 from sgl_kvevict.cache.readers import ReaderRecord, ReaderTable
 from sgl_kvevict.cache.recency import MS, CostAwareRecency, StatefulRecency
@@ -73,7 +73,7 @@ class PrefixCache:
         resizer = self.resizer = Resizer(core)
         self.pressure = Pressure(core, resizer, self.recency)
         self.growth = Growth(core, resizer)
-        self.prefills: PrefillEvents = Prefills(core, resizer)
+        self.prefills = Prefills(core, resizer)
         adoption = Adoption(core, resizer)
         self.host = HostMemory(core, adoption, host)
         self.recency.has_host_room = self.host.has_room_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
@@ -53,18 +53,14 @@ class ReaderRecord:
 
     def has_read(self, read: CompressedRead) -> None:
         """Note what it reads of its prompt now."""
-        told = self.report or CacheReport()
-        if read.lost_bits >= told.compressed.lost_bits:
-            self._tell(read, told.prefilled_compressed)
+        told = self.report
+        if told is None or read.lost_bits >= told.compressed.lost_bits:
+            again, early = self.computed_again, told.prefilled_compressed if told else 0
+            self.report = CacheReport(compressed=read, computed_again=again, prefilled_compressed=early)
 
     def has_compressed(self, num_tokens: int) -> None:
         """Note how many tokens that it computed were compressed before its prefill was complete."""
-        self._tell((self.report or CacheReport()).compressed, num_tokens)
-
-    def _tell(self, read: CompressedRead, num_compressed: int) -> None:
-        self.report = CacheReport(
-            compressed=read, computed_again=self.computed_again, prefilled_compressed=num_compressed
-        )
+        self.report = replace(self.report or CacheReport(), prefilled_compressed=num_tokens)
 
     def sources(self, num_tokens: int) -> tuple[int, int, int]:
         """How many of the first ``num_tokens`` tokens, which it has found, came from pool, host and store."""

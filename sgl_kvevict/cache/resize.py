@@ -126,10 +126,8 @@ class Resizer:
             goes_on: more tokens follow, so that the last ones are worth no more than others.
         """
         nodes, start, end = self._spans.open_part(last)
-        if most is not None:
-            end = min(end, most)
-        if not goes_on:
-            end = self._compressor.end_of(end)
+        end = end if most is None else min(end, most)
+        end = end if goes_on else self._compressor.end_of(end)
         if not self.is_long_enough(end - start):
             return
         last = self._node_ending_at(nodes, start, end)
@@ -260,10 +258,9 @@ class Resizer:
         short (``locked``: nodes with readers), so does one whose locked nodes hold fewer tokens than the whole would
         take slots, as the first tokens of a chat template: a reader locks all slots of a segment.
         """
-        has_few_locked, groups = False, [[nodes[0]]]
-        if locked:
-            least = self.least_slots(length_of(nodes), start)
-            has_few_locked = length_of([node for node in nodes if node in locked]) < least
+        least = self.least_slots(length_of(nodes), start) if locked else 0
+        has_few_locked = length_of([node for node in nodes if node in locked]) < least
+        groups = [[nodes[0]]]
         for node in nodes[1:]:
             above = groups[-1][-1]
             is_end = has_few_locked and above in locked and node not in locked
@@ -344,8 +341,7 @@ class Resizer:
         if order is not None and (order.start, order.end) != (start, end):  # its beginning was compressed meanwhile
             opened.order = None if self._can_rank(opened) else order.within(start, end)
         if opened.order is None and num_slots < end - start:
-            if self._can_rank(opened):
-                opened.order = self._rank(groups[0], start, opened)
+            opened.order = self._rank(groups[0], start, opened) if self._can_rank(opened) else None
             return opened.order is not None
         return True
 
@@ -360,34 +356,28 @@ class Resizer:
         """
         num_released = 0
         for group in groups:
-            slots, order = self._tree.token_slots(group), opened.order
-            end = start + slots.numel()
+            order = opened.order
             if len(groups) > 1 and self._can_rank(opened):
                 order = self._rank(group, start, opened)
-            elif order is not None:
-                order = order.within(start, end)
-            num_freed = self._make(group, slots, start, order, opened, readers)
+            elif len(groups) > 1 and order is not None:
+                order = order.within(start, start + length_of(group))
+            num_freed = self._make(group, start, order, opened, readers)
             if num_freed is None:
                 break
             num_released += num_freed
-            start = end
+            start = self._spans[group[-1]].end
         self._table.close(last)
         return num_released
 
     def _make(
-        self,
-        nodes: Sequence[Node],
-        slots: Tensor,
-        start: int,
-        order: Order | None,
-        opened: OpenRange,
-        readers: Sequence[Reader],
+        self, nodes: Sequence[Node], start: int, order: Order | None, opened: OpenRange, readers: Sequence[Reader]
     ) -> int | None:
         """Make a segment of consecutive uncompressed nodes in their first slots; return the token slots released.
 
         None: the policy failed, and nothing was changed.
         """
-        begin, num_tokens, totals = time.perf_counter(), slots.numel(), self._table.totals
+        begin, slots = time.perf_counter(), self._tree.token_slots(nodes)
+        num_tokens, totals = slots.numel(), self._table.totals
         num_slots = self._config.num_slots(num_tokens, start, opened.share)
         num_sinks = self._config.num_sinks(num_tokens, start)
         written = self._write(

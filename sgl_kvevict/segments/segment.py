@@ -56,8 +56,6 @@ class Order:
 
     def within(self, start: int, end: int) -> Order:
         """The order of the tokens ``[start, end)`` of the range, logical positions; no copy."""
-        if (start, end) == (self.start, self.end):
-            return self
         launched, first, last = self.launched, start - self.start, end - self.start
         # Lazily: cutting the keys now would wait for a ranking that may still run.
         return replace(self, launched=lambda: launched()[..., first:last], start=start, end=end)
