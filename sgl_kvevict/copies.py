@@ -65,6 +65,46 @@ class CopiedRows:
 
 
 @dataclass(frozen=True, eq=False)
+class Copy:
+    """Tensors in blocks of the host's memory, which are written once.
+
+    Attributes:
+        shapes: their shapes and dtypes, without contents, in the order in which they lie there.
+        blocks: numbers of the blocks; none: it is lost.
+    """
+
+    shapes: dict[str, Tensor]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class EvictedPart(Copy):
+    """Entries that one resize evicted from a segment, as :class:`CopiedRows`.
+
+    Whoever has it, segments in the pool and in the host's memory, reads those of its own tokens alone.
+
+    Attributes:
+        start: logical position of the first token whose entries count.
+        end: logical position after the last one.
+        is_cut: there are entries of other tokens, too.
+    """
+
+    start: int
+    end: int
+    is_cut: bool = False
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of all tokens."""
+        return self.shapes["positions"].numel()
+
+    def within(self, start: int, end: int) -> EvictedPart:
+        """The part of the tokens of both, which may be none; in the same blocks."""
+        bounds = max(start, self.start), min(end, self.end)
+        return self if bounds == (self.start, self.end) else EvictedPart(self.shapes, self.blocks, *bounds, is_cut=True)
+
+
+@dataclass(frozen=True, eq=False)
 class CopiedSinks:
     """The first tokens of a path, all of whose entries have rows of 16 bits.
 

@@ -14,7 +14,6 @@ from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.segments import Segment
 from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
-from sgl_kvevict.store.host import EvictedPart
 
 
 @dataclass(frozen=True)
@@ -33,30 +32,19 @@ class Adoption:
         self._tree, self._spans, self._readers = core.tree, core.table.spans, core.readers
         self._packer, self._complements, self._resizer = core.compressor.packer, core.complements, resizer
 
-    def place(self, record: SegmentRecord, prompt: Prompt, evicted: Sequence[EvictedPart] = ()) -> int:
-        """Put a segment that a prompt continues with into the tree; return as :meth:`adopt`."""
-        return self.adopt(record, prompt.namespace, prompt.tokens[record.end :], evicted)
-
     def lookup(self, prompt: Prompt, identity: StoreIdentity) -> Lookup:
         """What the tree has of a prompt, and lacks; a node is cut where the prompt leaves the tree."""
         path = self._tree.find(prompt.tokens[: prompt.num_tokens + self._tree.lookahead], prompt.namespace)
         tokens = list(prompt.tokens[: prompt.num_tokens])
         return Lookup(tokens, identity.namespace(*prompt.namespace), self._spans.compressed_len(path), length_of(path))
 
-    def adopt(
-        self,
-        record: SegmentRecord,
-        namespace: NamespaceKey,
-        rest: Sequence[int] = (),
-        evicted: Sequence[EvictedPart] = (),
-    ) -> int:
+    def adopt(self, record: SegmentRecord, namespace: NamespaceKey, rest: Sequence[int] = ()) -> int:
         """Put a segment into token slots and the tree.
 
         Args:
             record: a segment that was stored by a server of the same identity.
             namespace: where it was found.
             rest: tokens that follow it in the prompt that looked for it.
-            evicted: what had been evicted from it.
 
         Returns:
             How many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing was
@@ -79,23 +67,17 @@ class Adoption:
             slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
-        segment = self._install(record, tokens, slots, namespace, evicted)
+        segment = self._install(record, tokens, slots, namespace)
         if segment is None:
             self._tree.free(slots)
             return 0
-        if record.evicted is not None:
-            # After the segment is in the tree: it needs room in the host's memory, and is lost without harm.
-            self._complements.restore(segment, record.evicted)
+        # After the segment is in the tree: what a file has needs room in the host's memory, and is lost without harm.
+        segment.evicted = [*record.parts, *self._complements.put_stored(record)]
         return record.end - record.start
 
     @accounting()
     def _install(
-        self,
-        record: SegmentRecord,
-        tokens: Sequence[int],
-        slots: Tensor,
-        namespace: NamespaceKey,
-        evicted: Sequence[EvictedPart],
+        self, record: SegmentRecord, tokens: Sequence[int], slots: Tensor, namespace: NamespaceKey
     ) -> Segment | None:
         """Write a segment into ``slots``; None: the tree has no place for it any more, and nothing was written."""
         # Looked up again: making room has changed the tree.
@@ -116,7 +98,6 @@ class Adoption:
         nodes = self._spans.uncompressed(path_to(last))
         segment = self._segment(record, slots)
         self._resizer.exchange(nodes, segment, readers)
-        self._complements.attach(segment, evicted)
         # Last, when no reader's row and no node names these slots any more.
         self._tree.free(freed)
         return segment

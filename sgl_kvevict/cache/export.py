@@ -10,7 +10,7 @@ import torch
 from sgl_kvevict.cache.complements import Complements
 from sgl_kvevict.cache.nodes import Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.records import Spans
-from sgl_kvevict.copies import CopiedRows
+from sgl_kvevict.copies import CopiedRows, EvictedPart
 from sgl_kvevict.segments import SegmentPacker, Source, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 
@@ -59,46 +59,36 @@ def export_segment(
     views = views_of(path, spans)
     if views[-1].end - views[0].start < identity.min_prefix_tokens:
         return None
-    evicted = None if complements is None else complements.copied(views)
-    return export_views(views, path, packer, identity, evicted)
-
-
-def export_views(
-    views: Sequence[View],
-    path: Sequence[Node],
-    packer: SegmentPacker,
-    identity: StoreIdentity,
-    evicted: CopiedRows | None = None,
-) -> Leaving:
-    """Copy consecutive views of packed segments, which end where a path ends, as if the last segment held them all."""
     sources = [Source(packer.geometry, view) for view in views]
-    return export_sources(sources, path, packer, identity, views[-1].segment.splittable, evicted)
+    return export(sources, path, packer, identity, None if complements is None else complements.copied(views))
 
 
-def export_sources(
+def export(
     sources: Sequence[Source],
     path: Sequence[Node],
     packer: SegmentPacker,
     identity: StoreIdentity,
-    splittable: bool,
     evicted: CopiedRows | None = None,
+    parts: Sequence[EvictedPart] = (),
 ) -> Leaving:
-    """Copy consecutive ranges, which end where a path ends, as if one segment held them.
+    """Copy consecutive ranges, which end where a path ends, as if the segment of the last one held them all.
 
-    ``splittable`` is as in :class:`~sgl_kvevict.segments.Segment`.
+    ``evicted`` and ``parts`` are as in :class:`SegmentRecord`.
     """
     tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
-    copied = packer.copy(sources)
+    copied, last = packer.copy(sources), sources[-1]
+    is_cut = packer.geometry.has_windows and last.kept.numbers is not None  # of a range that is packed on its way
     record = SegmentRecord(
         key=namespace.segment(tokens, sources[0].start),
         identity=identity.digest,
         start=sources[0].start,
         end=sources[-1].end,
-        splittable=splittable,
+        splittable=last.range.segment.splittable if isinstance(last.range, View) else not is_cut,
         tokens=torch.tensor(tokens, dtype=torch.int64),
         kept=copied,
         shadow=packer.copy_shadow(sources),
         evicted=evicted,
+        parts=parts,
     )
     if not copied.rows.k.is_cuda:
         return Leaving(namespace, record, None)

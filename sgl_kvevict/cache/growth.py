@@ -8,7 +8,7 @@ from itertools import groupby
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.copies import CopiedRows
+from sgl_kvevict.copies import EvictedPart
 from sgl_kvevict.guard import Place
 from sgl_kvevict.segments import Segment
 
@@ -26,7 +26,7 @@ class Growth:
 
     def __init__(self, core: Core, resizer: Resizer) -> None:
         self._tree, self._table, self._guard = core.tree, core.table, core.guard
-        self._resizer, self._complements = resizer, core.complements
+        self._resizer, self._host = resizer, core.complements.host
 
     def to_share(self, path: Sequence[Node], share: float) -> None:
         """Let the segments of a path grow until they have a share of their entries, for a request that asks for it.
@@ -37,19 +37,19 @@ class Growth:
         spans = (self._table.spans.at(node) for node in path)  # a range may become one while those before it grow
         with self._tree.holding(path):
             for segment, _ in groupby(span.segment for span in spans if span is not None):
-                while self._can_grow(segment) and self._lacks(segment, share):
-                    if not self.grow(segment):
-                        break
+                while self.next_of(segment) is not None and self._lacks(segment, share) and self.grow(segment):
+                    pass
 
     def _lacks(self, segment: Segment, share: float) -> bool:
         """Whether a segment has less than a share of its entries, on some rank."""
         wanted = share * (segment.live_end - segment.start) * segment.geometry.num_runs
         return bool(self._tree.largest(int(segment.num_live_entries < wanted)))
 
-    def _can_grow(self, segment: Segment) -> bool:
-        return (
-            segment in self._table.packed and segment.keys is not None and self._complements.last(segment) is not None
-        )
+    def next_of(self, segment: Segment) -> EvictedPart | None:
+        """The part that a segment takes back next; None: it cannot grow."""
+        if segment not in self._table.packed or segment.keys is None:
+            return None
+        return next((part for part in reversed(segment.evicted) if part.blocks), None)
 
     def grow(self, segment: Segment) -> bool:
         """Give a segment back what was evicted from it last; if it cannot grow, nothing happens.
@@ -59,28 +59,25 @@ class Growth:
         Returns:
             Whether it came back, or was of tokens that had been cut off: then the part before it is next.
         """
-        part = self._complements.last(segment)
-        if part is None or not self._can_grow(segment):
+        part = self.next_of(segment)
+        if part is None:
             return False
-        entries: CopiedRows | None = None
+        entries, end = None, segment.live_end
         with self._guard.at(Place.HOST):
-            entries = self._complements.get(part)
+            entries = self._host.get_evicted(part.within(segment.start, end))
         # An error was held, or the parts cannot be read: to try again would end the same.
         if entries is None:
-            self._complements.take(segment, part)
+            segment.evicted.remove(part)
             return False
         num_slots = segment.geometry.slots_for(entries.num_entries, entries.bits)
         num_slots = self._tree.largest(num_slots, segment.start, segment.num_slots)
-        if not num_slots:  # all its entries were of tokens that were cut off
-            self._complements.take(segment, part)
-            return True
-        slots = self._tree.alloc(num_slots)
-        if slots is None:
-            return False
-        is_same = self._complements.last(segment) is part
-        if not (is_same and self._can_grow(segment)):  # it shrank for the slots
-            self._tree.free(slots)
-            return False
-        self._resizer.grow(segment, entries, slots)
-        self._complements.take(segment, part)
+        if num_slots:  # else all its entries were of tokens that were cut off
+            slots = self._tree.alloc(num_slots)
+            if slots is None:
+                return False
+            if self.next_of(segment) is not part or segment.live_end != end:  # it shrank, or was cut, for the slots
+                self._tree.free(slots)
+                return False
+            self._resizer.grow(segment, entries, slots)
+        segment.evicted.remove(part)
         return True

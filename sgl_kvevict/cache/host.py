@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 
 from sgl_kvevict.cache.adoption import Adoption, Prompt
+from sgl_kvevict.cache.complements import parts_of
 from sgl_kvevict.cache.core import Core
-from sgl_kvevict.cache.export import export_sources, export_views, views_of
+from sgl_kvevict.cache.export import export, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
-from sgl_kvevict.copies import CopiedRows
+from sgl_kvevict.copies import EvictedPart
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import CacheObservation, Segment, Source, Span, TokenRange
-from sgl_kvevict.store import IndexEntry, SegmentRecord
-from sgl_kvevict.store.host import EvictedPart, HostSegments
+from sgl_kvevict.segments import CacheObservation, Segment, Source, TokenRange
+from sgl_kvevict.store.host import HostSegments
 
 MIN_TOKENS = 64
 """Fewer tokens are computed again: looking them up would take as long."""
@@ -38,11 +38,6 @@ class HostMemory:
         """Whether there is memory for it (``host_bytes``)."""
         return self.segments.num_blocks > 0
 
-    def clear(self) -> None:
-        """Forget everything: the tree was flushed, or the weights have changed."""
-        self._complements.clear()
-        self.segments.clear()
-
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment would be here once it was dropped, and push out nothing that the pool does not have."""
         is_found = segment.num_tokens >= self._min_tokens
@@ -63,77 +58,51 @@ class HostMemory:
             return
         with self._guard.at(Place.HOST):
             path = path_to(node)
-            bounds = self._bounds(path)
-            if bounds is None or bounds[1] - bounds[0] < self._min_tokens:
+            views, end = views_of(path, self._spans) if node in self._spans else [], length_of(path)
+            start = views[0].start if views else end - len(node.key)
+            if end - start < self._min_tokens or not self._is_usable(path):
                 return
-            span = self._spans.at(node)
-            namespace = self.segments.identity.namespace(*namespace_of(node))
-            views = [] if span is None else views_of(path, self._spans)
-            parts = self._complements.of(views)
+            namespace, parts = self.segments.identity.namespace(*namespace_of(node)), parts_of(views)
             # A copy takes bandwidth, and the host may have had one since it loaded the segment.
-            there = self.segments.covering(tokens_of(path), bounds[0], namespace)
-            if there is not None and self._is_as_good(there, span, parts):
+            there = self.segments.covering(tokens_of(path), start, namespace)
+            if there is not None and (not views or num_lost(there.parts) <= num_lost(parts)):
                 # The pool loses it now, so the host's copy is no longer spare.
                 self.segments.use(there.key)
                 return
-            evicted = None
-            if views:
-                record = export_views(views, path, self._packer, self.segments.identity).copied
-            else:
-                record, evicted = self._best_of(path, *bounds)
+            sources = [Source(self._packer.geometry, view) for view in views] or [self._best_of(node, start, end)]
+            # Copied before anything is written: they are in slots that are released next.
+            evicted = None if views else self._complements.evicted(sources[0])
             num_evicted = self.segments.num_evicted
-            num_bytes = self.segments.put(record, namespace, parts)
+            record = export(sources, path, self._packer, self.segments.identity, parts=parts).copied
+            num_bytes = self.segments.put(record, namespace)
             if num_bytes:
                 # After the segment itself: evicted entries must not take the room that it needs.
-                self.segments.evicted_from(record.key).extend(self._complements.put(evicted, *bounds))
+                parts += self._complements.put(evicted, start, end)
                 totals = self._table.totals
                 totals.moved_out_segments += 1
                 totals.moved_out_bytes += num_bytes
                 totals.pushed_out_segments += self.segments.num_evicted - num_evicted
 
-    def _is_as_good(self, there: IndexEntry, span: Span | None, parts: Sequence[EvictedPart]) -> bool:
-        """Whether a copy that is here is as good as ``span``, which is about to be dropped, and its ``parts``.
-
-        It is not if more parts of the copy are lost. ``span`` None: the tokens are uncompressed, and any copy of them
-        is as good as a new one.
-        """
-        lost, lost_here = (
-            sum(part.is_lost for part in some) for some in (parts, self.segments.evicted_from(there.key))
-        )
-        return span is None or lost_here <= lost
-
-    def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
-        """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""
+    def _is_usable(self, path: Sequence[Node]) -> bool:
+        """Whether a copy of what the last node of a path holds could come back."""
         span = self._spans.at(path[-1])
-        if span is None:
-            # A stored segment continues compressed tokens; below uncompressed ones none could be placed.
-            is_alone = len(path) == 1 or path[-2] in self._spans
-            end = length_of(path)
-            return (end - len(path[-1].key), end) if is_alone and self._compressor.scores_any_range else None
-        is_usable = span.segment.splittable or span.end == span.segment.end
-        if not is_usable:
-            return None
-        return views_of(path, self._spans)[0].start, span.end
+        if span is not None:
+            return span.segment.splittable or span.end == span.segment.end
+        # A stored segment continues compressed tokens; below uncompressed ones none could be placed.
+        is_alone = len(path) == 1 or path[-2] in self._spans
+        return is_alone and self._compressor.scores_any_range
 
-    def _best_of(self, path: Sequence[Node], start: int, end: int) -> tuple[SegmentRecord, CopiedRows | None]:
-        """Copy the last node's uncompressed tokens: the entries that the budget keeps, and the others (None: not kept).
-
-        They are read from the node's slots, which are released next.
-        """
-        node = path[-1]
+    def _best_of(self, node: Node, start: int, end: int) -> Source:
+        """The entries of a node's uncompressed tokens that the budget keeps, ranked now."""
         slots, opened = self._tree.token_slots([node]), self._table.open.get(node)
         order = None if opened is None else opened.order
         if order is None or (order.start, order.end) != (start, end):
             prompt = None if opened is None else opened.prompt
-            # Ranked at once: the slots are released as soon as this returns.
+            # At once: the slots are released as soon as this returns.
             order = self._compressor.rank(slots, start, prompt or CacheObservation(), turn=0)
-        num_slots = self._config.num_slots(end - start, start)
         tokens = TokenRange(slots, start, order.keys, self._config.num_sinks(end - start, start))
-        splittable = not (self._packer.geometry.has_windows and num_slots < end - start)
-        identity = self.segments.identity
-        best = Source(self._packer.geometry, tokens).best(num_slots, self._config.bits)
-        leaving = export_sources([best], path, self._packer, identity, splittable)
-        return leaving.copied, self._complements.evicted(best)
+        num_slots = self._config.num_slots(end - start, start)
+        return Source(self._packer.geometry, tokens).best(num_slots, self._config.bits)
 
     # ---- in ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +117,7 @@ class HostMemory:
             if not found:
                 return
             for record in self.segments.continuing(self._adoption.lookup(prompt, identity), found):
-                num_tokens = self._adoption.place(record, prompt, self.segments.evicted_from(record.key))
+                num_tokens = self._adoption.adopt(record, prompt.namespace, prompt.tokens[record.end :])
                 # What follows continues this segment, so it has no place either.
                 if not num_tokens:
                     return
@@ -162,3 +131,8 @@ class HostMemory:
                 totals.moved_in_tokens += num_tokens
                 totals.moved_in_bytes += sum(tensor.nbytes for tensor in record.tensors.values())
                 totals.moved_in_seconds += begin - since
+
+
+def num_lost(parts: Sequence[EvictedPart]) -> int:
+    """Parts that are lost: of two copies of a segment, the one with fewer is better."""
+    return sum(not part.blocks for part in parts)

@@ -166,7 +166,7 @@ class Loading:
     def _place(self, request: Any, records: Sequence[SegmentRecord], prompt: Prompt) -> None:
         reads = self._readers[request]
         for record in records:
-            num_tokens = self._adoption.place(record, prompt)
+            num_tokens = self._adoption.adopt(record, prompt.namespace, prompt.tokens[record.end :])
             if num_tokens == 0:
                 self._table.totals.not_placed += 1
                 # Maybe the tree has got this one meanwhile, and the next continues it.

@@ -108,7 +108,7 @@ class Gauges(msgspec.Struct, frozen=True):
     host_bytes: Annotated[int, Meta(description="Host memory for what was dropped or evicted.")]
     host_used_bytes: Annotated[int, Meta(description="Bytes of it in use.")]
     host_segments: Annotated[int, Meta(description="Segments in it.")]
-    evicted_entries_kept: Annotated[int, Meta(description="Evicted entries in it, which can come back.")]
+    evicted_entries_kept: Annotated[int, Meta(description="Evicted entries in it; some may be in the pool again.")]
     evicted_bytes_kept: Annotated[int, Meta(description="Bytes of it that hold these.")]
     long_prompt_tokens: Annotated[
         int, Meta(description="Tokens of the prompt longer than the pool that is prefilled now; 0: there is none.")

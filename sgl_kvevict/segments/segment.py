@@ -11,6 +11,7 @@ slots of the segment in the accounting.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.copies import EvictedPart
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import runs_of
@@ -135,6 +137,7 @@ class Segment:
         num_spans: nodes that hold a part of it.
         live_end: logical position after its last token that a node still holds.
         live_count: those of ``packed.rows`` that are of tokens before ``live_end``.
+        evicted: parts of what resizes evicted, lost or not, the first one first; entries of live tokens count.
     """
 
     geometry: KVGeometry
@@ -146,6 +149,7 @@ class Segment:
     num_spans: int = 0
     live_end: int = field(init=False)
     live_count: int = field(init=False)
+    evicted: list[EvictedPart] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._all_live()
@@ -189,10 +193,10 @@ class Segment:
     @property
     def entries_by_bits(self) -> dict[int, int]:
         """Entries of tokens that a node still holds, by the bits of their rows; without widths that no entry has."""
-        entries = {16: (min(self.sink_end, self.live_end) - self.start) * self.geometry.num_runs}
-        bits = self.packed.rows.bits
-        entries[bits] = entries.get(bits, 0) + self.live_count
-        return {bits: count for bits, count in entries.items() if count}
+        num_sinks = min(self.sink_end, self.live_end) - self.start
+        entries = Counter({16: num_sinks * self.geometry.num_runs})
+        entries[self.packed.rows.bits] += self.live_count
+        return dict(+entries)
 
     @property
     def num_bytes(self) -> int:

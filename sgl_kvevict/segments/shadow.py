@@ -23,6 +23,7 @@ from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.copies import CopiedShadow
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import runs_of
 from sgl_kvevict.segments.arena_rows import ArenaRows, entries_of_tokens
 
 
@@ -156,24 +157,20 @@ class DraftRows(ArenaRows):
 
     def joined(self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]]) -> Shadow:
         """The rows of shadows of one path as one, run after run, where they lie; see :meth:`copy`."""
-        runs, positions, head_slots, paid = [], [], [], []
-        numbers = torch.arange(self.geometry.num_runs, device=self.paid.device)
+        found: list[list[Tensor]] = []
         for shadow, bounds in parts:
-            kept: Tensor | slice = slice(None)
+            of_rows = runs_of(shadow.indptr.diff(), shadow.positions.numel())
+            rows = [of_rows, shadow.positions, shadow.head_slots, shadow.paid]
             if bounds is not None:
                 kept = ((shadow.positions >= bounds[0]) & (shadow.positions < bounds[1])).nonzero().squeeze(-1)
-            of_rows = torch.repeat_interleave(numbers, shadow.indptr.diff(), output_size=shadow.positions.numel())
-            runs.append(of_rows[kept])
-            positions.append(shadow.positions[kept])
-            head_slots.append(shadow.head_slots[kept])
-            paid.append(shadow.paid[kept])
-        of_rows = torch.cat(runs)
+                rows = [each[kept] for each in rows]
+            found.append(rows)
+        of_rows, *others = (torch.cat(each) for each in zip(*found, strict=True))
         # Stable: within a run positions have to go on ascending.
-        order = of_rows.argsort(stable=True)
-        lens = torch.zeros_like(numbers, dtype=torch.int32).index_add_(0, of_rows, torch.ones_like(of_rows).int())
-        indptr = pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        head_slot, position, much = (torch.cat(rows)[order] for rows in (head_slots, positions, paid))
-        return Shadow(self.geometry, head_slot, position, indptr, much)
+        of_rows, order = of_rows.sort(stable=True)
+        numbers = torch.arange(self.geometry.num_runs + 1, device=of_rows.device)
+        positions, head_slots, paid = (each[order] for each in others)
+        return Shadow(self.geometry, head_slots, positions, torch.searchsorted(of_rows, numbers, out_int32=True), paid)
 
     def place(self, copied: CopiedShadow, slots: Tensor) -> Shadow:
         """Write the copies that were paid most into ``slots``, [num_slots], int64."""

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from sgl_kvevict.copies import CopiedRows, Copy, EvictedPart
 from sgl_kvevict.store.identity import Namespace, StoreIdentity
 from sgl_kvevict.store.segment_file import SegmentRecord
 from sgl_kvevict.store.tier import IndexEntry, Tier, listed_blocks, num_shared
@@ -23,59 +24,6 @@ ALIGNMENT = 16
 
 
 @dataclass(eq=False)
-class Copy:
-    """Tensors in blocks of the arena, which are written once.
-
-    Attributes:
-        shapes: their shapes and dtypes, without contents, in the order in which they lie there.
-        blocks: numbers of the blocks; none: it is gone.
-    """
-
-    shapes: dict[str, Tensor]
-    blocks: list[int]
-
-
-@dataclass(eq=False)
-class EvictedCopy(Copy):
-    """Entries that one resize evicted from a segment, run after run.
-
-    Attributes:
-        start: logical position of the first token of the range.
-        end: logical position after its last one.
-        num_entries: how many there are.
-        num_holders: segments, in the pool and here, of which they are. Without one the copy goes.
-    """
-
-    start: int
-    end: int
-    num_entries: int
-    num_holders: int = 1
-
-
-@dataclass(frozen=True, eq=False)
-class EvictedPart:
-    """What a segment has of an :class:`EvictedCopy`: the entries of the tokens ``[start, end)``, logical positions."""
-
-    copy: EvictedCopy
-    start: int
-    end: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no token was cut off."""
-        return (self.start, self.end) == (self.copy.start, self.copy.end)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the copy is gone: its entries have to be computed again."""
-        return not self.copy.blocks
-
-    def within(self, start: int, end: int) -> EvictedPart:
-        """The part of the tokens of both, which may be none."""
-        return EvictedPart(self.copy, max(start, self.start), min(end, self.end))
-
-
-@dataclass(eq=False)
 class HostSegment:
     """A segment in blocks of the arena.
 
@@ -83,7 +31,6 @@ class HostSegment:
         record: its tensors have no contents, but shapes and dtypes, except ``tokens``, which are compared.
         names: prefixes of its path under which it is listed.
         copy: what the pool had of it.
-        evicted: what had been evicted from it before; first what was evicted first.
         credit: tokens that it saves per block, above the level at its last use; the smallest goes first.
         in_pool: it was loaded, and the pool did not drop it since.
     """
@@ -91,7 +38,6 @@ class HostSegment:
     record: SegmentRecord
     names: list[str]
     copy: Copy
-    evicted: list[EvictedPart]
     credit: float = 0.0
     in_pool: bool = False
 
@@ -101,7 +47,8 @@ class HostSegments(Tier):
 
     As in the pool (``cache/recency.py``), what saves the fewest tokens of prefill per byte, and was not used for long,
     goes first (GreedyDual-Size). Segments that were loaded go before all others, until the pool drops them. Evicted
-    entries go next, the oldest first. So they never push out a segment that the pool does not have.
+    entries go next, the oldest first, whether a segment still has them or not. So they never push out a segment that
+    the pool does not have.
 
     The tokens of paths, which look-ups compare, lie beside the blocks. They take at most as many bytes as all blocks,
     because many short segments may end long paths.
@@ -115,7 +62,7 @@ class HostSegments(Tier):
 
     Attributes:
         num_evicted: segments that went because others needed room.
-        evicted: entries that were evicted from segments, here or in the pool; first what was written first.
+        evicted: entries that were evicted from segments; first what was written first.
     """
 
     def __init__(
@@ -130,7 +77,7 @@ class HostSegments(Tier):
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
         self.num_evicted = 0
-        self.evicted: dict[EvictedCopy, None] = {}
+        self.evicted: dict[EvictedPart, None] = {}
         self._device = device
         self.largest = largest
         # Pinned: copies from pageable memory would make the host wait.
@@ -151,8 +98,8 @@ class HostSegments(Tier):
         self._segments: dict[str, HostSegment] = {}
         self._index: dict[str, dict[str, IndexEntry]] = {}  # by name of a prefix, then by key
         self._free = list(range(self.num_blocks))
-        for copy in self.evicted:
-            copy.blocks = []
+        for part in self.evicted:
+            part.blocks.clear()
         self.evicted.clear()
         self._num_spare = 0  # blocks of evicted entries, and of segments that are in the pool, too
         self._path_bytes = 0  # of the paths' tokens of all segments
@@ -164,21 +111,18 @@ class HostSegments(Tier):
 
     # ---- as a tier --------------------------------------------------------------------------------------------
 
-    def put(self, record: SegmentRecord, namespace: Namespace, evicted: Sequence[EvictedPart] = ()) -> int:
+    def put(self, record: SegmentRecord, namespace: Namespace) -> int:
         """Copy a segment, whose tensors but ``tokens`` lie on the pool's device; return the bytes of its blocks.
 
-        0: it does not fit. A segment of the same key is replaced. ``evicted``: what had been evicted from it.
+        0: it does not fit. A segment of the same key is replaced.
         """
         parts, path_bytes = _parts(record), record.tokens.nbytes
         # Ranks keep different numbers of entries for the same tokens. They take equally many blocks, so that they have
         # equally many free ones and evict the same.
         num_blocks = self.largest(self._blocks_for(parts))
         data = self._gathered(parts)
-        # Held before the old copy of this key goes: that one may be the last holder of the same parts.
-        held = self.hold(evicted)
         self.delete(record.key)
         if num_blocks > self.num_blocks or path_bytes > self._arena.nbytes:
-            self.release(held)
             return 0
         while self._path_bytes + path_bytes > self._arena.nbytes and (segment := self._least()) is not None:
             self._push_out(segment)
@@ -190,7 +134,7 @@ class HostSegments(Tier):
         names = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
         # Look-ups compare tokens and read shapes; the rows themselves lie in the blocks alone.
         without_contents = record.with_tensors({"tokens": record.tokens, **copy.shapes})
-        self._segments[record.key] = HostSegment(without_contents, names, copy, held)
+        self._segments[record.key] = HostSegment(without_contents, names, copy)
         self._path_bytes += path_bytes
         for name in names:
             self._index.setdefault(name, {})[record.key] = entry
@@ -217,7 +161,6 @@ class HostSegments(Tier):
         self._free += segment.copy.blocks
         self._path_bytes -= segment.record.tokens.nbytes
         self._num_spare -= len(segment.copy.blocks) * segment.in_pool
-        self.release(segment.evicted)
         return True
 
     def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
@@ -233,64 +176,38 @@ class HostSegments(Tier):
 
     # ---- what was evicted from segments -----------------------------------------------------------------------
 
-    def evicted_from(self, key: str) -> list[EvictedPart]:
-        """What had been evicted from a segment that is here, lost or not."""
-        segment = self._segments.get(key)
-        return [] if segment is None else segment.evicted
+    def put_evicted(self, copied: CopiedRows, start: int, end: int) -> list[EvictedPart]:
+        """Move evicted entries of the tokens ``[start, end)``, logical positions, into blocks; return the part.
 
-    def put_evicted(self, tensors: Mapping[str, Tensor], bounds: tuple[int, int]) -> EvictedPart | None:
-        """Copy evicted entries, which lie on the pool's device, and of which the caller becomes the first holder.
-
-        None: there is no room beside segments that the pool does not have. ``tensors``: ``positions`` is one of them.
-        ``bounds``: logical positions of their tokens.
+        []: there is no room beside segments that the pool does not have. Entries from a file are on the CPU. They, too,
+        go by way of the pool's device, whose stream lets them wait for copies under way that still read the blocks.
         """
+        tensors = {name: each.to(self._device) for name, each in vars(copied).items()}
         num_blocks = self.largest(self._blocks_for(tensors))
         # Evicted entries are a convenience. A prefix that only the host has would cost its whole prefill.
         if num_blocks > len(self._free) + self._num_spare:
-            return None
+            return []
         data = self._gathered(tensors)
         while len(self._free) < num_blocks:
             self._evict()
-        copy = EvictedCopy(_shapes(tensors), self._write(data, num_blocks), *bounds, tensors["positions"].numel())
-        self.evicted[copy] = None
+        part = EvictedPart(_shapes(tensors), self._write(data, num_blocks), start, end)
+        self.evicted[part] = None
         self._num_spare += num_blocks
-        return EvictedPart(copy, *bounds)
+        return [part]
 
-    def get_evicted(self, part: EvictedPart) -> dict[str, Tensor]:
-        """Copy the whole copy of a part that is not lost to the pool's device."""
-        return self._read(part.copy)
-
-    def hold(self, parts: Sequence[EvictedPart]) -> list[EvictedPart]:
-        """Hold parts, each until :meth:`release`; return those that have tokens."""
-        held = [part for part in parts if part.start < part.end]
-        for part in held:
-            part.copy.num_holders += 1
-        return held
-
-    def release(self, parts: Sequence[EvictedPart]) -> None:
-        """Hold parts no more."""
-        for part in parts:
-            part.copy.num_holders -= 1
-            if not part.copy.num_holders:
-                self._lose(part.copy)
-
-    def _lose(self, copy: EvictedCopy) -> None:
-        # A copy may be lost for room while segments still hold it; their release comes later.
-        if copy.blocks:
-            del self.evicted[copy]
-            self._num_spare -= len(copy.blocks)
-            self._free += copy.blocks
-            # Segments in the pool still hold these copies: without blocks they are lost.
-            copy.blocks = []
+    def get_evicted(self, part: EvictedPart) -> CopiedRows:
+        """Copy a part that is not lost to the pool's device. One of which tokens were cut off needs a host sync."""
+        rows = CopiedRows(**self._read(part))
+        return rows.within(part.start, part.end) if part.is_cut else rows
 
     # ---- what goes first --------------------------------------------------------------------------------------
 
-    def covering(self, tokens: Sequence[int], start: int, namespace: Namespace) -> IndexEntry | None:
-        """The segment that has the tokens from ``start`` on of a path, or more; None: there is none."""
+    def covering(self, tokens: Sequence[int], start: int, namespace: Namespace) -> SegmentRecord | None:
+        """The segment, without contents, that has the tokens from ``start`` on of a path, or more; None: none has."""
         for same, entry in self.find(tokens, namespace):
             has_all = same == len(tokens) and entry.start <= start
             if has_all and (entry.end == same or entry.splittable):
-                return entry
+                return self._segments[entry.key].record
         return None
 
     def use(self, key: str, *, in_pool: bool = False) -> None:
@@ -310,7 +227,11 @@ class HostSegments(Tier):
         """Remove a segment that is in the pool, else evicted entries, else the segment of least credit."""
         segment = self._least()
         if segment is None or (not segment.in_pool and self.evicted):
-            self._lose(next(iter(self.evicted)))
+            part = next(iter(self.evicted))
+            del self.evicted[part]
+            self._num_spare -= len(part.blocks)
+            self._free += part.blocks
+            part.blocks.clear()  # so it is lost for all segments that have it
         else:
             self._push_out(segment)
 

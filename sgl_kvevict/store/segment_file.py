@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from sgl_kvevict.store.identity import FORMAT_VERSION, KEY, StoreIdentity, key_b
 if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict store ls` starts without it
     from torch import Tensor
 
-    from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow
+    from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow, EvictedPart
 
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
@@ -62,7 +62,8 @@ class SegmentRecord:
         tokens: [end], int64, all tokens of its path.
         kept: its entries.
         shadow: rows of this server's draft model.
-        evicted: entries that had been evicted from it; None: it has none of them.
+        evicted: of a file, entries that had been evicted from it; None: it has none of them.
+        parts: in the host's memory, the parts of what had been evicted from it, lost or not, the first one first.
     """
 
     key: str
@@ -74,6 +75,7 @@ class SegmentRecord:
     kept: CopiedEntries
     shadow: CopiedShadow | None = None
     evicted: CopiedRows | None = None
+    parts: Sequence[EvictedPart] = ()
 
     @property
     def num_entries(self) -> int:

@@ -48,7 +48,7 @@ def packed(harness: Harness, tokens: list[int], share: float):
     """The last segment of a text that the tree has, of what was uncompressed of it."""
     prefixes = harness.tree.prefixes
     path = prefixes._tree.find(tokens, (None, None))
-    prefixes.resizer.compress(path[-1], len(tokens), share=share)
+    prefixes.resizer.compress(path, len(tokens), share=share)
     harness.check()
     return prefixes.spans.at(prefixes._tree.find(tokens, (None, None))[-1]).segment
 
@@ -57,9 +57,8 @@ def num_entries(segment) -> int:
     return segment.num_tokens * segment.geometry.num_runs
 
 
-def kept_entries(harness: Harness, segment) -> int:
-    parts = harness.tree.prefixes.complements[segment]
-    return sum(part.copy.num_entries for part in parts if not part.is_lost)
+def kept_entries(segment) -> int:
+    return sum(part.num_entries for part in segment.evicted if part.blocks)
 
 
 def totals(harness: Harness):
@@ -76,7 +75,7 @@ def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
         prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, share))
         harness.check()
     before = segment.num_entries
-    assert before + kept_entries(harness, segment) == num_entries(segment)
+    assert before + kept_entries(segment) == num_entries(segment)
     reader = harness.run([*TEXT[:60], 3, 3])  # it reads on while the segment grows
     for wanted in [*reversed(sizes), num_entries(segment)]:
         free, slots = harness.allocator.available_size(), segment.num_slots
@@ -84,12 +83,12 @@ def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
         assert segment.num_entries == wanted and free - harness.allocator.available_size() == segment.num_slots - slots
         harness.check()
         assert harness.decode(reader)
-    assert prefixes.complements.last(segment) is None and not harness.host.evicted
+    assert not segment.evicted
     assert totals(harness).growths == 3
     assert totals(harness).returned_entries == totals(harness).evicted_entries == num_entries(segment) - before
     prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, 0.1))  # and go again
     harness.check()
-    assert segment.num_entries + kept_entries(harness, segment) == num_entries(segment)
+    assert segment.num_entries + kept_entries(segment) == num_entries(segment)
     assert harness.decode(reader) and not any(harness.tree.guard.errors.values())
 
 
@@ -152,8 +151,8 @@ def test_what_is_dropped_comes_back_complete(bits):
         assert len(harness.tree.spans) == 0 and len(harness.host) == 1
         assert serve(harness, [*TEXT[:60], 5, 5]) == 60
         (segment,) = harness.tree.prefixes.table.packed
-        assert segment.num_entries + kept_entries(harness, segment) == num_entries(segment)
-        while harness.tree.prefixes.complements.last(segment) is not None:
+        assert segment.num_entries + kept_entries(segment) == num_entries(segment)
+        while harness.tree.prefixes.growth.next_of(segment) is not None:
             assert harness.tree.prefixes.growth.grow(segment)
         harness.check()
 
@@ -170,7 +169,7 @@ def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
     while harness.evict(1):
         pass
     copies = {tuple(copy.record.tokens.tolist()): copy for copy in harness.host._segments.values()}
-    parts = copies[tuple(branch[:60])].evicted
+    parts = copies[tuple(branch[:60])].record.parts
     assert [(part.start, part.end) for part in parts] == [(0, 40), (40, 60)]
     for text in (branch, TEXT):
         assert serve(harness, [*text[:60], 5, 5], complete=True) == 60
@@ -198,16 +197,21 @@ def test_a_copy_of_a_segment_that_has_grown_and_of_another_one_is_in_order_of_po
     assert all(torch.equal(run, run.sort().values) for run in runs)
 
 
-def test_what_was_cut_off_does_not_come_back():
+@pytest.mark.parametrize("is_for_growth", [False, True])
+def test_what_was_cut_off_does_not_come_back(is_for_growth):
+    """Nor does what is cut off to make room for what comes back."""
     harness = harness_of()
-    segment = shrunk(harness, 0.3)
+    segment, prefixes = shrunk(harness, 0.3), harness.tree.prefixes
     harness.finish(harness.run([*TEXT[:30], 9, 9]))  # splits the node
     assert segment.num_spans == 2
-    prefixes = harness.tree.prefixes
+    if is_for_growth:
+        held = harness._alloc(harness.allocator.available_size() - 35)  # it needs 42
+        with prefixes._tree.holding(prefixes._tree.find(TEXT[:30], (None, None))):
+            assert not prefixes.growth.grow(segment) and segment.end == 30
+        harness.allocator.free(held)
     while segment.end == 60:
         assert harness.evict(1)
-    (part,) = prefixes.complements[segment]
-    assert (part.start, part.end) == (0, 30) and segment in prefixes.table.packed
+    assert len(segment.evicted) == 1 and segment in prefixes.table.packed
     assert prefixes.growth.grow(segment)
     assert segment.num_live_entries == num_entries(segment) == 30 * harness.geometry.num_runs
     harness.check()
@@ -218,13 +222,12 @@ def test_what_was_cut_off_does_not_come_back():
 def test_a_full_host_loses_what_was_evicted_first():
     """What was written longest ago goes first; it never pushes out a segment that the pool does not have."""
     harness = harness_of()
-    whole = harness.tree.prefixes.complements[shrunk(harness, 0.3, 0.2, 0.1)]
-    harness = harness_of(host_blocks=sum(len(part.copy.blocks) for part in whole) - 1)
+    whole = shrunk(harness, 0.3, 0.2, 0.1).evicted
+    harness = harness_of(host_blocks=sum(len(part.blocks) for part in whole) - 1)
     segment = shrunk(harness, 0.3, 0.2, 0.1)
-    parts = harness.tree.prefixes.complements[segment]
-    assert [part.is_lost for part in parts] == [True, False, False]
-    size = segment.num_entries + sum(part.copy.num_entries for part in parts[1:])
-    while harness.tree.prefixes.complements.last(segment) is not None:
+    assert [bool(part.blocks) for part in segment.evicted] == [False, True, True]
+    size = segment.num_entries + kept_entries(segment)
+    while harness.tree.prefixes.growth.next_of(segment) is not None:
         assert harness.tree.prefixes.growth.grow(segment)
         harness.check()
     assert segment.num_entries == size < num_entries(segment)
@@ -243,9 +246,9 @@ def test_a_request_that_asks_gets_every_part_however_many_there_are():
     harness = harness_of(bits="auto")
     segment = shrunk(harness, *(num_slots / 60 for num_slots in range(15, 2, -1)))
     prefixes = harness.tree.prefixes
-    assert len(prefixes.complements.there(segment)) > 6
+    assert sum(bool(part.blocks) for part in segment.evicted) > 6
     assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
-    assert segment.num_live_entries == num_entries(segment) and not harness.host.evicted
+    assert segment.num_live_entries == num_entries(segment) and not segment.evicted
     (span,) = (span for _, span in harness.tree.spans.items())
     assert [(runs.num_tokens, runs.bits) for runs in span.runs()] == [(2, 16), (58, 4)]
     prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, 0.1))
@@ -262,7 +265,7 @@ def test_an_error_of_the_hosts_copy_is_that_prefixs(monkeypatch, fault):
     size, free = segment.num_entries, harness.allocator.available_size()
     assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
     monkeypatch.undo()
-    assert segment.num_entries == size and harness.tree.prefixes.complements.last(segment) is None
+    assert segment.num_entries == size and harness.tree.prefixes.growth.next_of(segment) is None
     assert sum(harness.tree.guard.errors.values()) == 1 and harness.allocator.available_size() <= free
     harness.check()
 

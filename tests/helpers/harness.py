@@ -33,7 +33,7 @@ from sglang.srt.server_args import ServerArgs
 from torch.distributed import ProcessGroup
 
 from helpers.encoded import read_as_near
-from helpers.host import check_complements, check_host
+from helpers.host import check_host
 from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from helpers.statistics import random_coding
@@ -505,9 +505,7 @@ class Harness:
         counted = (self.tree.protected_size(), self.tree.evictable_size())
         assert counted == (sizes[True] - reclaimable, sizes[False] + reclaimable)
         assert cache_state(self.tree)["leaked_slots"] == 0
-        complements = self.tree.prefixes.complements
-        check_host(self.host, [part for each in complements._of.values() for part in each])
-        check_complements(complements, self.tree.prefixes.table)
+        check_host(self.host, self.tree.prefixes.table.packed)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers
 
     def _check_places(self, packed: Packed) -> None:

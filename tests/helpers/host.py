@@ -7,18 +7,15 @@ from collections.abc import Iterable
 
 import torch
 
-from helpers.decisions import run_of_entries
-from sgl_kvevict.cache.complements import Complements
-from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.store.host import ALIGNMENT, EvictedPart, HostSegments
+from sgl_kvevict.segments import Segment
+from sgl_kvevict.store.host import ALIGNMENT, HostSegments
 
 
-def check_host(host: HostSegments, holders: Iterable[EvictedPart] = ()) -> None:
+def check_host(host: HostSegments, in_pool: Iterable[Segment] = ()) -> None:
     """Every block has exactly one owner, there are no others, what lies in them fits, and what is found is there.
 
-    So all copies together never take more bytes than the memory has.
-
-    ``holders``: evicted parts that segments in the pool hold.
+    So all copies together never take more bytes than the memory has. No entry of a segment, here or in the pool, is
+    evicted, too, or evicted twice.
     """
     segments = host._segments
     assert host._arena.shape == (host.num_blocks, host.block_bytes)
@@ -26,11 +23,9 @@ def check_host(host: HostSegments, holders: Iterable[EvictedPart] = ()) -> None:
     for key, segment in segments.items():
         assert segment.record.key == key and segment.copy.blocks
         held.update(segment.copy.blocks)
-    evicted = Counter(part.copy for part in [*holders, *(each for one in segments.values() for each in one.evicted)])
-    assert all(copy.num_holders == count for copy, count in evicted.items())
-    assert {copy for copy in evicted if copy.blocks} == host.evicted.keys()
-    for copy in host.evicted:
-        held.update(copy.blocks)
+    for part in host.evicted:
+        assert part.blocks and not part.is_cut
+        held.update(part.blocks)
     assert held == Counter(range(host.num_blocks))
     copies = [each.copy for each in segments.values()] + list(host.evicted)
     assert host.used_bytes == sum(len(copy.blocks) for copy in copies) * host.block_bytes
@@ -43,23 +38,24 @@ def check_host(host: HostSegments, holders: Iterable[EvictedPart] = ()) -> None:
     assert host._path_bytes == sum(each.record.tokens.nbytes for each in segments.values()) <= host._arena.nbytes
     listed = {(name, key) for key, each in segments.items() for name in each.names}
     assert {(name, key) for name, entries in host._index.items() for key in entries} == listed
-
-
-def check_complements(complements: Complements, table: PrefixTable) -> None:
-    """No entry of a segment is in the pool and evicted, or evicted twice, and evicted ones are of its tokens."""
-    assert complements._of.keys() <= table.packed.keys()
-    for segment, of_segment in complements._of.items():
-        held = segment.packed.rows
-        assert of_segment and held.positions.ge(segment.sink_end).all()
-        parts = [run_of_entries(held.indptr) << 32 | held.positions]
-        for evicted in of_segment:
-            assert segment.start <= evicted.start < evicted.end <= segment.end
-            if not evicted.is_lost:
-                rows = Complements.get(complements, evicted)  # not what a test has put in its place
-                runs = torch.repeat_interleave(rows.keep_lens.flatten().long())
-                assert rows.positions.ge(evicted.start).all() and rows.positions.lt(evicted.end).all()
-                by_run = torch.split(rows.positions, rows.keep_lens.flatten().tolist())
-                assert all(own.diff().gt(0).all() for own in by_run)
-                parts.append(runs << 32 | rows.positions)
-        entries = torch.cat(parts)
-        assert entries.unique().numel() == entries.numel()
+    blocks, has = {id(part.blocks) for part in host.evicted}, []
+    for each in in_pool:
+        rows = each.packed.rows
+        assert rows.positions.ge(each.sink_end).all()
+        assert each.live_count == rows.positions.lt(each.live_end).sum()
+        parts = [part.within(each.start, each.live_end) for part in each.evicted]
+        has.append((rows.indptr.diff(), rows.positions, parts))
+    for copy in host._segments.values():
+        read, own = host._read(copy.copy), copy.record
+        assert all(own.start <= part.start < part.end <= own.end for part in own.parts)
+        has.append((read["rows.keep_lens"], read["rows.positions"], list(own.parts)))
+    for lens, positions, parts in has:
+        all_runs = [(lens, positions)]
+        for part in (part for part in parts if part.blocks):
+            gone = HostSegments.get_evicted(host, part)  # not what a test has put in its place
+            assert id(part.blocks) in blocks
+            assert (gone.positions.ge(part.start) & gone.positions.lt(part.end)).all()
+            all_runs.append((gone.keep_lens, gone.positions))
+        coded = [torch.repeat_interleave(lens.flatten().long()) << 32 | positions for lens, positions in all_runs]
+        assert all(one.diff().gt(0).all() for one in coded)
+        assert torch.cat(coded).unique().numel() == sum(one.numel() for one in coded)

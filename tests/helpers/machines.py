@@ -235,16 +235,15 @@ class HostMachine(PressureMachine):
     def grow(self, number):
         """A segment takes back what it lost last, with or without free slots."""
         prefixes = self.harness.tree.prefixes
-        growing = [each for each in prefixes.complements._of if prefixes.growth._can_grow(each)]
+        growing = [each for each in prefixes.table.packed if prefixes.growth.next_of(each) is not None]
         if growing:
             prefixes.growth.grow(growing[number % len(growing)])
         self._settle()
 
-    @rule(name=st.sampled_from(["put_evicted", "get", "_gathered"]))
+    @rule(name=st.sampled_from(["put_evicted", "get_evicted", "_gathered"]))
     def break_host(self, name):
         """The next copy to or from the host fails: the prefix loses these entries, and nothing else happens."""
-        prefixes, guard = self.harness.tree.prefixes, self.harness.tree.guard
-        broken = prefixes.complements if name == "get" else self.harness.host
+        broken, guard = self.harness.host, self.harness.tree.guard
 
         def fail(*args):
             delattr(broken, name)
@@ -256,7 +255,7 @@ class HostMachine(PressureMachine):
     @rule(number=st.integers(0, 20), count=st.sampled_from([0, 20, 200]))
     def comes_from_a_file(self, number, count):
         """A segment is written to a file with what was evicted from it, may be dropped, and is read again."""
-        if "get" in vars(self.harness.tree.prefixes.complements):
+        if "get_evicted" in vars(self.harness.host):
             return  # the next copy fails: it would not be written
         records = exported(self.harness, is_complete=True)
         if records:
@@ -429,7 +428,7 @@ class BesideMachine(CacheMachine):
             path = path_to(last)
             end = prefixes.spans.compressed_len(path) + at
             if last in prefixes.table.open and end < length_of(path):
-                prefixes.resizer.compress(last, end, share=1.0)
+                prefixes.resizer.compress(path, end, share=1.0)
         self.harness.check()
 
     @rule()

@@ -212,7 +212,7 @@ class PairsStoreMachine(PairsPressureMachine):
         self.harness.evict(count)
         prompt = Prompt([*base, 9], len(base), (None, None))
         for record in found_again(records, prompt, into, draft, identity_for(self.harness)):
-            into.place(record, prompt)
+            into.adopt(record, prompt.namespace, prompt.tokens[record.end :])
             self.harness.check()
         self._admit(self.harness.request(base[:shared] + suffix), 200)
         self._settle()

@@ -32,9 +32,9 @@ def test_ranks_drop_and_load_the_same(host_blocks):
             harness.finish(req)
             harness.turn()
         copies = [(each, each.record) for each in harness.host._segments.values()]
-        held = {(one.start, one.end, len(each.copy.blocks), len(each.evicted)) for each, one in copies}
+        held = {(one.start, one.end, len(each.copy.blocks), len(one.parts)) for each, one in copies}
         totals = harness.tree.prefixes.totals
-        evicted = [(copy.start, copy.end, len(copy.blocks)) for copy in harness.host.evicted]
+        evicted = [(part.start, part.end, len(part.blocks)) for part in harness.host.evicted]
         grown = totals.growths, totals.grown_slots, evicted
         return found, held, totals.moved_in_segments, rank_states(harness.tree), grown
 

@@ -17,6 +17,7 @@ from sgl_kvevict.store.host import HostSegments
 OURS = identity()
 NAMES = OURS.namespace(None, None)
 CPU = torch.device("cpu")
+ENTRIES = record(OURS, NAMES, tokens(40)).kept.rows
 
 
 def host(num_blocks=100, block_bytes=64, own=OURS) -> HostSegments:
@@ -149,24 +150,22 @@ def test_tokens_of_long_paths_take_no_more_memory_than_the_blocks():
     size = host().put(record(OURS, NAMES, [*text, *tokens(20)], start=1000), NAMES)
     segments = host(8 * 1020 * 5, 1)  # blocks for many more than five
     assert 10 * size < 8 * 1020 * 5
-    short = segments.put_evicted({"positions": torch.arange(3, dtype=torch.int32)}, (0, 40))
+    (short,) = segments.put_evicted(ENTRIES, 0, 40)
     ours = [record(OURS, NAMES, [*text, *tokens(20, seed=seed)], start=1000) for seed in range(12)]
     for each in ours:
         assert segments.put(each, NAMES) > 0
-        check_host(segments, [short])
+        check_host(segments)
     assert [segments.get(each.key) is not None for each in ours] == [False] * 7 + [True] * 5
-    assert segments.num_evicted == 7 and not short.is_lost
+    assert segments.num_evicted == 7 and short.blocks
     assert segments.put(record(OURS, NAMES, tokens(5101)), NAMES) == 0
-    check_host(segments, [short])
+    check_host(segments)
 
 
 def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
     """A copy is gathered on the pool's device, which may be full, too; every block still has an owner afterwards."""
     segments, ours = host(), record(OURS, NAMES, tokens(40))
-    entries = {"positions": torch.arange(3, dtype=torch.int32)}
-    part = segments.put_evicted(entries, (0, 40))
-    segments.put(ours, NAMES, [part])
-    segments.release([part])
+    (part,) = segments.put_evicted(ENTRIES, 0, 40)
+    segments.put(ours, NAMES)
 
     def fail(*args):
         raise MemoryError
@@ -174,12 +173,12 @@ def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "cat", fail)
         with pytest.raises(MemoryError):
-            segments.put(ours, NAMES, segments.evicted_from(ours.key))
+            segments.put(ours, NAMES)
         with pytest.raises(MemoryError):
-            segments.put_evicted(entries, (0, 40))
+            segments.put_evicted(ENTRIES, 0, 40)
     check_host(segments)
     assert_same(segments.get(ours.key), ours)
-    assert segments.get_evicted(part)["positions"].tolist() == [0, 1, 2]
+    assert segments.get_evicted(part).positions.equal(ENTRIES.positions)
 
 
 def test_ranks_take_equally_many_blocks():

@@ -55,8 +55,8 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         host_bytes=host.num_blocks * host.block_bytes,
         host_used_bytes=host.used_bytes,
         host_segments=len(host),
-        evicted_entries_kept=sum(copy.num_entries for copy in host.evicted),
-        evicted_bytes_kept=sum(len(copy.blocks) for copy in host.evicted) * host.block_bytes,
+        evicted_entries_kept=sum(part.num_entries for part in host.evicted),
+        evicted_bytes_kept=sum(len(part.blocks) for part in host.evicted) * host.block_bytes,
         long_prompt_tokens=0 if long is None else len(long.full_untruncated_fill_ids),
         long_prompt_computed=0 if long is None else long.prefix_len,
     )
