@@ -43,13 +43,17 @@ class CompressedRead:
     @property
     def bits(self) -> float:
         """Mean bits per number of the entries that were read; 16 if no token was compressed."""
-        bits = sum(width * share for width, share in zip(WIDTHS, self.shares, strict=True))
-        return bits / self.share if self.num_tokens and self.share else float(WIDTHS[0])
+        return self._bits_of_all / self.share if self.num_tokens and self.share else float(WIDTHS[0])
 
     @property
     def lost_bits(self) -> float:
         """How much less was read than of an uncompressed prompt, in bits of each number of a token, summed."""
-        return self.num_tokens * (WIDTHS[0] - self.share * self.bits)
+        return self.num_tokens * (WIDTHS[0] - self._bits_of_all)
+
+    @property
+    def _bits_of_all(self) -> float:
+        """Bits that were read per number of the compressed tokens, evicted ones included."""
+        return WIDTHS[0] * self.shares[0] + WIDTHS[1] * self.shares[1]
 
 
 @dataclass(frozen=True)

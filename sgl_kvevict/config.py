@@ -246,8 +246,7 @@ class KVEvictConfig(BaseModel):
                 raise ValueError(f"{name} must be >= 0, got {value}")
         numerator, denominator = _as_written(self.budget if share is None else share)
         slots = -(-numerator * num_tokens // denominator)
-        num_sinks = max(self.sink_tokens - start, 0)
-        return min(max(slots, num_sinks, 1), num_tokens)
+        return min(max(slots, self.sink_tokens - start, 1), num_tokens)
 
     def num_sinks(self, num_tokens: int, start: int = 0) -> int:
         """First tokens of the range ``[start, start + num_tokens)`` of a path that keep rows of 16 bits beside others.

@@ -16,11 +16,11 @@ from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.growth import Growth
 from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.loading import Loading
-from sgl_kvevict.cache.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.ports import TreePort
-from sgl_kvevict.cache.prefills import PrefillEvents, Prefills
+from sgl_kvevict.cache.prefills import Prefills
 from sgl_kvevict.cache.pressure import Pressure
-from sgl_kvevict.cache.readers import ReaderTable
+from sgl_kvevict.cache.readers import ReaderRecord, ReaderTable
 from sgl_kvevict.cache.recency import MS, CostAwareRecency, StatefulRecency
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.cache.resize import Occasion, Resizer
@@ -73,7 +73,7 @@ class PrefixCache:
         resizer = self.resizer = Resizer(core)
         self.pressure = Pressure(core, resizer, self.recency)
         self.growth = Growth(core, resizer)
-        self.prefills: PrefillEvents = Prefills(core, resizer)
+        self.prefills = Prefills(core, resizer)
         adoption = Adoption(core, resizer)
         self.host = HostMemory(core, adoption, host)
         self.recency.has_host_room = self.host.has_room_for
@@ -81,7 +81,7 @@ class PrefixCache:
         self.loading: Loading | None = None
         if access is not None:
             self.saving = Saving(core, access)
-            resizer.on_budget.append(self.saving.at_budget)
+            resizer.on_budget = self.saving.at_budget
             if access.reader is not None:
                 self.loading = Loading(core, adoption, access, access.reader, self.host)
         self.max_sharers = 0
@@ -116,8 +116,7 @@ class PrefixCache:
         """A reader of a path was aborted: samples that were to come may not come, so no prompt of it waits for them."""
         with self._guard.at(Place.RELEASE):
             for node in self.table.stop_awaiting(path):
-                prompt = path_to(node)
-                self.resizer.compress(prompt, self.compressor.end_of(length_of(prompt)))
+                self.resizer.compress(node)
 
     def admitting(self, reader: Reader, prompt: Prompt) -> None:
         """A request is about to match its prompt: load what the pool lacks of it.
@@ -137,12 +136,10 @@ class PrefixCache:
             tokens = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]
             self.growth.to_share(self._tree.find(tokens, prompt.namespace), record.least_share)
 
-    def note_read(self, reader: Reader, last: Node, num_tokens: int) -> None:
-        """Note for its client what a request reads of its prompt, the first ``num_tokens`` of the path to ``last``."""
-        if not self.compressor.policy.compresses:
-            return
-        path, record = path_to(last), self.readers[reader]
-        record.has_read(self.spans.compressed_read(path, num_tokens))
+    def note_read(self, record: ReaderRecord, path: Sequence[Node], num_tokens: int) -> None:
+        """Note for its client what a request reads of its prompt, the first ``num_tokens`` of a path."""
+        if self.compressor.policy.compresses:
+            record.has_read(self.spans.compressed_read(path, num_tokens))
 
     def between_steps(self) -> None:
         """The scheduler is between two steps."""

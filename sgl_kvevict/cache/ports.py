@@ -27,8 +27,8 @@ class TreePort(Protocol):
     def locked_by(self, reader: Reader) -> Node | None:
         """Last node of the path that a reader locks; None if there is none."""
 
-    def cut(self, path: Sequence[Node], end: int) -> Node:
-        """Split the last node of a path, inside which the logical position ``end`` lies, and return the upper part."""
+    def cut(self, node: Node, end: int) -> Node:
+        """Split a node, inside which the logical position ``end`` lies, and return the upper part."""
 
     def token_slots(self, nodes: Sequence[Node]) -> Tensor:
         """[num_tokens], int64, ordinary slots of consecutive uncompressed nodes, in token order."""

@@ -53,10 +53,10 @@ class ReaderRecord:
 
     def has_read(self, read: CompressedRead) -> None:
         """Note what it reads of its prompt now."""
-        if self.report is None:
-            self.report = CacheReport(compressed=read, computed_again=self.computed_again)
-        elif read.lost_bits >= self.report.compressed.lost_bits:
-            self.report = replace(self.report, compressed=read)
+        told = self.report
+        if told is None or read.lost_bits >= told.compressed.lost_bits:
+            again, early = self.computed_again, told.prefilled_compressed if told else 0
+            self.report = CacheReport(compressed=read, computed_again=again, prefilled_compressed=early)
 
     def has_compressed(self, num_tokens: int) -> None:
         """Note how many tokens that it computed were compressed before its prefill was complete."""
@@ -102,10 +102,9 @@ class ReaderTable:
         """All readers and their records, in order of arrival."""
         return list(self._records.items())
 
-    def chunk_share(self, reader: Reader) -> float | None:
+    def chunk_share(self, record: ReaderRecord) -> float | None:
         """Share of their bytes that chunks of a prompt get while it is prefilled; None: they stay uncompressed."""
-        share = self[reader].chunk_share
-        return self._chunk_share if share is None else share
+        return self._chunk_share if record.chunk_share is None else record.chunk_share
 
     def has_exact(self, path: Sequence[Node]) -> bool:
         """Whether an exact request reads a part of a path."""
@@ -114,11 +113,13 @@ class ReaderTable:
 
     def movable(self, node: Node) -> list[Reader] | None:
         """Return the readers of a node; None if one of them is not movable."""
-        readers = [reader for reader in self if (last := self._tree.locked_by(reader)) and node in path_to(last)]
+        readers, num_fixed = [], 0
+        for reader, record in self.items():
+            if record.is_live and (last := self._tree.locked_by(reader)) and node in path_to(last):
+                readers.append(reader)
+                num_fixed += record.is_exact
         # A lock that no known request explains could be anything of SGLang's; its slots must not move.
-        if len(readers) != self._tree.num_locks(node) or any(self[reader].is_exact for reader in readers):
-            return None
-        return readers
+        return None if num_fixed or len(readers) != self._tree.num_locks(node) else readers
 
     def movable_nodes(self) -> list[Node]:
         """Locked nodes whose readers, and those of all nodes above, are movable; root side first.

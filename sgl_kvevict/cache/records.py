@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.cache.nodes import Node, NodeSet
+from sgl_kvevict.cache.nodes import Node, NodeSet, length_of
 from sgl_kvevict.cache_report import CompressedRead
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import accounting
@@ -68,6 +67,16 @@ class Spans(Mapping[Node, Span]):
                 return span.end
         return 0
 
+    def open_part(self, last: Node) -> tuple[list[Node], int, int]:
+        """Nodes without spans at the end of the path to ``last``, root side first, and their bounds (logical)."""
+        nodes, node, span = [], last, self.at(last)
+        while span is None and (above := node.parent) is not None:
+            nodes.append(node)
+            node, span = above, self.at(above)
+        nodes.reverse()
+        start = 0 if span is None else span.end
+        return nodes, start, start + length_of(nodes)
+
     def uncompressed(self, path: Sequence[Node]) -> list[Node]:
         """Nodes of a path that hold no span."""
         return [node for node in path if node not in self]
@@ -88,21 +97,16 @@ class Spans(Mapping[Node, Span]):
         From numbers that the host has. They are those of whole segments, so a request that reads a part of a segment
         reads as much of it as all its readers do on average.
         """
-        tokens: Counter[Segment] = Counter()
+        compressed, shares = 0, dict.fromkeys(WIDTHS, 0.0)
         for node in path:
             span = self.at(node)
             if span is None or span.start >= num_tokens:
                 break
-            tokens[span.segment] += min(span.end, num_tokens) - span.start
-        entries = dict.fromkeys(WIDTHS, 0.0)
-        for segment, num_read in tokens.items():
-            part = num_read / (segment.live_end - segment.start) / segment.geometry.num_runs
+            segment, num_read = span.segment, min(span.end, num_tokens) - span.start
+            compressed += num_read
             for bits, count in segment.entries_by_bits.items():
-                entries[bits] += count * part
-        compressed = tokens.total()
-        if not compressed:
-            return CompressedRead()
-        return CompressedRead(compressed, tuple(entries[bits] / compressed for bits in WIDTHS))
+                shares[bits] += count * num_read / (segment.live_end - segment.start) / segment.geometry.num_runs
+        return CompressedRead(compressed, tuple(share / max(compressed, 1) for share in shares.values()))
 
     def blocks(self, node: Node) -> bool:
         """Whether no request may stop right after a node: it would read only a part of an unsplittable segment."""

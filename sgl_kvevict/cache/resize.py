@@ -76,13 +76,13 @@ class Resizer:
     :data:`TURNS_OF_RANKING` turns later, or when slots are short.
 
     Attributes:
-        on_budget: called with the last node of each segment that has reached the budget.
+        on_budget: called with the last node of each segment that has reached the budget; None: nobody waits for that.
         observation_bytes: :data:`OBSERVATION_BYTES`.
         num_joined: :data:`JOINED`.
     """
 
     def __init__(self, core: Core) -> None:
-        self.on_budget: list[Callable[[Node], None]] = []
+        self.on_budget: Callable[[Node], None] | None = None
         self._tree, self._table, self._readers, self._guard = core.tree, core.table, core.readers, core.guard
         self._spans, self._complements, self._compressor = core.table.spans, core.complements, core.compressor
         self._packer, self._config = core.compressor.packer, core.compressor.config
@@ -107,27 +107,30 @@ class Resizer:
 
     def compress(
         self,
-        path: Sequence[Node],
-        end: int,
+        last: Node,
+        most: int | None = None,
         prompt: PromptObservation | None = None,
         *,
         share: float | None = None,
         waits: bool = False,
         goes_on: bool = False,
     ) -> None:
-        """Compress the uncompressed tokens of a path up to ``end``, now or as soon as possible.
+        """Compress the uncompressed tokens of the path to a node, now or as soon as possible.
 
         Args:
-            path: from the root; a node that contains ``end`` is split.
-            end: logical position.
+            last: the node; it, or one above, is split where what is compressed ends (:meth:`Compressor.end_of`).
+            most: first tokens of the path, to which the others do not belong; None: all do.
             prompt: its observation, by which they are ranked; None: they are ranked by the one that is known.
             share: of their bytes; None: the budget.
             waits: they stay uncompressed until token slots are short.
             goes_on: more tokens follow, so that the last ones are worth no more than others.
         """
-        if not self.is_long_enough(end - self._spans.compressed_len(path)):
+        nodes, start, end = self._spans.open_part(last)
+        end = end if most is None else min(end, most)
+        end = end if goes_on else self._compressor.end_of(end)
+        if not self.is_long_enough(end - start):
             return
-        last = self._node_ending_at(path, end)
+        last = self._node_ending_at(nodes, start, end)
         opened = self._table.open_range(last, share, waits=waits)
         opened.goes_on = goes_on
         # A prompt that has computed at most the last token of the range, as SGLang always does, is no better.
@@ -135,17 +138,15 @@ class Resizer:
             opened.prompt, opened.num_bytes = prompt, prompt.num_bytes
         if not opened.waits and self._try(last, Occasion.RELEASED) is None:
             self._table.totals.refused_in_use += 1
-        self._trim()
+        if last in self._table.open:
+            self._trim()
 
-    def _node_ending_at(self, path: Sequence[Node], end: int) -> Node:
-        """Node of a path that ends at position ``end``; a node that contains ``end`` is split."""
-        position = 0
-        for i, node in enumerate(path):
+    def _node_ending_at(self, nodes: Sequence[Node], position: int, end: int) -> Node:
+        """The one of consecutive nodes from ``position`` on that ends at ``end``; one that contains it is split."""
+        for node in nodes:
             position += len(node.key)
-            if position == end:
-                return node
-            if position > end:
-                return self._tree.cut(path[: i + 1], end)
+            if position >= end:
+                return node if position == end else self._tree.cut(node, end)
         raise InvariantError(f"the path has {position} tokens, expected at least {end}")
 
     def _trim(self) -> None:
@@ -221,9 +222,9 @@ class Resizer:
             for last in lasts:
                 if self._spans.first_uncompressed(last, taken) not in locked:
                     continue
-                path = path_to(last)
-                nodes = [node for node in self._spans.uncompressed(path) if node not in taken]
-                gain = self._gain(ranges[last], nodes, length_of(path) - length_of(nodes), locked)
+                nodes, _, end = self._spans.open_part(last)
+                nodes = [node for node in nodes if node not in taken]
+                gain = self._gain(ranges[last], nodes, end - length_of(nodes), locked)
                 if gain is not None:
                     # Tokens that two ranges share are released once: counted twice, admission would promise too much.
                     taken.update(nodes)
@@ -257,7 +258,7 @@ class Resizer:
         short (``locked``: nodes with readers), so does one whose locked nodes hold fewer tokens than the whole would
         take slots, as the first tokens of a chat template: a reader locks all slots of a segment.
         """
-        least = self.least_slots(length_of(nodes), start)
+        least = self.least_slots(length_of(nodes), start) if locked else 0
         has_few_locked = length_of([node for node in nodes if node in locked]) < least
         groups = [[nodes[0]]]
         for node in nodes[1:]:
@@ -296,10 +297,10 @@ class Resizer:
 
         Returns the token slots released. None: a reader that must not move holds it.
         """
-        opened, path = self._table.open.get(last), path_to(last)
-        nodes, start, end = self._spans.uncompressed(path), self._spans.compressed_len(path), length_of(path)
+        opened = self._table.open.get(last)
         if opened is None:
             return 0
+        nodes, start, end = self._spans.open_part(last)
         if not self.is_long_enough(end - start):
             self._table.close(last)
             return 0
@@ -355,16 +356,16 @@ class Resizer:
         """
         num_released = 0
         for group in groups:
-            num_tokens, order = length_of(group), opened.order
+            order = opened.order
             if len(groups) > 1 and self._can_rank(opened):
                 order = self._rank(group, start, opened)
-            elif order is not None:
-                order = order.within(start, start + num_tokens)
+            elif len(groups) > 1 and order is not None:
+                order = order.within(start, start + length_of(group))
             num_freed = self._make(group, start, order, opened, readers)
             if num_freed is None:
                 break
             num_released += num_freed
-            start += num_tokens
+            start = self._spans[group[-1]].end
         self._table.close(last)
         return num_released
 
@@ -376,8 +377,9 @@ class Resizer:
         None: the policy failed, and nothing was changed.
         """
         begin, slots = time.perf_counter(), self._tree.token_slots(nodes)
-        num_slots = self._config.num_slots(slots.numel(), start, opened.share)
-        num_sinks = self._config.num_sinks(slots.numel(), start)
+        num_tokens, totals = slots.numel(), self._table.totals
+        num_slots = self._config.num_slots(num_tokens, start, opened.share)
+        num_sinks = self._config.num_sinks(num_tokens, start)
         written = self._write(
             lambda: TokenRange(slots, start, order.keys if order else None, num_sinks), num_slots, opened.prompt
         )
@@ -385,11 +387,10 @@ class Resizer:
             return None
         geometry = self._packer.geometry
         segment = Segment(geometry, start, written.end, written.packed)
-        segment.splittable = not (geometry.has_windows and num_slots < slots.numel())
+        segment.splittable = not (geometry.has_windows and num_slots < num_tokens)
         self.exchange(nodes, segment, readers)
         # After the exchange: slots may go to another request only when no row and no node names them.
         num_freed = self._released(segment, written)
-        num_tokens, totals = slots.numel(), self._table.totals
         totals.compressions += 1
         totals.compressed_tokens += num_tokens
         totals.compression_seconds += time.perf_counter() - begin
@@ -500,10 +501,9 @@ class Resizer:
         return written.freed.numel()
 
     def _report_size(self, segment: Segment, last: Node, num_slots: int) -> None:
-        """Tell those who wait for it if a segment, whose last span ``last`` holds, has reached the budget."""
-        if num_slots == self.slots_at(segment):
-            for call in self.on_budget:
-                call(last)
+        """Tell the store if a segment, whose last span ``last`` holds, has reached the budget."""
+        if self.on_budget is not None and num_slots == self.slots_at(segment):
+            self.on_budget(last)
 
     @accounting()
     def grow(self, segment: Segment, entries: CopiedRows, token_slots: Tensor) -> None:
@@ -540,15 +540,15 @@ class Resizer:
             end: logical position after the last token of the new storage.
         """
         # Read first: the charges below are differences to what the tree counts now.
-        before = [len(node.key) if (span := self._spans.at(node)) is None else span.charged_slots for node in nodes]
-        full = self._spans.uncompressed(nodes)
+        spans = [self._spans.at(node) for node in nodes]
+        before = [span.charged_slots if span else len(node.key) for node, span in zip(nodes, spans, strict=True)]
         if packed is not None:
             segment.pack(packed, end)
         self._table.hold(nodes, segment)
-        for node, slots in zip(nodes, before, strict=True):
+        for node, span, slots in zip(nodes, spans, before, strict=True):
             self._tree.charge(node, self._spans[node].charged_slots - slots)
-        for node in full:
-            self._tree.hold_span(node)
+            if span is None:
+                self._tree.hold_span(node)
         for reader in readers:  # from their next forward on, they read the packed tokens of their paths from spans
             last = self._tree.locked_by(reader)
             assert last is not None

@@ -11,7 +11,6 @@ slots of the segment in the accounting.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -193,10 +192,10 @@ class Segment:
     @property
     def entries_by_bits(self) -> dict[int, int]:
         """Entries of tokens that a node still holds, by the bits of their rows; without widths that no entry has."""
-        num_sinks = min(self.sink_end, self.live_end) - self.start
-        entries = Counter({16: num_sinks * self.geometry.num_runs})
-        entries[self.packed.rows.bits] += self.live_count
-        return dict(+entries)
+        entries = {16: (min(self.sink_end, self.live_end) - self.start) * self.geometry.num_runs}
+        bits = self.packed.rows.bits
+        entries[bits] = entries.get(bits, 0) + self.live_count
+        return {bits: count for bits, count in entries.items() if count}
 
     @property
     def num_bytes(self) -> int:

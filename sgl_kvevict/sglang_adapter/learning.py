@@ -18,6 +18,7 @@ from sglang.srt.utils import DynamicGradMode
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from sgl_kvevict.cache.nodes import Node, key_of, length_of, path_to, tokens_of
+from sgl_kvevict.cache.prefills import Prefills
 from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.distill import CachedRange, RowSums, ScoredText
 from sgl_kvevict.distill.texts import passages_of, repetitions, request_to_repeat
@@ -56,10 +57,10 @@ SUBJECTS = {
 _NUMBERS = itertools.count(1)
 
 
-class TextPrefills:
-    """The prefill of one text, and of requests that repeat it. Takes the place of a cache's :class:`PrefillEvents`.
+class TextPrefills(Prefills):
+    """The prefill of one text, and of requests that repeat it; nothing is compressed.
 
-    Nothing is compressed. ``sums`` get the queries of the text; None: they are not needed.
+    ``sums`` get the queries of the text; None: they are not needed.
 
     Attributes:
         prompt: observation of the text's prefill.
@@ -68,16 +69,16 @@ class TextPrefills:
     """
 
     def __init__(self, tree: KVEvictTree, sums: RowSums | None) -> None:
+        super().__init__(tree.prefixes.core, tree.prefixes.resizer)
         spec = ObservationSpec(tree.packer.geometry, frozenset({Signal.WINDOW_QUERIES}), WINDOW_SIZE)
         self.prompt = PromptObservation(spec)
         self.node: Node | None = None
         self.attention: TextAttention | None = None
-        self._tree = tree
         self._sums = sums
 
     def matched(self, reader: Req, *, is_cached: bool = True) -> ReaderRecord:
         """Observe the text."""
-        record = self._tree.prefixes.readers[reader]
+        record = self._readers[reader]
         record.is_live = record.is_counted = True  # no client's prompt: totals do not count it
         record.observation = self.prompt if self.attention is None else None
         return record
@@ -91,7 +92,7 @@ class TextPrefills:
         # A request repeats the text first, up to where its repetition begins: these tokens are found in the tree.
         if end <= attention.num_tokens:
             return []
-        attention.begin_chunk(start, self._tree.port.slots_of(reader, 0, attention.num_tokens))
+        attention.begin_chunk(start, self._tree.slots_of(reader, 0, attention.num_tokens))
         return [attention]
 
     def chunk_complete(self, reader: Req, node: Node) -> None:
@@ -99,7 +100,7 @@ class TextPrefills:
 
     def complete(self, reader: Req, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
         """Note where the text is."""
-        self._tree.prefixes.readers[reader].observation = None
+        self._readers[reader].observation = None
         self.node = node
 
     def answered(self, node: Node, start: int, end: int, options: RequestOptions) -> None:

@@ -87,9 +87,9 @@ class UnifiedTreePort:
         """Last node of the path that a request locks."""
         return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
 
-    def cut(self, path: Sequence[UnifiedTreeNode], end: int) -> UnifiedTreeNode:
-        """Split the last node at ``end`` and return the upper half; SGLang splits where a look-up ends."""
-        node, tokens = path[-1], tokens_of(path)[: end + self.lookahead]
+    def cut(self, node: UnifiedTreeNode, end: int) -> UnifiedTreeNode:
+        """Split a node at ``end`` and return the upper half; SGLang splits where a look-up ends."""
+        tokens = tokens_of(path_to(node))[: end + self.lookahead]
         self._cache.touch_prefix(self._key(tokens, namespace_of(node)))
         return node.parent
 
@@ -382,15 +382,15 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        num_samples = self._num_samples(req)
-        if req.finished() or up_to >= len(req.origin_input_ids):
-            self._note_read(req)  # before its path changes
-            self._count(req)
         record, key = self.prefixes.readers[req], self._key_of(req, up_to)
+        node = self.tree_core.node_by_id(req.last_node)
+        num_samples = _num_samples(req, record)
+        if req.finished() or up_to >= len(req.origin_input_ids):
+            self.prefixes.note_read(record, path_to(node), len(req.origin_input_ids))  # before its path changes
+            self._count(req, record)
         # SGLang would free what an exact request has computed as a duplicate, and have it read the compressed nodes.
         is_private = record.is_exact and self._blocking.begins_compressed(key)
-        is_retired = self._blocking.is_retired(self.tree_core.node_by_id(req.last_node))
-        if is_private or is_retired or _keeps_own_chunks(req, up_to):
+        if is_private or self._blocking.is_retired(node) or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return
         if self._is_kept_out(key):
@@ -398,22 +398,22 @@ class KVEvictTree(UnifiedRadixCache):
             self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
-        node = self.tree_core.node_by_id(req.last_node)
+        node, options = self.tree_core.node_by_id(req.last_node), self._options_of(req)
         if record.is_complete:
-            self._report_compressed(req, node)
+            self._report_compressed(record, node)
             # The prompt is answered by now; an error costs its compression.
             with self.guard.at(Place.PROMPT) as attempt:
-                self.prefixes.prefills.complete(req, node, self._options_of(req), num_samples)
+                self.prefixes.prefills.complete(req, node, options, num_samples)
             if attempt.failed:
                 record.observation = None
         elif req.finished():
-            self._answered(req, node)
+            self._answered(req, record, node, options)
         else:
             with self.guard.at(Place.PROMPT):
                 self.prefixes.prefills.chunk_complete(req, node)
         # From the end of the prefill on, whether or not the prompt was compressed.
-        if up_to >= len(req.origin_input_ids) and (seconds := self._options_of(req).retain) is not None:
-            self.prefixes.recency.retain(path_to(node), len(req.origin_input_ids), seconds)
+        if up_to >= len(req.origin_input_ids) and options.retain is not None:
+            self.prefixes.recency.retain(path_to(node), len(req.origin_input_ids), options.retain)
 
     def insert_answer(self, req: Req) -> None:
         """Between two steps: insert what a running request has generated, if that is a block, and compress it.
@@ -425,62 +425,49 @@ class KVEvictTree(UnifiedRadixCache):
         # Once a running request and turn: most end here.
         if block is None or (end := self._answer_end(req)) - kv.cache_protected_len < block:
             return
-        is_out = req.finished() or not kv.holds_kv or req.skip_radix_cache_insert or self.prefixes.readers[req].is_exact
+        record = self.prefixes.readers[req]
+        is_out = req.finished() or not kv.holds_kv or req.skip_radix_cache_insert or record.is_exact
         if is_out or self._blocking.is_retired(self.tree_core.node_by_id(req.last_node)):
             return
         req.refresh_fill_ids()
         super().checkpoint(req, up_to=end)
-        self._answered(req, self.tree_core.node_by_id(req.last_node))
+        self._answered(req, record, self.tree_core.node_by_id(req.last_node), self._options_of(req))
 
     def _answer_end(self, req: Req) -> int:
         """Logical position after the tokens of a request that may be compressed: all known ones but the last."""
         num_known = min(req.kv.kv_committed_len, len(req.origin_input_ids) + len(req.output_ids))
         return int(num_known) - self.compressor.config.tail_tokens
 
-    def _answered(self, req: Req, node: UnifiedTreeNode) -> None:
+    def _answered(self, req: Req, record: ReaderRecord, node: UnifiedTreeNode, options: RequestOptions) -> None:
         """Compress what is in the tree of an answer, if that is more than its last tokens."""
         start, end = len(req.origin_input_ids), self._answer_end(req)
-        if self.answer_block is None or end <= start or self.prefixes.readers[req].is_exact:
+        if self.answer_block is None or end <= start or record.is_exact:
             return
         with self.guard.at(Place.PROMPT):
-            self.prefixes.prefills.answered(node, start, end, self._options_of(req))
+            self.prefixes.prefills.answered(node, start, end, options)
 
     def _is_kept_out(self, key: RadixKey) -> bool:
         """Whether a blocking node has readers; without readers it is dropped."""
         blocking = self._blocking.find(key)
         return blocking is not None and not self._blocking.drop_subtree(blocking)
 
-    def _report_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
+    def _report_compressed(self, record: ReaderRecord, node: UnifiedTreeNode) -> None:
         """Note how much of a prompt was compressed while it was prefilled."""
-        readers = self.prefixes.readers
-        observation = readers[req].observation
-        if readers.chunk_share(req) is None or observation is None:
+        if self.prefixes.readers.chunk_share(record) is None or record.observation is None:
             return
-        num_tokens = self.spans.compressed_len(path_to(node)) - observation.first_query
+        num_tokens = self.spans.compressed_len(path_to(node)) - record.observation.first_query
         if num_tokens > 0:
-            readers[req].has_compressed(num_tokens)
+            record.has_compressed(num_tokens)
             self.prefixes.totals.prefilled_compressed += 1
 
-    def _note_read(self, req: Req) -> None:
-        """Note for a request's client what it reads of its prompt now."""
-        last = self.tree_core.node_by_id(req.last_node)
-        self.prefixes.note_read(req, last, len(req.origin_input_ids))
-
-    def _count(self, req: Req) -> None:
+    def _count(self, req: Req, record: ReaderRecord) -> None:
         """Count the prompt of a request, once."""
-        record = self.prefixes.readers[req]
         was_counted, record.is_counted = record.is_counted, True
         if not (was_counted or _is_sample(req)):  # a sample's was counted before it
             totals = self.prefixes.totals
             totals.prompts += 1
             totals.prompt_tokens += len(req.origin_input_ids)
             totals.found_tokens += req.cached_tokens
-
-    def _num_samples(self, req: Req) -> int:
-        """How many samples follow a request; -1: it is one, and has not begun before; see :meth:`Prefills.complete`."""
-        if self.prefixes.readers[req].is_counted or req.sampling_params.n == 1:
-            return 0
-        return -1 if _is_sample(req) else req.sampling_params.n
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""
@@ -494,7 +481,7 @@ class KVEvictTree(UnifiedRadixCache):
         # Taken before SGLang forgets the request's path.
         path = path_to(self.tree_core.node_by_id(req.last_node))
         if not checkpointed:
-            self._note_read(req)
+            self.prefixes.note_read(self.prefixes.readers[req], path, len(req.origin_input_ids))
         super().on_release(req, checkpointed=checkpointed)
         # The last reader of a prefix of old weights takes it along.
         if path and self._blocking.is_retired(path[0]):
@@ -536,6 +523,13 @@ class KVEvictTree(UnifiedRadixCache):
 def _is_sample(req: Req) -> bool:
     """Whether a request is one of ``n``: SGLang sends one of no token before them, only to cache their prompt."""
     return bool(req.sampling_params.n > 1 and req.sampling_params.max_new_tokens != 0)
+
+
+def _num_samples(req: Req, record: ReaderRecord) -> int:
+    """How many samples follow a request; -1: it is one, and has not begun before; see :meth:`Prefills.complete`."""
+    if record.is_counted or req.sampling_params.n == 1:
+        return 0
+    return -1 if _is_sample(req) else int(req.sampling_params.n)
 
 
 def _keeps_own_chunks(req: Req, up_to: int) -> bool:

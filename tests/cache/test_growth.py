@@ -48,7 +48,7 @@ def packed(harness: Harness, tokens: list[int], share: float):
     """The last segment of a text that the tree has, of what was uncompressed of it."""
     prefixes = harness.tree.prefixes
     path = prefixes._tree.find(tokens, (None, None))
-    prefixes.resizer.compress(path, len(tokens), share=share)
+    prefixes.resizer.compress(path[-1], len(tokens), share=share)
     harness.check()
     return prefixes.spans.at(prefixes._tree.find(tokens, (None, None))[-1]).segment
 

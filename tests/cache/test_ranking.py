@@ -10,7 +10,6 @@ import torch
 
 from helpers.documents import admitted, document, make_harness, ranges, reading, reclaim
 from helpers.late_stream import LateStream
-from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.cache.resize import TURNS_OF_RANKING
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies import LayerView, Policy, Scorer, TokenScores
@@ -41,7 +40,7 @@ class Cache:
         """The first tokens of the range that waits are compressed for another reason: they came from a file, say."""
         (last,) = self.table.open
         self.resizer._is_early_at = lambda first: False
-        self.resizer.compress(path_to(last), num_tokens, share=1.0)
+        self.resizer.compress(last, num_tokens, share=1.0)
         del self.resizer._is_early_at
         self.harness.check()
 

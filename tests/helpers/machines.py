@@ -428,7 +428,7 @@ class BesideMachine(CacheMachine):
             path = path_to(last)
             end = prefixes.spans.compressed_len(path) + at
             if last in prefixes.table.open and end < length_of(path):
-                prefixes.resizer.compress(path, end, share=1.0)
+                prefixes.resizer.compress(last, end, share=1.0)
         self.harness.check()
 
     @rule()

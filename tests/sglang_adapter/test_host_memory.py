@@ -266,7 +266,7 @@ def test_a_path_that_is_held_shrinks_for_slots_and_is_not_dropped(is_read):
     serve(harness, DOCUMENTS[0])
     prefixes, port = harness.tree.prefixes, harness.tree.port
     path, least = port.find(DOCUMENTS[0][:56], (None, None)), 6
-    prefixes.resizer.compress(path, 56, share=0.5)
+    prefixes.resizer.compress(path[-1], 56, share=0.5)
     assert harness.tree.node_slots(path[-1]) == 28
     if is_read:
         req = harness.request([*DOCUMENTS[0][:56], 3])

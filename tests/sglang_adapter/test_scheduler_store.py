@@ -20,7 +20,6 @@ from helpers.harness_store import DRAFT, Server, identity_for
 from helpers.stored import keys_in
 from helpers.verify_machines import VerifyingHarness
 from sgl_kvevict.cache.loading import READ_AHEAD
-from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.geometry import KVGeometry
@@ -204,7 +203,7 @@ def test_a_file_has_what_was_evicted_in_several_steps_and_from_several_segments(
     def shrink(prompt):
         path = prefixes._tree.find(prompt, (None, None))
         resizer.is_long_enough = lambda num_tokens: True  # it was too short to be compressed at once
-        resizer.compress(path, len(prompt), share=0.5)
+        resizer.compress(path[-1], len(prompt), share=0.5)
         del resizer.is_long_enough
         server.harness.check()
         (segment,) = [each for each in prefixes.table.packed if each.end == len(prompt)]
@@ -274,7 +273,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
     resizer.is_long_enough = lambda num_tokens: True  # it was too short to be compressed at once
     for share in (0.6, 0.3, 0.1):
         if share == 0.6:
-            resizer.compress(path_to(last), 50, share=share)
+            resizer.compress(last, 50, share=share)
             (segment,) = manager.table.packed
         else:
             resizer.resize(segment, config.num_slots(50, share=share))
