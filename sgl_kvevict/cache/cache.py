@@ -93,11 +93,6 @@ class PrefixCache:
         """Counters of what the cache has done."""
         return self.table.totals
 
-    @property
-    def observation_bytes(self) -> int:
-        """Bytes outside the pool of observations and kept prompts."""
-        return self.table.observation_bytes
-
     def _now(self) -> int:
         """Milliseconds, the same on all ranks, whose clocks differ: the largest reading of theirs."""
         return self._tree.largest(int(time.monotonic() * MS))

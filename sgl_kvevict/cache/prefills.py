@@ -44,13 +44,13 @@ class Prefills:
             return []
         with self._guard.at(Place.OBSERVATION) as attempt:
             compressed_len = self._spans.compressed_len(path_to(node))
-            slots = self._tree.slots_of(reader, compressed_len, end) if observation.needs_slots else None
+            slots = self._tree.slots_of(reader, compressed_len, end) if observation.spec.needs_slots else None
             is_last = end >= prompt_len
             observation.begin_chunk(start, end, is_last=is_last, key_start=compressed_len, token_slots=slots)
         if attempt.failed:
             self._readers[reader].observation = None
             return []
-        return [observation] if observation.records else []
+        return [observation] if observation.spec.collectors else []
 
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree: compress it if chunks are, by learned scores."""

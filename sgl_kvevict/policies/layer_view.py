@@ -50,11 +50,6 @@ class LayerView:
         return gather_rows(self.v_buffer, self.token_slots, self.v_scale)
 
     @property
-    def stored_sm_scale(self) -> float:
-        """Softmax scale for products of queries and stored rows of ``k_buffer``."""
-        return self.sm_scale * self.k_scale
-
-    @property
     def num_tokens(self) -> int:
         """Tokens in the range."""
         return self.token_slots.shape[0]
@@ -100,7 +95,7 @@ class LayerView:
         return {
             **{"queries": window.queries, "lse": window.lse, "query_start": window.start},
             **{"k_buffer": self.k_buffer, "token_slots": self.token_slots, "key_start": self.start},
-            "sm_scale": self.stored_sm_scale,
+            "sm_scale": self.sm_scale * self.k_scale,  # of products with stored rows
         }
 
     def need_prompt_length(self) -> int:

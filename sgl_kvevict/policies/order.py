@@ -81,8 +81,8 @@ def order_of(scores: RangeScores, kept: Tensor, *, comparable: bool) -> Tensor:
         make = _by_score if comparable else _by_rank
         keys[first : first + shared] = make(scores.values[row], kept[first])
     keys[..., : scores.num_first] = PINNED
-    behind = torch.arange(scores.num_last, 0, -1, dtype=torch.int16, device=keys.device)
-    keys[..., scores.num_tokens - scores.num_last :] = PINNED - behind.clamp_(max=NUM_LAST_KEYS)
+    last = torch.arange(PINNED - scores.num_last, PINNED, dtype=torch.int16, device=keys.device)
+    keys[..., scores.num_tokens - scores.num_last :] = last.clamp_(min=PINNED - NUM_LAST_KEYS)
     return keys
 
 

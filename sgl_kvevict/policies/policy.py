@@ -21,7 +21,7 @@ from sgl_kvevict.policies.parts import (
     Trait,
 )
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.ragged import MergePlan, Selection, runs_of
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,8 @@ class Policy:
         if self.merger is None:
             return None
         views = [show(layer) for layer in range(geometry.num_layers)]
-        lens = selection.keep_lens.flatten().long()
-        # The size is known on the host, so nothing is read back.
-        runs = torch.repeat_interleave(
-            torch.arange(lens.numel(), device=lens.device), lens, output_size=selection.num_entries
-        )
-        kept = torch.zeros(lens.numel(), views[0].num_tokens, dtype=torch.bool, device=lens.device)
+        runs = runs_of(selection.keep_lens, selection.num_entries)
+        kept = torch.zeros(geometry.num_runs, views[0].num_tokens, dtype=torch.bool, device=runs.device)
         kept[runs, selection.indices] = True
         return self.merger.merge(views, kept.view(geometry.num_layers, geometry.num_kv_heads, -1))
 

@@ -84,16 +84,6 @@ class PromptObservation:
         self._sm_scales = [0.0] * spec.geometry.num_layers
 
     @property
-    def needs_slots(self) -> bool:
-        """Whether :meth:`begin_chunk` needs the token slots of the keys."""
-        return self.spec.needs_slots
-
-    @property
-    def records(self) -> bool:
-        """Whether :meth:`record` collects anything."""
-        return bool(self.spec.collectors)
-
-    @property
     def goes_on(self) -> bool:
         """Whether more of the prompt will be computed."""
         return not self.is_complete
@@ -110,7 +100,7 @@ class PromptObservation:
 
         The observation restarts if ``start`` is not the last chunk's end, or ``key_start``, the compressed length, is
         below the last chunk's. Per-token data of tokens compressed since the last chunk is dropped. ``is_last``: the
-        prompt ends here. ``token_slots``, [end - key_start], int64, are required if :attr:`needs_slots`.
+        prompt ends here. ``token_slots``, [end - key_start], int64, are required if ``spec.needs_slots``.
         """
         # A request that was retracted, or lost a part of its prefix, is prefilled again: what was summed up would count
         # twice.

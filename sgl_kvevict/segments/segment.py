@@ -87,10 +87,6 @@ class Rows:
         """Entries stored, including those of tokens whose nodes are gone."""
         return self.rows.numel()
 
-    def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Starts and lengths, [num_runs], int32 each, of the runs' entries of the tokens ``[start, end)``."""
-        return cut_runs(self.positions, self.indptr, start, end)
-
     @staticmethod
     def joined(some: Sequence[Rows]) -> Rows:
         """Different entries of one width, all of which have keys; none is moved."""
@@ -245,7 +241,7 @@ class Segment:
         rows = self.packed.rows
         if start <= self.sink_end and end >= self.end:
             return rows.indptr[:-1], rows.indptr.diff()
-        return rows.cut(start, end)
+        return cut_runs(rows.positions, rows.indptr, start, end)
 
 
 class Span:

@@ -59,7 +59,7 @@ def test_window_is_the_last_queries_however_the_prompt_was_cut(prompt, cuts):
 def test_the_windows_keys_are_those_of_its_queries(prompt, cuts):
     observation = observe(prompt, cuts, [Signal.WINDOW_QUERIES, Signal.WINDOW_KEYS])
     _, _, keys, slots = prompt
-    assert observation.needs_slots and not observe(prompt, cuts, [Signal.WINDOW_QUERIES]).needs_slots
+    assert observation.spec.needs_slots and not observe(prompt, cuts, [Signal.WINDOW_QUERIES]).spec.needs_slots
     for layer in range(2):
         seen = show(observation, prompt, layer, 0, 20)
         assert torch.equal(seen[Signal.WINDOW_KEYS], keys[layer, slots[-16:]])

@@ -123,7 +123,7 @@ def _top_of_16_bits(row: Tensor, count: int) -> Tensor:
     """Mark the ``count`` >= 1 largest of one row's keys, [n], int16; ties to the lower position."""
     limits = torch.iinfo(torch.int16)
     # 65,536 possible keys: a histogram is one pass, where a selection takes several.
-    from_top = torch.bincount(limits.max - row.int(), minlength=2**16).cumsum(0)
+    from_top = torch.bincount(row.int().neg_().add_(limits.max), minlength=2**16).cumsum(0)
     place = int(torch.searchsorted(from_top, count))
     mask = row >= limits.max - place
     surplus = int(from_top[place]) - count

@@ -51,7 +51,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         readers=sum(readers),
         readers_per_span=sum(readers) / max(len(readers), 1),
         max_readers_per_span=max(readers, default=0),
-        observation_bytes=prefixes.observation_bytes,
+        observation_bytes=prefixes.table.observation_bytes,
         host_bytes=host.num_blocks * host.block_bytes,
         host_used_bytes=host.used_bytes,
         host_segments=len(host),
