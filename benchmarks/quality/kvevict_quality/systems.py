@@ -24,7 +24,7 @@ OWN_POLICIES = {
 OWN_FOLDER = Path(__file__).parents[3] / "examples" / "policies"
 if str(OWN_FOLDER) not in sys.path:
     sys.path.append(str(OWN_FOLDER))
-POOL_SLOTS = 24_000
+POOL_SLOTS = 26_000
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Setup:
             return {"policy": "none"}
         served = OWN_POLICIES | {WHILE_PREFILLED: "distilled"}
         policy = served.get(self.policy, self.policy)
-        ours = {"bits", "pool"} if self.policy == WHILE_PREFILLED else {"bits"}
-        options = {name: value for name, value in self.options.items() if name not in ours}
+        own = {name: value for name, value in self.options.items() if name in KVEvictConfig.model_fields}
+        others = own.keys() | ({"pool"} if self.policy == WHILE_PREFILLED else set())
+        options = {name: value for name, value in self.options.items() if name not in others}
         # Without memory of the host: a context that was asked about would get its evicted entries back from there.
-        values = {"policy": policy, "budget": self.budget, "policy_options": options, "host_bytes": 0}
-        return values | {name: value for name, value in self.options.items() if name == "bits"}
+        return {"policy": policy, "budget": self.budget, "policy_options": options, "host_bytes": 0} | own
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
