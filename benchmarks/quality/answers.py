@@ -227,7 +227,7 @@ def page(rows: Sequence[dict[str, str]]) -> str:
     for what, title in titles.items():
         lines += ["", f"## {title}", "", f"| share | how | {' | '.join(models)} |", "|--:|---|" + "--:|" * len(models)]
         chosen = [row for row in rows if row["what"] == what]
-        for share, how in dict.fromkeys((row["share"], row["how"]) for row in chosen):
+        for share, how in sorted({(row["share"], row["how"]) for row in chosen}, key=place_of):
             cells = []
             for model in models:
                 place = (model, share, how)
@@ -235,6 +235,12 @@ def page(rows: Sequence[dict[str, str]]) -> str:
                 cells.append(f"{fmean(values):.4f}" if values else "")
             lines.append(f"| {share} | {how} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def place_of(row: tuple[str, str]) -> tuple[float, bool, int]:
+    """Of a share and how it was compressed, in tables: the full cache first, then the larger pieces."""
+    share, how = row
+    return float(share), how != FULL, -int(how.removeprefix("blocks of ")) if how.startswith("blocks") else -ANSWER
 
 
 if __name__ == "__main__":
