@@ -37,9 +37,9 @@ from sgl_kvevict.policies.methods.distilled import relative_norms
 
 RESULTS = ROOT / "docs" / "results" / "quality" / "answers.csv"
 PROMPT, ANSWER, NEXT = 1024, 4096, 128
-BLOCKS = (256, 512, 1024)
+BLOCKS = (1024, 512, 256)
 ONCE, FULL = "one piece", "full cache"
-LEAST = KVEvictConfig().min_prefix_tokens
+HOW = (FULL, ONCE, *(f"blocks of {block}" for block in BLOCKS))
 LATER = 2000
 """Tokens between a table and the questions about it."""
 NAMES = (
@@ -121,7 +121,7 @@ class BlockReader(Reader):
             end = min(inserted + block + TAIL, len(ids))
             cache, _ = self.go_on(cache, ids[before:end])
             num_new = min(block, end - TAIL - inserted)  # at the end of an answer its rest is compressed, too
-            if num_new >= LEAST:
+            if num_new >= KVEvictConfig().min_prefix_tokens:
                 cache = self.compress(cache, inserted, inserted + num_new, share, 0)
         return cache
 
@@ -190,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["demo", "qwen-0.5b", "qwen-1.5b"])
     parser.add_argument("--share", type=float, default=KVEvictConfig().budget)
-    parser.add_argument("--blocks", nargs="*", type=int, default=BLOCKS)
+    parser.add_argument("--blocks", nargs="*", type=int, choices=BLOCKS, default=BLOCKS)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens")
     parser.add_argument("--tables", type=int, default=3, help="of needles")
@@ -227,7 +227,7 @@ def page(rows: Sequence[dict[str, str]]) -> str:
     for what, title in titles.items():
         lines += ["", f"## {title}", "", f"| share | how | {' | '.join(models)} |", "|--:|---|" + "--:|" * len(models)]
         chosen = [row for row in rows if row["what"] == what]
-        for share, how in sorted({(row["share"], row["how"]) for row in chosen}, key=place_of):
+        for share, how in sorted({(r["share"], r["how"]) for r in chosen}, key=lambda at: (at[0], HOW.index(at[1]))):
             cells = []
             for model in models:
                 place = (model, share, how)
@@ -235,12 +235,6 @@ def page(rows: Sequence[dict[str, str]]) -> str:
                 cells.append(f"{fmean(values):.4f}" if values else "")
             lines.append(f"| {share} | {how} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def place_of(row: tuple[str, str]) -> tuple[float, bool, int]:
-    """Of a share and how it was compressed, in tables: the full cache first, then the larger pieces."""
-    share, how = row
-    return float(share), how != FULL, -int(how.removeprefix("blocks of ")) if how.startswith("blocks") else -ANSWER
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ FAR = {"SmolLM2-135M-Instruct": 6000}
 """Position to which a whole text is moved, by model: RoPE has turned its keys further than those of any text that
 statistics were learned from."""
 FAR_POSITION = 24_000
-ALL_ENTRIES = 1.0
 
 
 def texts() -> dict[str, str]:

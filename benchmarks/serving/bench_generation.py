@@ -62,13 +62,12 @@ def main() -> None:
     options = parse_options(__doc__ or "", repeats=1)
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     recorder = Recorder(PAGE, options, list(points))
-    chosen = [points[name] for name in options.chosen(list(points))]
-    for tokens in dict.fromkeys(point.tokens for point in chosen):
+    chosen = [points[name] for name in options.chosen(recorder.points)]
+    for tokens in sorted({point.tokens for point in chosen}):
         systems = compared_systems(2 * (PROMPT_TOKENS + tokens), has_none=True, beside=options.beside)
         with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-            for point in chosen:
-                if point.tokens == tokens:
-                    measure(fleet, point, recorder)
+            for point in (point for point in chosen if point.tokens == tokens):
+                measure(fleet, point, recorder)
     recorder.close()
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from helpers.draft_models import save_eagle, save_mimo, save_target
+from helpers.draft_models import CHAINS, TREES, save_eagle, save_mimo, save_target
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import Job, assert_all_slots_are_back, generate, idle_state, run_jobs
@@ -18,21 +18,15 @@ from kvevict_tools.measure import flush, plugin_state
 BLOCK, TAIL, LENGTH = 64, 16, 1000
 CONFIG = {"min_prefix_tokens": 48, "tail_tokens": TAIL, "answer_block": BLOCK}
 FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "2500", "--context-length", "2048")
-STEPS = ("--speculative-num-steps", "3")
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
-
-
-def drafts(topk, num_tokens):
-    return *STEPS, "--speculative-eagle-topk", str(topk), "--speculative-num-draft-tokens", str(num_tokens)
-
 
 RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 KINDS = {
     "overlap": ((), {}),
     "ngram": (NGRAM, {}),
     "two ranks, mixed chunks": (("--tp-size", "2", "--enable-mixed-chunk", "--chunked-prefill-size", "100"), RANKS),
-    "eagle": (("--speculative-algorithm", "EAGLE", *drafts(1, 4)), {}),
-    "mtp": (("--speculative-algorithm", "NEXTN", *drafts(2, 6)), {}),
+    "eagle": (("--speculative-algorithm", "EAGLE", *CHAINS), {}),
+    "mtp": (("--speculative-algorithm", "NEXTN", *TREES), {}),
 }
 DRAFTS = {"eagle": save_eagle, "mtp": save_mimo}
 EXACT = {"kvevict": {"exact": True}}
@@ -47,9 +41,8 @@ def server(start, tiny_llama, request, tmp_path_factory):
     flags, env = KINDS[request.param]
     model = tiny_llama
     if request.param in DRAFTS:
-        folder = tmp_path_factory.mktemp("drafts")
-        target = save_target(folder / "target")
-        draft = DRAFTS[request.param](folder / "draft", target)
+        target = save_target(tmp_path_factory.mktemp("target"))
+        draft = DRAFTS[request.param](tmp_path_factory.mktemp("draft"), target)
         model = target if request.param == "eagle" else draft  # MTP layers lie in the model's own files
         flags = (*flags, "--speculative-draft-model-path", str(draft))
     return start(model, *FLAGS, *flags, config=CONFIG, env=env)

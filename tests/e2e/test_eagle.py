@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from helpers import overlapped_drafts
-from helpers.draft_models import greedy, save_eagle, save_eagle3, save_mimo, save_target
+from helpers.draft_models import CHAINS, TREES, greedy, save_eagle, save_eagle3, save_mimo, save_target
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
@@ -17,8 +17,6 @@ from kvevict_tools.launcher import FLOAT32_FLAGS
 
 FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "3000", "--context-length", "1024")
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
-CHAINS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
-TREES = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6")
 RETRACTIONS = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
     "SGLANG_TEST_RETRACT": "1",

@@ -34,8 +34,3 @@ def decide(policy: Policy, show: Show, geometry: KVGeometry, total: int, protect
     numbers, keep_lens = largest_entries(order.keys.flatten(), lens, total)
     selection = Selection(keep_lens.view(geometry.num_layers, -1), (numbers % num_tokens).int(), total)
     return Decision(selection, policy.merge(shown, geometry, selection), order.keys)
-
-
-def run_of_entries(indptr: Tensor) -> Tensor:
-    """[num_entries], int64: the run of each entry."""
-    return torch.arange(indptr.numel() - 1).repeat_interleave(indptr.diff())

@@ -13,6 +13,8 @@ from transformers import LlamaForCausalLM
 
 from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama, save_tokenizer
 
+CHAINS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+TREES = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6")
 HIDDEN = 128
 AFTER = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
 """The token that mostly follows a token."""

@@ -96,7 +96,8 @@ def model_table(rows: Sequence[Row], goals: Mapping[tuple[str, int, float], floa
             (-budget, DEFAULT_POLICY): goal for (*of, budget), goal in (goals or {}).items() if of == [task, tokens]
         }
         cells = [_verdict(_share(by_system, system), least.get(system, 0.0)) for system in systems]
-        lines.append([model, f"`{task}`", f"{tokens:,}", str(len(full)), f"{fmean(full.values()):.2f}", *cells])
+        if any(cells):  # nothing is shown of what only other pages compare
+            lines.append([model, f"`{task}`", f"{tokens:,}", str(len(full)), f"{fmean(full.values()):.2f}", *cells])
     return _table(lines, 2)
 
 
