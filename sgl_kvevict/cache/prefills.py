@@ -17,7 +17,7 @@ class Prefills:
     """Follows prefills of requests from the match of a prompt to its last chunk. A complete prompt is compressed."""
 
     def __init__(self, core: Core, resizer: Resizer) -> None:
-        self._tree, self._table, self._readers, self._guard = core.tree, core.table, core.readers, core.guard
+        self._tree, self._table, self.readers, self._guard = core.tree, core.table, core.readers, core.guard
         self._spans, self._compressor, self._resizer = core.table.spans, core.compressor, resizer
 
     def matched(self, reader: Reader, *, is_cached: bool = True) -> ReaderRecord:
@@ -26,7 +26,7 @@ class Prefills:
         The prompt is observed, unless nothing of it can be compressed. Without ``is_cached`` nothing that it computes
         will be in the tree.
         """
-        record = self._readers[reader]
+        record = self.readers[reader]
         record.is_live = True
         is_of_use = self._compressor.policy.compresses and is_cached
         record.observation = self._compressor.new_observation() if is_of_use else None
@@ -38,7 +38,7 @@ class Prefills:
         ``node`` is the last node of its match, ``prompt_len`` the length of the whole prompt. Returns what records the
         queries of each layer: none for decode rows of a mixed batch, and prompts too short to compress.
         """
-        observation = self._readers[reader].observation
+        observation = self.readers[reader].observation
         num_tokens = self._compressor.end_of(prompt_len)
         if observation is None or observation.is_complete or not self._resizer.is_long_enough(num_tokens):
             return []
@@ -48,14 +48,14 @@ class Prefills:
             is_last = end >= prompt_len
             observation.begin_chunk(start, end, is_last=is_last, key_start=compressed_len, token_slots=slots)
         if attempt.failed:
-            self._readers[reader].observation = None
+            self.readers[reader].observation = None
             return []
         return [observation] if observation.spec.collectors else []
 
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree: compress it if chunks are, by learned scores."""
-        record = self._readers[reader]
-        share, observation = self._readers.chunk_share(record), record.observation
+        record = self.readers[reader]
+        share, observation = self.readers.chunk_share(record), record.observation
         if share is None or observation is None or observation.has_failed or not self._compressor.scores_any_range:
             return
         self._resizer.compress(node, share=share, goes_on=True)
@@ -67,7 +67,7 @@ class Prefills:
         path to ``node`` may be shorter than the prompt (models with windows or recurrent states). ``num_samples``: how
         many requests with the same prompt come next, all of which read it uncompressed; -1: this is one of them.
         """
-        record = self._readers[reader]
+        record = self.readers[reader]
         # Taken away first: whatever happens below, the prompt is not compressed a second time.
         observation, record.observation = record.observation, None
         if observation is None:

@@ -78,7 +78,7 @@ class TextPrefills(Prefills):
 
     def matched(self, reader: Req, *, is_cached: bool = True) -> ReaderRecord:
         """Observe the text."""
-        record = self._readers[reader]
+        record = self.readers[reader]
         record.is_live = record.is_counted = True  # no client's prompt: totals do not count it
         record.observation = self.prompt if self.attention is None else None
         return record
@@ -100,7 +100,7 @@ class TextPrefills(Prefills):
 
     def complete(self, reader: Req, node: Node, options: RequestOptions, num_samples: int = 0) -> None:
         """Note where the text is."""
-        self._readers[reader].observation = None
+        self.readers[reader].observation = None
         self.node = node
 
     def answered(self, node: Node, start: int, end: int, options: RequestOptions) -> None:

@@ -27,7 +27,7 @@ FAULTS: Mapping[Place, str] = {
     Place.PROMPT: f"{CACHE}.prefills.Prefills.complete",
     Place.OBSERVATION: "sgl_kvevict.segments.PromptObservation.record",
     Place.COMPRESSION: "sgl_kvevict.segments.Compressor.rank",
-    Place.HOST: f"{CACHE}.host.HostMemory._bounds",
+    Place.HOST: f"{CACHE}.host.HostMemory._is_usable",
     Place.RELEASE: f"{CACHE}.resize.Resizer.try_open",
     Place.MONITORING: f"{ADAPTER}.monitoring.metrics.Metrics.refresh",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._send_answers",
