@@ -136,14 +136,15 @@ class PrefixCache:
         if self.compressor.policy.compresses:
             record.has_read(self.spans.compressed_read(path, num_tokens))
 
-    def between_steps(self) -> None:
-        """The scheduler is between two steps."""
-        self.resizer.between_steps()
+    def between_steps(self) -> bool:
+        """The scheduler is between two steps; return whether compression has released slots since the last time."""
+        has_released = self.resizer.between_steps()
         if self.saving is not None:
             self.saving.between_steps()
         for watch in self.watchers:
             with self._guard.at(Place.MONITORING):
                 watch()
+        return has_released
 
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Return the spans that each request of a batch reads now, root first; ``nodes``: last node of each path.

@@ -87,7 +87,7 @@ class Resizer:
         self._spans, self._complements, self._compressor = core.table.spans, core.complements, core.compressor
         self._packer, self._config = core.compressor.packer, core.compressor.config
         self.observation_bytes, self.num_joined = OBSERVATION_BYTES, JOINED
-        self._turn = 0
+        self._turn, self._has_released = 0, False
 
     # ---- sizes ------------------------------------------------------------------------------------------------
 
@@ -169,12 +169,14 @@ class Resizer:
                 self._table.close(last)
                 self._table.totals.refused_no_memory += 1
 
-    def between_steps(self) -> None:
-        """Use the orders that were computed beside the last step."""
+    def between_steps(self) -> bool:
+        """Use the orders that were computed beside the last step; return whether slots were released since then."""
         self._turn += 1
         if any(opened.is_launched for opened in self._table.open.values()):
             self.try_open(Occasion.TURN)
             self.try_open(Occasion.RELEASED)  # ranges that waited because they begin with the same tokens
+        has_released, self._has_released = self._has_released, False
+        return has_released
 
     def try_open(self, occasion: Occasion) -> int:
         """Compress open ranges but those that wait until slots are short, oldest first.
@@ -497,6 +499,7 @@ class Resizer:
     def _released(self, segment: Segment, written: _Written) -> int:
         """Release the slots that a segment has lost, and keep what was evicted; return how many slots."""
         self._tree.free(written.freed)
+        self._has_released |= written.freed.numel() > 0
         segment.evicted += self._complements.put(written.evicted, segment.start, segment.end)
         return written.freed.numel()
 

@@ -51,7 +51,10 @@ def after_ingest(_received: Sequence[object], scheduler: Scheduler, *_args: obje
     if isinstance(tree, KVEvictTree):
         for req in scheduler.running_batch.reqs:
             tree.insert_answer(req)
-        tree.prefixes.between_steps()
+        if tree.prefixes.between_steps():
+            # SGLang looks for room again only when a request has ended. Here room comes without that, so requests
+            # would wait beside free slots.
+            scheduler.running_batch.batch_is_full = False
 
 
 def after_flush(_result: Any, manager: SchedulerWeightUpdaterManager, *_args: Any, **_kwargs: Any) -> None:

@@ -125,6 +125,16 @@ def test_samples_and_grammars(server):
     assert_all_slots_are_back(server)
 
 
+def test_room_that_compression_makes_is_used_before_a_request_ends(server):
+    """The second request fits as soon as the first prompt is compressed, and runs beside it."""
+    flush(server)
+    before = len(server.log())
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda seed: generate(server, prompt(700, 30 + seed), 700), range(2)))
+    assert "#running-req: 2" in server.log()[before:]
+    assert_all_slots_are_back(server)
+
+
 def test_more_answers_than_fit_are_retracted_and_go_on(server):
     """Eight answers of 500 tokens in a pool of 2,500 slots; none fails, each finds its own blocks again."""
     flush(server)

@@ -251,6 +251,7 @@ WRITTEN = {
         "tokenizer",
         "top_logprobs_num",
     },
+    "ScheduleBatch": {"batch_is_full"},
     "Scheduler": {"last_batch", "max_req_input_len", "max_req_len", "running_batch", "waiting_queue"},
     "dp_attention": {"memcpy_func"},
 }
