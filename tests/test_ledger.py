@@ -75,7 +75,7 @@ CEILINGS = {
     "sgl_kvevict": 21_777,
     "tests": 34_818,
     "benchmarks": 10_815,
-    "tools": 6_848,
+    "tools": 6_842,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""
 FILES = 210

@@ -104,17 +104,11 @@ def quality_tables(rows: Sequence[Row], aware: Sequence[Row]) -> dict[str, str]:
         aware: of prompts that were compressed with their question.
     """
     ours = [row for row in rows if row.engine == "kvevict"]
-    default = [row for row in ours if row.policy in (DEFAULT_POLICY, FULL)]
+    default = [row for row in ours if row.policy in (DEFAULT_POLICY, FULL) and row.options in ("", "bits=16")]
     pressed = [row for row in rows if row.engine == "kvpress"]
     asked = {(row.task, row.tokens, row.model, row.seed) for row in pressed}
     budgets = {row.budget for row in pressed} | {1.0}
-    beside = [
-        row
-        for row in default
-        if (row.task, row.tokens, row.model, row.seed) in asked
-        and row.budget in budgets
-        and row.options in ("", "bits=16")
-    ]
+    beside = [row for row in default if (row.task, row.tokens, row.model, row.seed) in asked and row.budget in budgets]
     small = [row for row in ours if (row.model, row.tokens) == (SMALL, 1024) and "bits" not in row.options]
     compared = {row.task for row in small if row.policy not in (DEFAULT_POLICY, FULL, "random")}
     return {

@@ -58,7 +58,7 @@ PAGE = Page(
 
 def main() -> None:
     """Run the benchmark."""
-    # One repetition is thousands of decode steps, and takes minutes: its spread is small.
+    # One repetition of a point takes up to half an hour.
     options = parse_options(__doc__ or "", repeats=1)
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     recorder = Recorder(PAGE, options, list(points))

@@ -76,7 +76,8 @@ class HostMemory:
             record = export(sources, path, self._packer, self.segments.identity, parts=parts).copied
             num_bytes = self.segments.put(record, namespace)
             if num_bytes:
-                # After the segment itself: evicted entries must not take the room that it needs.
+                # After the segment itself: evicted entries must not take the room that it needs. The stored record has
+                # this very list.
                 parts += self._complements.put(evicted, start, end)
                 totals = self._table.totals
                 totals.moved_out_segments += 1

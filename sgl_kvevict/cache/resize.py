@@ -119,7 +119,7 @@ class Resizer:
 
         Args:
             last: the node; it, or one above, is split where what is compressed ends (:meth:`Compressor.end_of`).
-            most: first tokens of the path, to which the others do not belong; None: all do.
+            most: not behind so many first tokens of the path; None: to its end.
             prompt: its observation, by which they are ranked; None: they are ranked by the one that is known.
             share: of their bytes; None: the budget.
             waits: they stay uncompressed until token slots are short.
