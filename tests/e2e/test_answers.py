@@ -18,17 +18,17 @@ from kvevict_tools.measure import flush, plugin_state
 BLOCK, TAIL, LENGTH = 64, 16, 1000
 CONFIG = {"min_prefix_tokens": 48, "tail_tokens": TAIL, "answer_block": BLOCK}
 FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "2500", "--context-length", "2048")
-NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 
 RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 KINDS = {
     "overlap": ((), {}),
-    "ngram": (NGRAM, {}),
+    "ngram": (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8"), {}),
     "two ranks, mixed chunks": (("--tp-size", "2", "--enable-mixed-chunk", "--chunked-prefill-size", "100"), RANKS),
     "eagle": (("--speculative-algorithm", "EAGLE", *CHAINS), {}),
     "mtp": (("--speculative-algorithm", "NEXTN", *TREES), {}),
+    "standalone": (("--speculative-algorithm", "STANDALONE", *TREES), {}),
 }
-DRAFTS = {"eagle": save_eagle, "mtp": save_mimo}
+DRAFTS = {"eagle": save_eagle, "mtp": save_mimo, "standalone": lambda _folder, target: target}
 EXACT = {"kvevict": {"exact": True}}
 
 
@@ -43,7 +43,7 @@ def server(start, tiny_llama, request, tmp_path_factory):
     if request.param in DRAFTS:
         target = save_target(tmp_path_factory.mktemp("target"))
         draft = DRAFTS[request.param](tmp_path_factory.mktemp("draft"), target)
-        model = target if request.param == "eagle" else draft  # MTP layers lie in the model's own files
+        model = draft if request.param == "mtp" else target  # MTP layers lie in the model's own files
         flags = (*flags, "--speculative-draft-model-path", str(draft))
     return start(model, *FLAGS, *flags, config=CONFIG, env=env)
 
@@ -67,7 +67,7 @@ def test_a_long_answer_holds_a_part_of_its_slots_and_the_next_turn_finds_all_of_
     assert state["span_tokens"] > 300 + LENGTH - 48 - TAIL  # fewer than min_prefix_tokens are left
     turn = generate(server, [*tokens, *answer[:-1], *prompt(60, 2)], 8)
     # Drafts that read hidden states have keys of two tokens: the answer's last key has another second one.
-    has_pairs = request.node.callspec.params["server"] in DRAFTS
+    has_pairs = request.node.callspec.params["server"] in ("eagle", "mtp")
     assert turn["meta_info"]["cached_tokens"] == 300 + LENGTH - 1 - has_pairs
     assert_all_slots_are_back(server)
 
