@@ -26,6 +26,10 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import runs_of
 from sgl_kvevict.segments.arena_rows import ArenaRows, entries_of_tokens
 
+NEVER_SEEN = 1e-30
+"""What rows that no query has seen count as paid, for each position of their token: the latest are kept, in all heads
+alike. No sum of squares is so small."""
+
 
 @dataclass(frozen=True)
 class Shadow:
@@ -117,7 +121,8 @@ class DraftRows(ArenaRows):
         ``token_slots``, [num_tokens], int64, are those of consecutive tokens from position ``start`` on.
         """
         head_slots, positions, indptr = entries_of_tokens(self.geometry, token_slots, start)
-        paid = self.paid[:, token_slots].transpose(1, 2).flatten()
+        # No prefill has looked at an answer. All its rows would be equal, and the first heads would take all the room.
+        paid = self.paid[:, token_slots].transpose(1, 2).flatten().maximum(positions * NEVER_SEEN)
         return Shadow(self.geometry, head_slots, positions, indptr, paid)
 
     def move(self, shadow: Shadow, end: int, slots: Tensor) -> Shadow:

@@ -65,20 +65,26 @@ class World:
 @pytest.fixture
 def world():
     made = World()
-    made.pay(0, {token: 5.0 - token / 10 for token in range(6)})
+    made.pay(0, {token: 5.0 - token / 10 for token in range(6)} | {6: 0.2, 7: 0.1})
     made.pay(1, {4: 9.0, 9: 2.0})
     made.pay(3, {8: 7.0, 10: 1.5, 11: 1.0})
     return made
 
 
 KEPT = [[0, 3, 5, 9], [0, 5, 9], [5, 9], [5]]
-"""Ten entries in three slots: the draft has room for twelve rows, and eleven were paid anything."""
+"""Ten entries in three slots: the draft has room for twelve rows, and thirteen were paid anything."""
 READ = [[0, 1, 2, 3, 4, 5, 6], [4, 9], [], [8, 10, 11]]
 
 
 def test_rows_that_were_paid_most_share_the_segments_slots(world):
     span = world.pack(KEPT)
     assert world.segment.num_slots == 3 and world.read(span) == READ
+
+
+def test_of_rows_that_no_query_has_seen_the_latest_are_kept_in_all_heads_alike():
+    world = World()
+    world.pay(2, {3: 0.5})
+    assert world.read(world.pack(KEPT)) == [[9, 10, 11], [9, 10, 11], [3, 9, 10, 11], [10, 11]]
 
 
 def test_rows_stay_within_the_segments_slots(world):
