@@ -266,6 +266,14 @@ class KVEvictConfig(BaseModel):
         return {16: num_sinks, 4: min(num_tokens - num_sinks, (num_slots - num_sinks) * ROWS_IN_PLACE)}
 
     @property
+    def fresh_share(self) -> float:
+        """Share of their bytes that blocks of an answer have at most until several go to the budget together.
+
+        What is worth keeping may all lie in one block, as a table does. Twice the budget keeps every entry by default.
+        """
+        return round(min(2 * self.budget, (1 + self.budget) / 2), 6)
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """Descending shares of their bytes that compressed prefixes have in turn, the budget first.
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from kvevict_kernels.rotary import Rotary
 from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.models import made_model
+from sgl_kvevict.cache.resize import JOINED
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange
 from sgl_kvevict.policies.methods.distilled import relative_norms
@@ -97,8 +98,11 @@ class BlockReader(Reader):
         k, v = self.read(ids)
         return Cache(k, v, torch.ones(k.shape[:3], dtype=torch.bool))
 
-    def compress(self, cache: Cache, start: int, end: int, share: float, tail: int) -> Cache:
-        """Compress the tokens ``[start, end)``, the last ``tail`` of which every head keeps."""
+    def compress(self, cache: Cache, start: int, end: int, share: float, tail: int) -> tuple[Cache, Tensor]:
+        """Compress the tokens ``[start, end)``, the last ``tail`` of which every head keeps; return their scores, too.
+
+        The scores are [num_layers, num_kv_heads, end - start].
+        """
         slots = torch.arange(start, end)
         tokens = CachedRange(cache.k.transpose(1, 2), cache.v.transpose(1, 2), slots, start, end)
         norms = torch.stack([relative_norms(values[start:end]) for values in tokens.v_arena])
@@ -110,11 +114,16 @@ class BlockReader(Reader):
         s, narrow = self.statistics, slice(start + sinks, end)
         k[:, :, narrow] = read_back(k[:, :, narrow], s.k_mean, s.k_scale)
         v[:, :, narrow] = read_back(v[:, :, narrow], s.v_mean, s.v_scale)
-        return Cache(k, v, kept)
+        return Cache(k, v, kept), scores
 
     def in_blocks(self, ids: Sequence[int], num_prompt: int, block: int, share: float) -> Cache:
-        """A prompt, compressed when it is complete, and an answer, of which a block is compressed behind its tail."""
-        cache = self.compress(self.full(ids[:num_prompt]), 0, num_prompt, share, TAIL)
+        """A prompt, compressed when it is complete, and an answer, of which a block is compressed behind its tail.
+
+        Blocks have more than the share at first. Eight of them, or the last ones, go to it together.
+        """
+        cache, _ = self.compress(self.full(ids[:num_prompt]), 0, num_prompt, share, TAIL)
+        fresh: list[Tensor] = []
+        done = num_prompt
         while cache.num_tokens < len(ids):
             before = cache.num_tokens
             inserted = before if before == num_prompt else before - TAIL
@@ -122,7 +131,15 @@ class BlockReader(Reader):
             cache, _ = self.go_on(cache, ids[before:end])
             num_new = min(block, end - TAIL - inserted)  # at the end of an answer its rest is compressed, too
             if num_new >= KVEvictConfig().min_prefix_tokens:
-                cache = self.compress(cache, inserted, inserted + num_new, share, 0)
+                first_share = KVEvictConfig(budget=share).fresh_share
+                done = inserted + num_new
+                cache, scores = self.compress(cache, inserted, done, first_share, 0)
+                fresh.append(scores)
+            if len(fresh) == JOINED or (fresh and end == len(ids)):
+                together = torch.cat(fresh, dim=2)
+                joined = cache.kept[:, :, done - together.shape[2] : done]
+                joined &= kept_entries(together.masked_fill(~joined, -float("inf")), share, "auto", 0)
+                fresh = []
         return cache
 
     def caches(
@@ -131,7 +148,7 @@ class BlockReader(Reader):
         """What is compared, the full cache first."""
         full = self.full(ids)
         yield FULL, full
-        yield ONCE, self.compress(full, 0, full.num_tokens, share, TAIL)
+        yield ONCE, self.compress(full, 0, full.num_tokens, share, TAIL)[0]
         for block in blocks:
             yield f"blocks of {block}", self.in_blocks(ids, num_prompt, block, share)
 

@@ -79,14 +79,18 @@ class Prefills:
             waits = True
         self._resizer.compress(node, observation.end, observation, waits=waits)
 
-    def answered(self, node: Node, start: int, end: int, options: RequestOptions) -> None:
+    def answered(self, node: Node, start: int, end: int, options: RequestOptions, *, is_complete: bool) -> None:
         """The tree has a request's answer, ``[start, end)`` (logical positions) of its path, which may end before.
 
-        Compress it as its prompt, and what is still uncompressed before it; not while samples are awaited.
+        Compress it as its prompt, and what is still uncompressed before it; not while samples are awaited. A block of
+        an answer that goes on shrinks to the budget later, with others.
         """
-        if not self._table.is_awaited(path_to(node)):
-            self._resizer.compress(node, end, waits=self._waits(options), goes_on=True)
-            self._resizer.join_small(path_to(node), start)
+        if self._table.is_awaited(path_to(node)):
+            return
+        waits = self._waits(options)
+        share = None if waits or is_complete else self._resizer.block_share
+        self._resizer.compress(node, end, share=share, waits=waits, goes_on=True)
+        self._resizer.settle(path_to(node), start, is_complete=is_complete)
 
     def _waits(self, options: RequestOptions) -> bool:
         """Whether what a request has computed stays uncompressed until slots are short."""

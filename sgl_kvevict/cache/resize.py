@@ -95,6 +95,12 @@ class Resizer:
         """Whether a range reaches ``min_prefix_tokens``."""
         return num_tokens >= self._config.min_prefix_tokens
 
+    @property
+    def block_share(self) -> float | None:
+        """Share of a block of an answer until it shrinks with others; None: the budget, because blocks are large."""
+        block = self._compressor.answer_block or 0
+        return self._config.fresh_share if block * JOINED <= MOST_JOINED else None
+
     def slots_at(self, segment: Segment, share: float | None = None) -> int:
         """Token slots of a segment at a share of its bytes; None: at the budget."""
         return self._config.num_slots(segment.num_tokens, segment.start, share)
@@ -286,7 +292,7 @@ class Resizer:
         with self._guard.at(Place.COMPRESSION):
             slots = self._tree.token_slots(nodes)
             observation = opened.prompt or CacheObservation(opened.goes_on)
-            order = self._compressor.rank(slots, start, observation, self._turn)
+            order = self._compressor.rank(slots, start, observation, self._turn, opened.share)
         return order
 
     def _is_early(self, opened: OpenRange) -> bool:
@@ -438,30 +444,50 @@ class Resizer:
         self._report_size(segment, nodes[-1], num_slots)
         return num_freed
 
-    def join_small(self, path: Sequence[Node], start: int) -> None:
-        """Let the last segments of a path become one, if :attr:`num_joined` are small, and behind ``start``.
+    def settle(self, path: Sequence[Node], start: int, *, is_complete: bool) -> None:
+        """Let the last blocks of an answer shrink to the budget together, once :attr:`num_joined` are small.
 
-        Attention reads each segment as spans of their own. No entry is evicted, and no row moves. Nothing is joined
-        that others read, or have read, in parts: who locks a segment locks all of its slots.
+        Together, because what is worth keeping may all lie in one. As one segment, because attention reads each segment
+        as spans of its own. Blocks that others read in parts stay as they are until the answer is complete.
+
+        Args:
+            path: of the request.
+            start: logical position of the answer's first token.
+            is_complete: no block follows: those that are there shrink now.
         """
         nodes = path[: len(path) - len(self._spans.uncompressed(path))]
         segments = list(dict.fromkeys(self._spans[node].segment for node in nodes))
         bits = segments[-1].packed.rows.bits if segments else 16
         small = list(takewhile(lambda each: self._is_small(each, start, bits), reversed(segments)))[::-1]
-        nodes = [node for node in nodes if self._spans[node].segment in small]
-        if len(small) < self.num_joined or any(len(node.children) > 1 for node in nodes[:-1]):
+        if len(small) < self.num_joined and not is_complete:
             return
+        joined = self._joined([node for node in nodes if self._spans[node].segment in small], small)
+        for segment in [joined] if joined else segments if is_complete else ():
+            num_slots = self.slots_at(segment)
+            # What a prompt left above the budget is not the answer's. Without an order nothing can be chosen.
+            if segment.end > start and num_slots < segment.num_slots and segment.keys is not None:
+                self.resize(segment, num_slots)
+
+    def _joined(self, nodes: Sequence[Node], segments: Sequence[Segment]) -> Segment | None:
+        """One segment in the place of several, which consecutive nodes hold; None: they stay as they are.
+
+        No entry is evicted, and no row moves. Nothing is joined that others read, or have read, in parts: who locks a
+        segment locks all of its slots.
+        """
+        if len(segments) < 2 or any(len(node.children) > 1 for node in nodes[:-1]):
+            return None
         readers = self._readers.movable(nodes[0])
         if readers is None or self._tree.num_locks(nodes[0]) != self._tree.num_locks(nodes[-1]):
-            return
+            return None
         packed: Packed | None = None
         with self._guard.at(Place.COMPRESSION):
-            packed = self._packer.joined(small)
+            packed = self._packer.joined(segments)
         if packed is None:
-            return
-        segment = Segment(self._packer.geometry, small[0].start, small[-1].end, packed)
-        segment.evicted = [part.within(each.start, each.end) for each in small for part in each.evicted]
+            return None
+        segment = Segment(self._packer.geometry, segments[0].start, segments[-1].end, packed)
+        segment.evicted = [part.within(each.start, each.end) for each in segments for part in each.evicted]
         self.exchange(nodes, segment, readers)
+        return segment
 
     def _is_small(self, segment: Segment, start: int, bits: int) -> bool:
         """Whether a segment is one of those that become one: all of it is there, and its order is known."""

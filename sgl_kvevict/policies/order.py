@@ -1,10 +1,10 @@
 """Order: one int16 key per entry of a range, by which fewer slots keep the best entries.
 
-Entries that a policy keeps at its budget have keys >= 0, all others keys < 0. So the best entries, as many as the
-budget holds, are exactly the policy's choice, and every smaller choice is a part of every larger one. Pinned entries
-have the largest keys. First tokens have :data:`PINNED`, last tokens the keys below it, the later the larger: so all
-heads would lose the same ones. Among equal keys the lower (layer, head) comes first, then the lower position
-(:func:`kvevict_kernels.radix_select.largest_entries`).
+Entries that a policy keeps at the share that it was asked for have keys >= 0, all others keys < 0. So the best entries,
+as many as the share holds, are exactly the policy's choice, and every smaller choice is a part of every larger one.
+Pinned entries have the largest keys. First tokens have :data:`PINNED`, last tokens the keys below it, the later the
+larger: so all heads would lose the same ones. Among equal keys the lower (layer, head) comes first, then the lower
+position (:func:`kvevict_kernels.radix_select.largest_entries`).
 
 Within both halves entries are ordered by their scores, if these are comparable across heads: rounded to float16 without
 the last bit of its mantissa (a relative step of 1/512). Other scores give ranks within the (layer, head), as a share of

@@ -108,8 +108,12 @@ class Compressor:
         k_arena, v_arena = self.packer.k_arena, self.packer.v_arena
         return lambda layer: observation.show(layer, start, k_arena[layer], v_arena[layer], token_slots)
 
-    def rank(self, token_slots: Tensor, start: int, observation: Observation, turn: int) -> Order:
+    def rank(
+        self, token_slots: Tensor, start: int, observation: Observation, turn: int, share: float | None = None
+    ) -> Order:
         """Launch the order of all entries of a range in place; on ``stream`` without a host sync.
+
+        The best are what the policy keeps at a share (None: the budget).
 
         ValueError here, or where the keys of the order are used, if the policy's scores or choice are wrong.
 
@@ -119,7 +123,7 @@ class Compressor:
         goes_on = observation.goes_on  # read before the ranking, beside which the next chunk may be announced
 
         def work() -> RangeOrder:
-            return self._order(token_slots, start, observation, goes_on)
+            return self._order(token_slots, start, observation, share, goes_on=goes_on)
 
         end = start + token_slots.numel()
         if self.stream is not None:
@@ -148,15 +152,17 @@ class Compressor:
         # Half at most: a small segment would else keep the end of its prompt and nothing of the rest.
         return num_first, min(self.config.tail_tokens, (least - num_first) // 2)
 
-    def _order(self, token_slots: Tensor, start: int, observation: Observation, goes_on: bool) -> RangeOrder:
-        """The order of a range; the entries that the policy keeps at the budget are the best of it."""
+    def _order(
+        self, token_slots: Tensor, start: int, observation: Observation, share: float | None, *, goes_on: bool
+    ) -> RangeOrder:
+        """The order of a range; the entries that the policy keeps at the share are the best of it."""
         geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
         if self.learned is not None:
             learned = self.learned
             show = with_learned_scores(show, learned.weights, self.cached(token_slots, start), learned.rotary)
         num_tokens = token_slots.numel()
-        total = self.tokens_kept(num_tokens, start) * geometry.num_runs
+        total = self.tokens_kept(num_tokens, start, share) * geometry.num_runs
         num_first, num_last = self.protected(num_tokens, start)
         # The end of a chunk is the middle of its prompt.
         num_last = 0 if goes_on else num_last

@@ -103,7 +103,7 @@ class TextPrefills(Prefills):
         self.readers[reader].observation = None
         self.node = node
 
-    def answered(self, node: Node, start: int, end: int, options: RequestOptions) -> None:
+    def answered(self, node: Node, start: int, end: int, options: RequestOptions, *, is_complete: bool) -> None:
         """Texts have no answers."""
 
 

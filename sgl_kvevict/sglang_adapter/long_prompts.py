@@ -1,4 +1,4 @@
-"""Admits prompts that are longer than the pool: their chunks shrink while they are prefilled."""
+"""Admits prompts that are longer than the pool, whose chunks shrink meanwhile, and answers that shrink."""
 
 from __future__ import annotations
 
@@ -155,8 +155,9 @@ def around_check(
 ) -> tuple[bool, int | None]:
     """Hook around the check whether a request fits: a long prompt counts with what it holds at its peak.
 
-    While one is prefilled no other request is admitted, as beside a prompt of SGLang's that fills every chunk. If a
-    request does not fit although nothing runs, the part of its segment behind its own prefix is released.
+    Answers count with what they hold once they are compressed. While a long prompt is prefilled no other request is
+    admitted, as beside a prompt of SGLang's that fills every chunk. If a request does not fit although nothing runs,
+    the part of its segment behind its own prefix is released.
     """
     tree, admission = adder.tree_cache, admission_of(adder.token_to_kv_pool_allocator)
     if admission is not None:
@@ -165,24 +166,48 @@ def around_check(
         # Others may join its last chunk: no further one needs the room.
         if busy not in (None, req) and busy.extend_end < len(busy.full_untruncated_fill_ids):
             return False, None
-    check = partial(original, adder, req, extend_input_len=extend_input_len, total_tokens=total_tokens, **kwargs)
-    verdict, limit = check(), kwargs.get("chunk_limit", adder.rem_chunk_tokens)
+    limit = kwargs.get("chunk_limit", adder.rem_chunk_tokens)
+    num_new = total_tokens - extend_input_len
+    saved = _saved_of_answers(adder, req, num_new)
+    kwargs |= {"extend_input_len": extend_input_len, "total_tokens": total_tokens - saved}
+    check = partial(original, adder, req, **kwargs)
+    verdict = check()
     # While anything runs its end may release enough.
     is_alone = not adder.can_run_list and not adder.running_batch.reqs
     # Its lock counts the whole segment as taken, so without this the request would wait for ever.
     if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.drop_unread_parts(req):
         verdict = check()
+    if verdict[0] and (limit is None or extend_input_len <= limit):
+        # SGLang reserves the whole answer next, but that of a prompt whose last chunk is still to come.
+        adder.memory_budget.total_offset -= saved
     if verdict[0] or admission is None or limit is None or not is_long(tree, req):
         return verdict
     # SGLang has locked the prefix for this check, so its slots count as taken; the peak counts the whole prompt.
     prefix = path_to(tree.tree_core.node_by_id(req.last_node))
     # What an exact request reads cannot shrink, so it does not count as room.
     held = 0 if tree.prefixes.readers.has_exact(prefix) else sum(map(tree.node_slots, prefix))
-    num_new = total_tokens - extend_input_len + _num_with_logprobs(req)
-    peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new
+    peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new + _num_with_logprobs(req)
     if peak >= adder.rem_total_tokens + held:
         return verdict
     return True, min(limit, admission.plan.chunk)
+
+
+def _saved_of_answers(adder: PrefillAdder, req: Req, num_new: int) -> int:
+    """Token slots of a request's next ``num_new`` tokens that others can have before it ends.
+
+    At the first check of a pass, what running requests are expected to take is lowered in the same way. If all answers
+    are as long as they may be, and slots are short nevertheless, SGLang retracts one, as it does with its own estimate.
+    """
+    tree = adder.tree_cache
+    if not isinstance(tree, KVEvictTree):
+        return 0
+    if not hasattr(adder, "kvevict_counts_answers"):
+        adder.kvevict_counts_answers = True
+        adder.memory_budget.total_offset -= sum(
+            tree.saved_of_answer(each, int(adder._get_running_request_total_token_offset(each)))
+            for each in adder.running_batch.reqs
+        )
+    return tree.saved_of_answer(req, num_new)
 
 
 def around_available(original: Callable[..., int | None], budget: PrefillBudget, chunk_limit: int) -> int | None:

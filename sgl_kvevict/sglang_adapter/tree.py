@@ -433,6 +433,17 @@ class KVEvictTree(UnifiedRadixCache):
         super().checkpoint(req, up_to=end)
         self._answered(req, record, self.tree_core.node_by_id(req.last_node), self._options_of(req))
 
+    def saved_of_answer(self, req: Req, num_new: int) -> int:
+        """Token slots of a request's next ``num_new`` tokens that are released while it goes on.
+
+        What stays are their share at the budget, and what is not a block yet.
+        """
+        config, block = self.compressor.config, self.answer_block
+        if block is None or req.skip_radix_cache_insert or self.prefixes.readers[req].is_exact:
+            return 0
+        num_held = config.num_slots(num_new, len(req.origin_input_ids)) + block + config.tail_tokens
+        return max(num_new - num_held, 0)
+
     def _answer_end(self, req: Req) -> int:
         """Logical position after the tokens of a request that may be compressed: all known ones but the last."""
         num_known = min(req.kv.kv_committed_len, len(req.origin_input_ids) + len(req.output_ids))
@@ -444,7 +455,7 @@ class KVEvictTree(UnifiedRadixCache):
         if self.answer_block is None or end <= start or record.is_exact:
             return
         with self.guard.at(Place.PROMPT):
-            self.prefixes.prefills.answered(node, start, end, options)
+            self.prefixes.prefills.answered(node, start, end, options, is_complete=req.finished())
 
     def _is_kept_out(self, key: RadixKey) -> bool:
         """Whether a blocking node has readers; without readers it is dropped."""

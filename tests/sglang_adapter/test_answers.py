@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.admission import HookedAdder
 from helpers.documents import ranges, reading
 from helpers.harness import CONFIG, FULL, Harness
 from helpers.pseudo_random_policy import PseudoRandomPolicy
@@ -53,9 +54,11 @@ def test_blocks_are_compressed_while_the_answer_grows_and_its_end_when_it_is_fin
     generate(harness, req, 17)
     assert ranges(harness) == [(0, 40), (40, 50), (50, 60)] and req.kv.cache_protected_len == 60
     held = harness.num_slots - harness.allocator.available_size()
-    assert held == 12 + 2 * 3 + 11  # the prompt, two blocks, and what is not a block yet
+    assert held == 12 + 2 * 6 + 11  # the prompt, two blocks, and what is not a block yet
     harness.finish(req)
     assert ranges(harness)[-1] == (60, 67)
+    _, answer = harness.tree.prefixes.table.packed
+    assert (answer.start, answer.end, answer.num_slots) == (40, 67, 9)
     assert found(harness, [*text_of(req)[:-1], 9, 9]) == 71
 
 
@@ -264,12 +267,35 @@ def test_zeros_stand_for_what_is_read_from_spans():
     assert node.component_data[FULL].value.eq(0).all() and len(node.key) == BLOCK
 
 
-def test_many_small_segments_become_one_and_nothing_of_them_changes():
+@pytest.mark.parametrize(("is_exact", "num_admitted"), [(False, 1), (True, 0)])
+def test_admission_counts_an_answer_with_what_it_will_hold(is_exact, num_admitted):
+    """Of 160 slots 12 are the prompt's. The running answer will take 30 at the budget, and at most 14 uncompressed."""
+    harness = make(num_slots=160)
+    running = harness.run(DOCUMENT)
+    running.sampling_params.max_new_tokens, running.sampling_params.ignore_eos = 101, True
+    batch = SimpleNamespace(reqs=[running], batch_size=lambda: 1)
+    adder = HookedAdder(1, harness.tree, harness.allocator, batch, 0.5, 10_000, None)
+    for first in (12, 13):  # each needs 40 slots for its prompt and 44 for its answer: one fits into 160 - 12 - 44
+        req = harness.request([first, *DOCUMENT[1:]])
+        harness.tree.prefixes.readers[req].is_exact = is_exact
+        req.sampling_params.max_new_tokens = 100
+        req.init_next_round_input(harness.tree)
+        adder.add_one_req(req, False, None)
+    assert len(adder.can_run_list) == num_admitted
+    for req in adder.can_run_list:
+        harness.live.append(req)
+        assert harness.prefill(req)
+        harness.finish(req)
+    harness.finish(running)
+
+
+def test_blocks_of_an_answer_become_one_and_go_to_the_budget_together():
     harness = make(host_blocks=80, scores_any_range=True)
     harness.tree.prefixes.resizer.num_joined = 4
     req = harness.run([*DOCUMENT, *DOCUMENT[::-1]])
     generate(harness, req, 43)
-    assert len(harness.tree.prefixes.table.packed) == 4 and ranges(harness)[-1] == (100, 110)
+    assert [segment.num_slots for segment in harness.tree.prefixes.table.packed] == [24, 6, 6, 6]
+    assert ranges(harness)[-1] == (100, 110)
     generate(harness, req, 1)
     prompt, joined = harness.tree.prefixes.table.packed
     assert (prompt.start, prompt.end) == (0, 80)
@@ -304,3 +330,20 @@ def test_what_others_read_in_parts_is_not_joined():
     generate(harness, req, 10)
     assert len(harness.tree.prefixes.table.packed) < 4
     harness.finish(req)
+
+
+def test_what_others_read_in_parts_shrinks_by_itself_at_the_end():
+    harness = make()
+    req = harness.run(DOCUMENT[:5])  # too short by itself: it becomes a part of the first block
+    generate(harness, req, 14)
+    other = harness.run(text_of(req)[:12])
+    generate(harness, req, 10)
+    assert [segment.num_slots for segment in harness.tree.prefixes.table.packed] == [9, 6]
+    harness.finish(req)
+    assert [segment.num_slots for segment in harness.tree.prefixes.table.packed] == [5, 3]
+    harness.finish(other)
+
+
+@pytest.mark.parametrize(("block", "share"), [(BLOCK, 0.6), (2048, 0.6), (2049, None)])
+def test_large_blocks_go_to_the_budget_at_once(block, share):
+    assert make(config={"answer_block": block}).tree.prefixes.resizer.block_share == share
