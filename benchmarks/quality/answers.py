@@ -131,7 +131,7 @@ class BlockReader(Reader):
             cache, _ = self.go_on(cache, ids[before:end])
             num_new = min(block, end - TAIL - inserted)  # at the end of an answer its rest is compressed, too
             if num_new >= KVEvictConfig().min_prefix_tokens:
-                first_share = KVEvictConfig(budget=share).fresh_share
+                first_share = share if end == len(ids) else KVEvictConfig(budget=share).fresh_share
                 done = inserted + num_new
                 cache, scores = self.compress(cache, inserted, done, first_share, 0)
                 fresh.append(scores)

@@ -44,7 +44,6 @@ class Bar:
 
 DEFAULT = "default"
 FOUR = "4x the pool"
-LONG = "0.5x, one prefix of 3072, 32 new tokens"
 NO_STORE = "no store"
 RESTARTED = "a document of 2,800 tokens, after a restart"
 WRITING = "2x the pool, new documents all the time"
@@ -82,7 +81,6 @@ BARS = (
     Bar("shared-prefix", "0.5x the pool", DEFAULT, "requests_per_s", 1.0, baseline="none"),
     Bar("shared-prefix", "0.5x the pool", "none", "requests_per_s", 0.97),
     Bar("shared-prefix", "0.5x the pool", "budget 1", "requests_per_s", 0.97),
-    Bar("shared-prefix", LONG, DEFAULT, "requests_per_s", 1.5),
     Bar("store", RESTARTED, "store", "ttft_ms", 0.25, is_cost=True, baseline=NO_STORE),
     Bar("store", RESTARTED, "store", "same_answers_pct", 100, is_absolute=True),
     Bar("store", RESTARTED, "store", "bytes_pct", 22, is_cost=True, is_absolute=True),

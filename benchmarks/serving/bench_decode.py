@@ -38,15 +38,11 @@ class Point:
 
 
 POINTS = (
-    Point(1024, 1, 48, 24),
-    Point(1024, 8, 32, 16),
-    Point(1024, 16, 24, 8),
     Point(3000, 1, 48, 16),
     Point(4096, 1, 48, 12),
     Point(4096, 8, 24, 8),
-    Point(7000, 1, 32, 8),
 )
-UNGROUPED = POINTS[5]
+UNGROUPED = POINTS[2]
 """Where the shared read is compared with one read per request."""
 UNGROUPED_SYSTEM = f"{DEFAULT}, ungrouped"
 QUICK = (Point(3000, 1, 24, 12),)

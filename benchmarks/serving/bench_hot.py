@@ -23,44 +23,37 @@ from kvevict_tools.measure import in_turn
 POOL_SLOTS = 12_000
 RAMP_S = 0.6
 STEADY_S = 2.0
-ANSWERS = {"short": 12, "long": 96}
+ANSWER_TOKENS = 96
 FULL = "budget 1"
 
 
 @dataclass(frozen=True)
 class Point:
-    """Clients, the prefix they share, and how long its answers are.
-
-    Attributes:
-        clients: at a time.
-        prefix: tokens.
-        answers: a name of ``ANSWERS``.
-    """
+    """Clients at a time, and the tokens of the prefix that they share."""
 
     clients: int
     prefix: int
-    answers: str
 
     @property
     def name(self) -> str:
         """As shown in tables."""
-        return f"prefix {self.prefix}, {self.clients} clients, {self.answers} answers"
+        return f"prefix {self.prefix}, {self.clients} clients, long answers"
 
     @property
     def document(self) -> int:
         """A number for its text: points share nothing."""
-        return 100 * self.clients + self.prefix // 1000 + 25 * (self.answers == "long")
+        return 100 * self.clients + self.prefix // 1000
 
 
-POINTS = tuple(Point(*sizes) for sizes in itertools.product((1, 4, 16), (3000, 6000), ANSWERS))
-QUICK = (Point(4, 3000, "long"),)
+POINTS = (Point(4, 3000), Point(4, 6000), Point(16, 6000))
+QUICK = POINTS[:1]
 
 PAGE = Page(
     name="hot",
     command="python benchmarks/serving/bench_hot.py",
     summary=(
-        f"Clients that ask one question after the other on one prefix, without a pause; answers of {ANSWERS['short']} "
-        f"or {ANSWERS['long']} tokens, a pool of {POOL_SLOTS:,} token slots; {STEADY_S:g} s, the prefix long cached. "
+        "Clients that ask one question after the other on one prefix, without a pause; answers of "
+        f"{ANSWER_TOKENS} tokens, a pool of {POOL_SLOTS:,} token slots; {STEADY_S:g} s, the prefix long cached. "
         f"`{FULL}` is the same attention backend without compression."
     ),
     tables=(
@@ -95,7 +88,7 @@ def measure(fleet: Fleet, recorder: Recorder, point: Point) -> None:
     """One steady load on all servers in turn."""
     model, numbers = recorder.options.model, itertools.count(1, 1_000_000)
     prefix = document(model, point.document, point.prefix)
-    load = Load(prefix, point.clients, ANSWERS[point.answers], lambda number: question(model, number))
+    load = Load(prefix, point.clients, ANSWER_TOKENS, lambda number: question(model, number))
     flush_all(fleet)
     for server in fleet.values():
         stream_all(server.url, [load.prefix], 1)  # it sees the prefix once

@@ -10,7 +10,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import aiohttp
 from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems, flush_all, running
@@ -24,33 +23,23 @@ from kvevict_tools.measure import alone
 
 POOL_SLOTS = 2944
 USERS = 16
+FIRST_TOKENS = 512
 TURNS = 8
 TURN_TOKENS = 28
 OUTPUT_TOKENS = 4
 CONCURRENCY = 2
+POINT = "4x the pool"
 MIN_PREFIX_TOKENS = 64
 OFTEN = f"min_prefix_tokens {MIN_PREFIX_TOKENS}"
 """Beside the default: what a chat has grown by is compressed from so many tokens on."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """Users and what each of them begins with."""
-
-    name: str
-    users: int
-    first_tokens: int
-
-
-POINTS = (Point("0.5x the pool", 2, 512), Point("4x the pool", USERS, 512))
-QUICK = (Point("4x the pool", USERS, 512),)
-
 PAGE = Page(
     name="multi-turn",
     command="python benchmarks/serving/bench_multi_turn.py",
     summary=(
-        f"Chats of {TURNS} turns: 512 tokens to begin with, {TURN_TOKENS} more and {OUTPUT_TOKENS} answered in each "
-        f"turn; 16 users (2 at 0.5x) speak one after the other, {CONCURRENCY} requests at a time, a pool of "
+        f"Chats of {TURNS} turns: {FIRST_TOKENS} tokens to begin with, {TURN_TOKENS} more and {OUTPUT_TOKENS} answered "
+        f"in each turn; {USERS} users speak one after the other, {CONCURRENCY} requests at a time, a pool of "
         f"{POOL_SLOTS:,} token slots. The spread is over the rounds 2 to {TURNS}."
     ),
     tables=(
@@ -64,11 +53,9 @@ PAGE = Page(
 def main() -> None:
     """Run the benchmark; ``--repeats`` is the number of rounds."""
     options = parse_options(__doc__ or "", repeats=TURNS - 1)
-    points = {point.name: point for point in (QUICK if options.quick else POINTS)}
-    recorder = Recorder(PAGE, options, list(points))
+    recorder = Recorder(PAGE, options, [POINT])
     with running(systems_of(options.beside), options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-        for name in options.chosen(list(points)):
-            measure(fleet, points[name], recorder)
+        measure(fleet, recorder)
     recorder.close()
 
 
@@ -79,14 +66,14 @@ def systems_of(beside: Sequence[str]) -> list[System]:
     return [*compared_systems(POOL_SLOTS, beside=beside), kvevict_system(OFTEN, often, flags)]
 
 
-def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
+def measure(fleet: Fleet, recorder: Recorder) -> None:
     """All rounds on all servers."""
     model = recorder.options.model
     flush_all(fleet)
-    texts = [document(model, user + 1, point.first_tokens + TURNS * TURN_TOKENS) for user in range(point.users)]
-    histories = {name: [text[: point.first_tokens] for text in texts] for name in fleet}
+    texts = [document(model, user + 1, FIRST_TOKENS + TURNS * TURN_TOKENS) for user in range(USERS)]
+    histories = {name: [text[:FIRST_TOKENS] for text in texts] for name in fleet}
     for turn in range(recorder.options.repeats + 1):
-        begin = point.first_tokens + turn * TURN_TOKENS
+        begin = FIRST_TOKENS + turn * TURN_TOKENS
         for name in list(fleet) if turn % 2 else list(reversed(fleet)):
             history = histories[name]
             for user, text in enumerate(texts):
@@ -98,7 +85,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
             for user, one in enumerate(streams):
                 history[user] = history[user] + list(one.output_ids)
             if turn:
-                recorder.add(point.name, name, turn, figures(streams, seconds))
+                recorder.add(POINT, name, turn, figures(streams, seconds))
 
 
 async def round_of(url: str, prompts: Sequence[Sequence[int]]) -> list[Stream]:

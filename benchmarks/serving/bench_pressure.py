@@ -52,7 +52,7 @@ class Point:
         return self.multiple * POOL_SLOTS // CONTEXT_TOKENS
 
 
-POINTS = (Point(2), Point(4), Point(8), Point(16))
+POINTS = (Point(4), Point(8), Point(16))
 QUICK = (Point(2),)
 
 PAGE = Page(

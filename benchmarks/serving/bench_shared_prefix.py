@@ -20,6 +20,7 @@ from kvevict_tools.measure import in_turn
 POOL_SLOTS = 8192
 QUESTION_TOKENS = 32
 OUTPUT_TOKENS = 8
+PREFIX_TOKENS = 1024
 CONCURRENCY = 2
 STOCK = "stock"
 
@@ -30,28 +31,21 @@ class Point:
 
     Attributes:
         name: as shown in tables.
-        num_prefixes: prefixes of ``prefix_tokens`` each.
-        prefix_tokens: tokens of one prefix.
+        num_prefixes: prefixes of :data:`PREFIX_TOKENS` each.
         requests: requests of one repetition.
-        output_tokens: generated tokens of one request.
     """
 
     name: str
     num_prefixes: int
-    prefix_tokens: int = 1024
     requests: int = 12
-    output_tokens: int = OUTPUT_TOKENS
 
 
 POINTS = (
     Point("0.5x the pool", 4),
-    Point("1x the pool", 8),
-    Point("2x the pool", 16),
     Point("4x the pool", 32),
     Point("8x the pool", 64),
     Point("16x the pool", 128),
     Point("32x the pool", 256),
-    Point("0.5x, one prefix of 3072, 32 new tokens", 1, 3072, 4, 32),
 )
 QUICK = (Point("4x the pool", 32, requests=8),)
 
@@ -93,9 +87,7 @@ def requests_of(point: Point, options: Options) -> tuple[list[Any], list[list[An
     rounds = options.repeats + 1
     per_group = 1 + options.repeats * max(1, -(-point.requests // point.num_prefixes))
     per_group = max(per_group, rounds)
-    rows = Workload(point.num_prefixes, per_group, point.prefix_tokens, QUESTION_TOKENS, point.output_tokens).rows(
-        options.model
-    )
+    rows = Workload(point.num_prefixes, per_group, PREFIX_TOKENS, QUESTION_TOKENS, OUTPUT_TOKENS).rows(options.model)
     groups = [rows[i * per_group : (i + 1) * per_group] for i in range(point.num_prefixes)]
     first = [group.pop() for group in groups]
     chooser = random.Random(7)
@@ -114,7 +106,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
     first, draws = requests_of(point, options)
     flush_all(fleet)
     for name, server in fleet.items():
-        shown = first[-max(2 * POOL_SLOTS // point.prefix_tokens, 1) :] if name == STOCK else first
+        shown = first[-max(2 * POOL_SLOTS // PREFIX_TOKENS, 1) :] if name == STOCK else first
         recorder.progress(f"{point.name}: showing {len(shown)} prefixes to {name}")
         run_client(server.url, options.model, shown, max_concurrency=1)
 
