@@ -202,7 +202,7 @@ def test_goals_that_the_default_misses_are_those_of_the_table() -> None:
         (SMALL, "`table`", "`distilled` 0.2", "**86 ± 7 %**"),
     ]
     words = " ".join(text.split())
-    assert "SmolLM2 keeps 86 ± 7 % of its `table` and 88 ± 7 % of `reading` at a fifth, 70 ± 13 % of `squad` at a tenth" in words
+    assert "86 ± 7 % of its `table` and 88 ± 7 % of `reading` at a fifth, 70 ± 13 % of `squad` at a tenth" in words
     others = {"`code`", "`few-shot`", "`key-value`", "`long-chat`", "`multi-turn`", "`pattern`"}
     kept = [share(row["`distilled` 0.2"]) for row in found if row["model"] == SMALL and row["task"] in others]
     assert f"the default keeps {min(kept)} to {max(kept)} % at a fifth" in words and len(kept) == len(others)
