@@ -166,17 +166,18 @@ class PrefixCache:
         Returns:
             [num_slots], int64, token slots to release; None: its ordinary ones, because it held no span.
         """
-        drop = self.table.drop(node)
-        slots = drop.slots
-        if drop.owner is not None:
-            assert drop.span is not None
-            slots = self.resizer.repack(drop.owner, drop.span.start)
-        num_slots = len(node.key) if slots is None else slots.numel()
-        released = num_slots if drop.owner is None else 0
+        span = self.table.drop(node)
         self.totals.dropped_nodes += 1
-        self.totals.dropped_spans += drop.span is not None
-        self.totals.dropped_slots += released
-        self.totals.repacks += drop.owner is not None and num_slots > 0
+        if span is None:
+            self.totals.dropped_slots += len(node.key)
+            return None
+        segment, slots = span.segment, span.segment.packed.token_slots
+        self.totals.dropped_spans += 1
+        if span.is_owner:
+            self.totals.dropped_slots += slots.numel()
+            return slots
+        slots = self.resizer.repack(self.table.packed[segment], span.start) if segment.splittable else slots[:0]
+        self.totals.repacks += slots.numel() > 0
         return slots
 
     def cleared(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import Node, NodeSet, length_of
@@ -113,20 +111,6 @@ class Spans(Mapping[Node, Span]):
         span = self.at(node)
         return span is not None and not span.segment.splittable and span.end < span.segment.end
 
-    def owner_of(self, node: Node) -> Node:
-        """Topmost node of the segment of a node with a span."""
-        return self.nodes_of(node, self[node].segment)[0]
-
-    def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
-        """Nodes of a segment, from the owner to ``lowest``."""
-        nodes = []
-        node: Node | None = lowest
-        while node is not None and (span := self.at(node)) is not None and span.segment is segment:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return nodes
-
     def views_of(self, owner: Node) -> list[Node]:
         """All nodes with spans of the segment that a node owns, root side first."""
         span = self.at(owner)
@@ -168,21 +152,6 @@ class OpenRange:
     def is_launched(self) -> bool:
         """Whether its order was launched beside the scheduler's stream."""
         return self.order is not None and self.order.turn is not None
-
-
-@dataclass(frozen=True)
-class DropResult:
-    """Contents of a node that left the tree.
-
-    Attributes:
-        span: its part of a segment; None: it had ordinary slots.
-        slots: [num_slots], int64, token slots to release; None: the node's ordinary ones.
-        owner: node of a segment that lives on without the node's tokens.
-    """
-
-    span: Span | None = None
-    slots: Tensor | None = None
-    owner: Node | None = None
 
 
 class PrefixTable:
@@ -328,28 +297,24 @@ class PrefixTable:
                     self.shrinking.add(upper)
 
     @accounting()
-    def drop(self, node: Node) -> DropResult:
-        """Remove the record of a leaf that left the tree.
+    def drop(self, node: Node) -> Span | None:
+        """Remove the record of a leaf that left the tree; return its span, None if it had ordinary slots.
 
-        An owner's slots are released. A lower span releases none by itself: the rest of its segment is packed into
-        fewer slots next. The rest of an unsplittable segment saves nothing any more, so it is dropped next.
+        With an owner its segment goes. With a lower span the rest of its segment stays, for fewer slots. The rest of an
+        unsplittable segment saves nothing any more, so it is dropped next.
         """
         self._shorten(node)
         record = self._records.pop(node, None)
-        above = node.parent
-        assert above is not None
         self.shrinking.discard(node)
         if record is None or record.span is None:
-            return DropResult()
+            return None
         span = record.span
-        segment, slots = span.segment, span.drop()
-        if slots is not None:
-            del self.packed[segment]
-            return DropResult(span, slots)
-        if not segment.splittable:
-            segment.is_rest = True
-            return DropResult(span, segment.packed.token_slots[:0])
-        return DropResult(span, segment.packed.token_slots[:0], self.spans.nodes_of(above, segment)[0])
+        span.drop()
+        if span.is_owner:
+            del self.packed[span.segment]
+        else:
+            span.segment.is_rest = not span.segment.splittable
+        return span
 
     def clear(self) -> None:
         """Remove all records: the tree was flushed."""

@@ -312,19 +312,13 @@ class Span:
         upper = Span(self.segment, self.start, position, is_owner=self.is_owner)
         return upper, Span(self.segment, position, self.end, is_owner=False)
 
-    def drop(self) -> Tensor | None:
-        """Drop the span when its node leaves the tree; InvariantError for an owner with spans below it.
-
-        Returns [num_slots], int64, the slots of the segment whose owner this was; None otherwise.
-        """
+    def drop(self) -> None:
+        """Drop the span when its node leaves the tree; InvariantError for an owner with spans below it."""
         self.segment.num_spans -= 1
-        if not self.is_owner:
-            return None
-        if self.segment.num_spans:
+        if self.is_owner and self.segment.num_spans:
             raise InvariantError(
                 f"the owner of the span [{self.start}, {self.end}) was dropped before {self.segment.num_spans} others"
             )
-        return self.segment.packed.token_slots
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class BlockingNodes:
 
     def __init__(self, cache: UnifiedRadixCache, table: PrefixTable, *, splittable: bool) -> None:
         self._cache = cache
-        self._spans = table.spans
+        self._spans, self._owners = table.spans, table.packed
         self._splittable = splittable
         self._retired = secrets.token_hex()
 
@@ -93,9 +93,9 @@ class BlockingNodes:
         for node, matched in self._walk(key):
             if matched < len(node.key):
                 span = self._spans.at(node)
-                return None if span is None or span.segment.splittable else self._spans.owner_of(node)
+                return None if span is None or span.segment.splittable else self._owners[span.segment]
             last = node
-        return self._spans.owner_of(last) if self._spans.blocks(last) else None
+        return self._owners[self._spans[last].segment] if self._spans.blocks(last) else None
 
     def _walk(self, key: RadixKey) -> Iterator[tuple[UnifiedTreeNode, int]]:
         """Nodes that share tokens with a key, root side first, and how many."""
