@@ -32,7 +32,7 @@ class Observation(Protocol):
 class Recorder(Protocol):
     """Gets the queries of a prefill, layer by layer."""
 
-    def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
+    def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float, /) -> None:
         """Use one layer of the chunk; arguments as in :class:`Chunk`."""
 
     def fail(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -25,6 +25,7 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.by_name import configured_policy
+from sgl_kvevict.segments import Recorder
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of, replayed_readers
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
@@ -43,16 +44,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-class Observing(Protocol):
-    """Records the queries of a prefill: an observation of a prompt, or of a draft's queries."""
-
-    def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float, /) -> None:
-        """Record the queries of one layer, [num_tokens, num_qo_heads, head_dim], with their log-sum-exp."""
-
-    def fail(self) -> None:
-        """An error ended the recording."""
 
 
 class KVEvictAttentionBackend(AttentionBackend):
@@ -118,7 +109,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             self.slot_positions = torch.zeros(3, arena.k.shape[1], dtype=torch.int32, device=arena.k.device)
         self.tree: KVEvictTree | None = None
         self._num_new: int | None = None
-        self._observed: list[tuple[slice, Observing]] = []
+        self._observed: list[tuple[slice, Recorder]] = []
 
     def attach(self, tree: KVEvictTree) -> None:
         """Connect the tree, which has the spans that each request reads."""
@@ -245,11 +236,11 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _observed_rows(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int]
-    ) -> list[tuple[slice, Observing]]:
+    ) -> list[tuple[slice, Recorder]]:
         """Rows of each request in the batch's queries, and what records them."""
         if self.tree is None or readers is None:
             return []
-        observed: list[tuple[slice, Observing]] = []
+        observed: list[tuple[slice, Recorder]] = []
         first_row = 0
         for req, seq_len, extend_len in zip(readers, seq_lens, extend_lens, strict=True):
             rows = slice(first_row, first_row + extend_len)
@@ -257,7 +248,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             first_row += extend_len
         return observed
 
-    def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Observing]:
+    def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Recorder]:
         """What records the queries ``[start, end)`` of a request's prefill."""
         return tree.observe(req, start, end)
 
@@ -321,7 +312,7 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _record(
         self,
-        observed: tuple[slice, Observing],
+        observed: tuple[slice, Recorder],
         index: int,
         queries: Tensor,
         lse: Tensor,

@@ -11,8 +11,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
-from sgl_kvevict.segments import DraftRows
-from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, Observing
+from sgl_kvevict.segments import DraftRows, Recorder
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
 from sgl_kvevict.support import BACKEND_NAME
@@ -82,7 +82,7 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
     def _paths(self, tree: KVEvictTree, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
         return tree.draft_paths(readers)
 
-    def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Observing]:
+    def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Recorder]:
         compressed_len = compressed_len_of(*tree.draft_paths([req]))
         slots = tree.port.slots_of(req, compressed_len, end)
         return [SeenQueries(self.rows, slots, compressed_len, min(end - start, NUM_SEEN))]
