@@ -16,7 +16,6 @@ from sgl_kvevict.cache.records import OpenRange
 from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import Place, accounting
-from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments import (
     CacheObservation,
     Observation,
@@ -508,19 +507,13 @@ class Resizer:
             source, merge = Source(self._packer.geometry, of()), None
             if num_slots < source.token_slots.numel():
                 source = source.best(num_slots, self._config.bits)
-                merge = self._merge(source, prompt)
+                merge = self._compressor.merge(source, prompt or CacheObservation())
             evicted = self._complements.evicted(source)
             size = num_slots if isinstance(source.range, View) else source.fewest_slots
             packed, freed = self._packer.rewrite(source, size, merge)
             num_merged = 0 if merge is None else merge.indices.numel() - source.num_entries
             written = _Written(packed, freed, source.end, num_merged, evicted)
         return written
-
-    def _merge(self, source: Source, prompt: Observation | None) -> MergePlan | None:
-        """What is merged into the kept entries of a new segment."""
-        if self._compressor.policy.merger is None or (chosen := source.selection) is None:
-            return None
-        return self._compressor.merge(source.token_slots, source.start, prompt or CacheObservation(), chosen)
 
     def _released(self, segment: Segment, written: _Written) -> int:
         """Release the slots that a segment has lost, and keep what was evicted; return how many slots."""

@@ -13,11 +13,12 @@ from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_lea
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.order import RangeOrder
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.segments.prompt_observation import Observation, ObservationSpec, PromptObservation
 from sgl_kvevict.segments.segment import Order
 from sgl_kvevict.segments.sliding_windows import order_beside_windows
+from sgl_kvevict.segments.sources import Source
 from sgl_kvevict.segments.streams import ChoiceStream
 
 
@@ -135,11 +136,11 @@ class Compressor:
         order.check()
         return Order(lambda: order.keys, start, end)
 
-    def merge(
-        self, token_slots: Tensor, start: int, observation: Observation, selection: Selection
-    ) -> MergePlan | None:
-        """How the other tokens of a range are merged into the selected ones: :meth:`Policy.merge`."""
-        show = self._show(observation, start, token_slots)
+    def merge(self, source: Source, observation: Observation) -> MergePlan | None:
+        """How a range's other entries are merged into the kept ones: :meth:`Policy.merge`; None: they are not."""
+        if self.policy.merger is None or (selection := source.selection) is None:
+            return None
+        show = self._show(observation, source.start, source.token_slots)
         return self.policy.merge(show, self.packer.geometry, selection)
 
     def protected(self, num_tokens: int, start: int) -> tuple[int, int]:

@@ -70,8 +70,8 @@ def _written(
     source, merge = Source(packer.geometry, of), None
     if num_slots is not None:
         source = source.best(num_slots, compressor.config.bits)
-    if observation is not None and isinstance(of, TokenRange) and (selection := source.selection) is not None:
-        merge = compressor.merge(of.token_slots, 0, observation, selection)
+    if observation is not None:
+        merge = compressor.merge(source, observation)
     return packer.rewrite(source, max(source.fewest_slots, 1), merge)[0]
 
 

@@ -63,7 +63,7 @@ def compress(
     if num_slots < num_tokens:
         source = source.best(num_slots)
         assert source.selection is not None
-        merge = compressor.merge(token_slots, start, observation, source.selection)
+        merge = compressor.merge(source, observation)
     packed, freed = packer.rewrite(source, source.fewest_slots, merge)
     segment = Segment(packer.geometry, start, source.end, packed)
     segment.splittable = not (packer.geometry.has_windows and num_slots < num_tokens)
