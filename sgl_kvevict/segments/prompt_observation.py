@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,10 +16,6 @@ from sgl_kvevict.segments.collectors import Chunk, Collector, collected
 
 class Observation(Protocol):
     """Signals of a range by which a policy orders it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that counts towards ``observation_bytes``."""
 
     @property
     def goes_on(self) -> bool:
@@ -168,7 +164,6 @@ class CacheObservation:
     """Observation without signals: a range is scored from its cached keys and values alone."""
 
     goes_on: bool = False
-    num_bytes: ClassVar[int] = 0
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """The view of a range in one layer, without signals."""
