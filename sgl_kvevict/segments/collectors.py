@@ -185,8 +185,3 @@ COLLECTORS: Mapping[Signal, type[Collector]] = {
     Signal.ACCUMULATED_ATTENTION: AccumulatedAttention,
 }
 """Collectors of the signals of a prefill. Other signals come from the pool or from readers."""
-
-
-def collected(signals: frozenset[Signal]) -> dict[Signal, type[Collector]]:
-    """The collectors of some signals, in a fixed order."""
-    return {signal: kind for signal, kind in COLLECTORS.items() if signal in signals}

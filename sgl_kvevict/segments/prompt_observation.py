@@ -11,7 +11,7 @@ from torch import Tensor
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.segments.collectors import Chunk, Collector, collected
+from sgl_kvevict.segments.collectors import COLLECTORS, Chunk, Collector
 
 
 class Observation(Protocol):
@@ -45,8 +45,8 @@ class ObservationSpec:
 
     @cached_property
     def collectors(self) -> dict[Signal, type[Collector]]:
-        """The signals' collectors."""
-        return collected(self.signals)
+        """The signals' collectors, in a fixed order."""
+        return {signal: kind for signal, kind in COLLECTORS.items() if signal in self.signals}
 
     @cached_property
     def needs_slots(self) -> bool:

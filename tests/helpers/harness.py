@@ -47,7 +47,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy
 from sgl_kvevict.policies.by_name import NO_POLICY
 from sgl_kvevict.segments import Compressor, DraftRows, Packed, Segment, SegmentPacker, Span
-from sgl_kvevict.segments.collectors import collected
+from sgl_kvevict.segments.collectors import COLLECTORS
 from sgl_kvevict.segments.streams import ChoiceStream
 from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -172,7 +172,7 @@ class Harness:
 
     def _compresses_answers(self) -> bool:
         needs = self.policy.needs if self.policy else frozenset()
-        ranks_any_range = self.scores_any_range or self.waits or not collected(needs)
+        ranks_any_range = self.scores_any_range or self.waits or needs.isdisjoint(COLLECTORS)
         return ranks_any_range and not self.windows and self.cache_grid == 1
 
     def _make_pools(self) -> dict[str, Any]:

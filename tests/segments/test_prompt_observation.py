@@ -8,7 +8,7 @@ import torch
 from helpers.dense_attention import accumulated_attention, dense_attention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.segments.collectors import COLLECTORS, collected
+from sgl_kvevict.segments.collectors import COLLECTORS
 from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=8, num_token_slots=64)
@@ -116,5 +116,5 @@ def test_memory_of_what_was_recorded(prompt):
 
 def test_each_signal_has_one_collector():
     signals = {Signal.WINDOW_QUERIES, Signal.WINDOW_KEYS, Signal.ACCUMULATED_ATTENTION, Signal.KEYS}
-    assert collected(frozenset(signals)).keys() == signals - {Signal.KEYS}
+    assert ObservationSpec(GEOMETRY, frozenset(signals)).collectors.keys() == signals - {Signal.KEYS}
     assert len(set(COLLECTORS.values())) == len(COLLECTORS)
