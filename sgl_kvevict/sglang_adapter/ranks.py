@@ -58,9 +58,4 @@ class TensorRanks:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return every rank's numbers, by rank; the count must be the same on each."""
-        if self.size == 1:
-            return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(parts, mine, group=self._group)
-        return [part.tolist() for part in parts]
+        return [part.tolist() for part in self.gather_tensors(torch.tensor(numbers, dtype=torch.int64))]
