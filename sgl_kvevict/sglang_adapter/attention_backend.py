@@ -82,7 +82,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         arena = arena_of(full_pool_of(self.token_to_kv_pool))
         assert arena is not None
         device = torch.device(model_runner.device)
-        is_latent = model_runner.model_config.attention_arch == AttentionArch.MLA
         self.places = full_layers_of(self.token_to_kv_pool)
         verifies = not model_runner.spec_algorithm.is_none()
         self.geometry = _geometry(model_runner, arena, self.places)
@@ -95,7 +94,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._window_layers = _window_layers(model_runner, config.attention)
         if device.type == "cpu" and get_parallel().attn_dp_size > 1:
             share_rows_on_cpu()
-        if is_latent:
+        if model_runner.model_config.attention_arch == AttentionArch.MLA:
             use_absorbed_queries()
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
@@ -286,8 +285,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
-        if kwargs:
-            _require_no_extras(kwargs)
+        if kwargs:  # found in SGLang's warm-up, which runs every layer
+            extras = (repr(name) for name, value in kwargs.items() if value is not None)
+            require(FIRST_FORWARD, LayerCall(", ".join(extras)))
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
         place = self.places.get(layer.layer_id)
@@ -404,8 +404,3 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
     geometry = _geometry(model_runner, arena, window_layers_of(model_runner.token_to_kv_pool))
     built = _build_attention(attention, geometry, arena, model_runner.dtype)
     return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
-
-
-def _require_no_extras(extras: dict[str, Any]) -> None:
-    """Refuse other arguments that a layer passes to attention; found in SGLang's warm-up, which runs every layer."""
-    require(FIRST_FORWARD, LayerCall(", ".join(repr(name) for name, value in extras.items() if value is not None)))

@@ -115,11 +115,6 @@ class Distilling:
         return cached_file(self._identity) if source == AUTO else Path(source)
 
     @property
-    def share(self) -> float:
-        """Share of the entries at which recall is measured."""
-        return self._config.budget
-
-    @property
     def lacks_scores(self) -> bool:
         """Whether scores are still to be learned."""
         return self._needs_scores and not self.learned.is_known
@@ -173,7 +168,7 @@ class Distilling:
         windows = self._ranks.gather_tensors(mine.window)
         parts = [ScoreWeights(*both, mine.num_prefixes) for both in zip(caches, windows, strict=True)]
         weights = ScoreWeights.of_ranks(parts, self._num_heads)
-        recall = learner.recall(self._of_rank(weights), trial(), self.share)
+        recall = learner.recall(self._of_rank(weights), trial(), self._config.budget)
         # The smallest, because the warning is about the worst rank; in thousandths, because ranks exchange integers.
         return replace(weights, recall=-self._ranks.largest(-int(1000 * recall)) / 1000)
 

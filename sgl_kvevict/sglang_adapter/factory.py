@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
@@ -49,7 +49,9 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     policy = configured_policy(config)
     require(SETTINGS, BeforeLoad(published, config))
     settings = ServerSettings.read()
-    backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
+    built = ctx.tp_worker.model_runner.attn_backend
+    # SGLang wraps the full-attention backend if the model also has recurrent layers.
+    backend = getattr(built, "full_attn_backend", built)
     if not isinstance(backend, KVEvictAttentionBackend):  # what was published says that it is ours
         raise InvariantError(f"SGLang has built {type(backend).__name__} for our attention backend")
     # From here on ``auto`` is decided, for store, log and inspection alike.
@@ -86,11 +88,6 @@ def describe(config: KVEvictConfig, geometry: KVGeometry, num_ranks: int) -> str
         f"{geometry.num_layers} layers x {geometry.num_kv_heads} KV heads"
         f"{f' on each of {num_ranks} ranks' if num_ranks > 1 else ''}"
     )
-
-
-def _full_attention_of(backend: Any) -> Any:
-    """The full-attention backend; SGLang wraps it if the model also has recurrent layers."""
-    return getattr(backend, "full_attn_backend", backend)
 
 
 def _assemble(
