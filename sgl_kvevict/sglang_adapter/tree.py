@@ -264,8 +264,7 @@ class KVEvictTree(UnifiedRadixCache):
         span = self.spans.at(node)
         if span is None:
             return False
-        below = [child for child in node.children.values() if child in self.spans]
-        parts = [child for child in below if self.spans[child].segment is span.segment]
+        parts = [child for child in node.children.values() if self.spans.has_part(child, span.segment)]
         dropped = [self._blocking.drop_subtree(child) for child in parts]
         return any(dropped)
 
@@ -363,10 +362,6 @@ class KVEvictTree(UnifiedRadixCache):
         """A key as the tree's are: its tokens, or pairs of them."""
         return key.maybe_to_bigram_view(self.tree_core.is_eagle)[0]
 
-    def _key_of(self, req: Req, end: int | None = None) -> RadixKey:
-        is_eagle = self.tree_core.is_eagle
-        return RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, is_eagle, cache_salt=req.cache_salt)
-
     def _allowed(self, key: RadixKey) -> RadixKey:
         blocking = self._blocking.find(key)
         return key if blocking is None else key[: self.spans[blocking].start]
@@ -382,7 +377,8 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        record, key = self.prefixes.readers[req], self._key_of(req, up_to)
+        record, is_eagle = self.prefixes.readers[req], self.tree_core.is_eagle
+        key = RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, is_eagle, cache_salt=req.cache_salt)
         node = self.tree_core.node_by_id(req.last_node)
         num_samples = _num_samples(req, record)
         if req.finished() or up_to >= len(req.origin_input_ids):
@@ -393,7 +389,8 @@ class KVEvictTree(UnifiedRadixCache):
         if is_private or self._blocking.is_retired(node) or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return
-        if self._is_kept_out(key):
+        blocking = self._blocking.find(key)
+        if blocking is not None and not self._blocking.drop_subtree(blocking):  # it has readers
             self.prefixes.totals.refused_not_cached += 1
             self._keep_out(req)
             return
@@ -457,11 +454,6 @@ class KVEvictTree(UnifiedRadixCache):
         with self.guard.at(Place.PROMPT):
             self.prefixes.prefills.answered(node, start, end, options, is_complete=req.finished())
 
-    def _is_kept_out(self, key: RadixKey) -> bool:
-        """Whether a blocking node has readers; without readers it is dropped."""
-        blocking = self._blocking.find(key)
-        return blocking is not None and not self._blocking.drop_subtree(blocking)
-
     def _report_compressed(self, record: ReaderRecord, node: UnifiedTreeNode) -> None:
         """Note how much of a prompt was compressed while it was prefilled."""
         if self.prefixes.readers.chunk_share(record) is None or record.observation is None:
@@ -504,8 +496,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     def _options_of(self, req: Req) -> RequestOptions:
         """The request's cache options."""
-        options = parse_request_options(req.sampling_params.custom_params)
-        return options or RequestOptions()
+        return parse_request_options(req.sampling_params.custom_params) or RequestOptions()
 
     # ---- what a forward reads ---------------------------------------------------------------------------------
 
