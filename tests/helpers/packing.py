@@ -62,7 +62,6 @@ def compress(
     source = Source(packer.geometry, TokenRange(token_slots, start, keys))
     if num_slots < num_tokens:
         source = source.best(num_slots)
-        assert source.selection is not None
         merge = compressor.merge(source, observation)
     packed, freed = packer.rewrite(source, source.fewest_slots, merge)
     segment = Segment(packer.geometry, start, source.end, packed)
