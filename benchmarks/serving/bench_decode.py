@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving_bench.fleet import DEFAULT, Fleet, compared_systems, flush_all, running
-from serving_bench.options import LOGS, Recorder, parse_options
+from serving_bench.fleet import DEFAULT, Fleet, compared_systems, flush_all
+from serving_bench.options import Recorder, measure_points, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, decode_figures, stream_all
 from serving_bench.texts import document, question
@@ -66,13 +66,8 @@ PAGE = Page(
 def main() -> None:
     """Run the benchmark."""
     options = parse_options(__doc__ or "")
-    points = {point.name: point for point in (QUICK if options.quick else POINTS)}
-    recorder = Recorder(PAGE, options, list(points))
     systems = compared_systems(POOL_SLOTS, budgets=() if options.quick else BUDGETS, beside=options.beside)
-    with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-        for name in options.chosen(list(points)):
-            measure(fleet, points[name], recorder)
-    recorder.close()
+    measure_points(PAGE, options, QUICK if options.quick else POINTS, systems, measure)
 
 
 def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 from serving_bench.clients import Load, figures, run_clients
-from serving_bench.fleet import Fleet, compared_systems, flush_all, running
-from serving_bench.options import LOGS, Recorder, parse_options
+from serving_bench.fleet import Fleet, compared_systems, flush_all
+from serving_bench.options import Recorder, measure_points, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import stream_all
 from serving_bench.texts import document, question
@@ -69,14 +69,7 @@ PAGE = Page(
 def main() -> None:
     """Run the benchmark."""
     options = parse_options(__doc__ or "")
-    points = {point.name: point for point in (QUICK if options.quick else POINTS)}
-    chosen = [points[name] for name in options.chosen(list(points))]
-    recorder = Recorder(PAGE, options, list(points))
-    systems = steady_systems(options.beside)
-    with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-        for point in chosen:
-            measure(fleet, recorder, point)
-    recorder.close()
+    measure_points(PAGE, options, QUICK if options.quick else POINTS, steady_systems(options.beside), measure)
 
 
 def steady_systems(beside: tuple[str, ...]) -> list[System]:
@@ -84,7 +77,7 @@ def steady_systems(beside: tuple[str, ...]) -> list[System]:
     return [s for s in compared_systems(POOL_SLOTS, budgets=(1.0,), beside=beside) if s.name != "stock"]
 
 
-def measure(fleet: Fleet, recorder: Recorder, point: Point) -> None:
+def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
     """One steady load on all servers in turn."""
     model, numbers = recorder.options.model, itertools.count(1, 1_000_000)
     prefix = document(model, point.document, point.prefix)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems, running
-from serving_bench.options import LOGS, Recorder, parse_options
+from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems
+from serving_bench.options import Recorder, measure_points, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import stream_all
 from serving_bench.texts import document
@@ -51,18 +51,13 @@ PAGE = Page(
 def main() -> None:
     """Run the benchmark."""
     options = parse_options(__doc__ or "")
-    points = {point.name: point for point in (QUICK if options.quick else POINTS)}
-    recorder = Recorder(PAGE, options, list(points))
     is_full = not options.quick
     budgets = (1.0,) if is_full else ()
     systems = compared_systems(POOL_SLOTS, budgets=budgets, has_none=is_full, beside=options.beside)
     if is_full:
         flags = ("--max-total-tokens", str(POOL_SLOTS), "--chunked-prefill-size", "1024", *COMMON_FLAGS)
         systems.append(kvevict_system(SHRINKING, {"prefill_budget": 0.5}, flags))
-    with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-        for name in options.chosen(list(points)):
-            measure(fleet, points[name], recorder)
-    recorder.close()
+    measure_points(PAGE, options, QUICK if options.quick else POINTS, systems, measure)
 
 
 def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:

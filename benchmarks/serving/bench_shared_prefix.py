@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from serving_bench.fleet import Fleet, compared_systems, flush_all, running
-from serving_bench.options import LOGS, Options, Recorder, parse_options
+from serving_bench.fleet import Fleet, compared_systems, flush_all
+from serving_bench.options import Options, Recorder, measure_points, parse_options
 from serving_bench.page import FIRST_TOKEN, HIT_RATE, REQUESTS, Page, Table
 from serving_bench.sglang_client import Workload, held_slots, run_client
 
@@ -71,15 +71,10 @@ PAGE = Page(
 def main() -> None:
     """Run the benchmark."""
     options = parse_options(__doc__ or "")
-    points = {point.name: point for point in (QUICK if options.quick else POINTS)}
-    recorder = Recorder(PAGE, options, list(points))
-    chosen = options.chosen(list(points))
-    fits = any(name.startswith("0.5x") for name in chosen)
+    points = QUICK if options.quick else POINTS
+    fits = any(name.startswith("0.5x") for name in options.chosen([point.name for point in points]))
     systems = compared_systems(POOL_SLOTS, budgets=(1.0,) if fits else (), has_none=fits, beside=options.beside)
-    with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-        for name in chosen:
-            measure(fleet, points[name], recorder)
-    recorder.close()
+    measure_points(PAGE, options, points, systems, measure)
 
 
 def requests_of(point: Point, options: Options) -> tuple[list[Any], list[list[Any]]]:

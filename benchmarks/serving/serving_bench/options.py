@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from kvevict_tools.launcher import System
 from kvevict_tools.models import ensure_model
+from serving_bench.fleet import running
 from serving_bench.page import Page, write_page
 from serving_bench.results import RESULTS, ROOT, Row, origin, read_rows, replace_points, write_rows
 
@@ -140,3 +143,15 @@ class Recorder:
         rows = replace_points(read_rows(self._path), self.rows, self.points)
         write_rows(self._path, rows)
         return rows
+
+
+def measure_points(
+    page: Page, options: Options, points: Sequence[Any], systems: Sequence[System], measure: Callable[..., None]
+) -> None:
+    """Measure the points that are chosen by their names, one after the other, beside the same running servers."""
+    by_name = {point.name: point for point in points}
+    recorder = Recorder(page, options, list(by_name))
+    with running(systems, options.model, LOGS / page.name, recorder.progress) as fleet:
+        for name in options.chosen(recorder.points):
+            measure(fleet, by_name[name], recorder)
+    recorder.close()
