@@ -108,27 +108,20 @@ def held_slots(server: RunningServer) -> float:
 
 def _arguments() -> Namespace:
     """The command line arguments that the client reads beside the parameters of its main function."""
+    off = ("plot_throughput", "output_details", "disable_ignore_eos", "disable_stream", "return_logprob")
+    off += ("return_routed_experts",)
+    ungiven = ("goodput", "sharegpt_output_len", "token_ids_logprob", "header")
+    ungiven += ("random_input_len", "random_output_len", "random_range_ratio")
     return Namespace(
         backend="sglang",
         dataset_name="generated-shared-prefix",
         cache_report=True,
-        goodput=None,
-        plot_throughput=False,
         warmup_requests=0,
         output_file="/dev/null",
-        output_details=False,
-        sharegpt_output_len=None,
-        random_input_len=None,
-        random_output_len=None,
-        random_range_ratio=None,
         temperature=0.0,
         top_p=1.0,
-        disable_ignore_eos=False,
-        disable_stream=False,
-        return_logprob=False,
-        return_routed_experts=False,
         logprob_start_len=-1,
         top_logprobs_num=0,
-        token_ids_logprob=None,
-        header=None,
+        **dict.fromkeys(off, False),
+        **dict.fromkeys(ungiven),
     )
