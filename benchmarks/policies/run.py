@@ -33,13 +33,8 @@ REUSE = (2, 3, 5, 10)
 
 def cases() -> list[tuple[str, dict[str, Any]]]:
     """Every policy that the forward pass of a prompt serves with its signals, and ChunkKV's layer reuse."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    for info in list_policies():
-        policy = build_policy(info.name, {})
-        if policy is None:
-            continue
-        found.append((info.name, {}))
-    return found + [("chunkkv", {"reuse_layers": layers}) for layers in REUSE]
+    names = [info.name for info in list_policies() if build_policy(info.name, {}) is not None]
+    return [*((name, {}) for name in names), *(("chunkkv", {"reuse_layers": layers}) for layers in REUSE)]
 
 
 def prefills(model: DemoModel, num_tokens: int, repeats: int) -> PrefilledPrompt:
