@@ -14,19 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.command_line import run
 from helpers.stored import identity, record, tokens
-from sgl_kvevict.cli import app, main
+from sgl_kvevict.cli import app
 from sgl_kvevict.store import SegmentStore, open_backend
 
 TEXT = "tests: a prefix"
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    captured = capsys.readouterr()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, captured.out, captured.err
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from importlib.resources import files
 import msgspec
 import pytest
 
+from helpers.command_line import run
 from helpers.event_sockets import description_of, ipc_config
 from helpers.watched import DOCUMENT, WatchedHarness
 from kvevict_tools.models import model_path
 from sgl_kvevict.cli import inspect as inspection
-from sgl_kvevict.cli import main
 from sgl_kvevict.cli.output import print_shaped
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.questions import StatusReport, TreeNode, TreeReport
@@ -38,15 +38,8 @@ def served(tmp_path):
         yield watched.service.config.endpoint
 
 
-def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(["inspect", *arguments])
-    captured = capsys.readouterr()
-    return caught.value.code, captured.out, captured.err
-
-
 def test_text(capsys, served):
-    code, out, _ = run(capsys, served)
+    code, out, _ = run(capsys, "inspect", served)
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith("tiny, policy pseudo-random: ")
@@ -58,22 +51,22 @@ def test_text(capsys, served):
 
 
 def test_what_the_heads_of_one_node_keep(capsys, served):
-    node = next(node for node in json.loads(run(capsys, served, "--json")[1])["nodes"] if node["compressed"])
-    code, out, _ = run(capsys, served, "--node", str(node["id"]))
+    node = next(node for node in json.loads(run(capsys, "inspect", served, "--json")[1])["nodes"] if node["compressed"])
+    code, out, _ = run(capsys, "inspect", served, "--node", str(node["id"]))
     columns, *lines = out.splitlines()
     assert code == 0 and columns.split("  ")[0] == "layer" and len(lines) == 4
     cells = [line.split() for line in lines]
     assert [row[:2] for row in cells] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
     assert all(row[2] == row[4] and row[5:] == ["0"] for row in cells)
     assert sum(int(row[2]) for row in cells) == node["entries"]["16"]
-    found = json.loads(run(capsys, served, "--node", str(node["id"]), "--json")[1])
+    found = json.loads(run(capsys, "inspect", served, "--node", str(node["id"]), "--json")[1])
     assert [head["entries"] for head in found["heads"]] == [{"16": int(row[2])} for row in cells]
-    code, _, error = run(capsys, served, "--node", "987654")
+    code, _, error = run(capsys, "inspect", served, "--node", "987654")
     assert code == 2 and "--node: got 987654; allowed: the number of a compressed node" in error
 
 
 def test_json(capsys, served):
-    tree = json.loads(run(capsys, served, "--json")[1])
+    tree = json.loads(run(capsys, "inspect", served, "--json")[1])
     assert tree["about"]["policy"] == "pseudo-random" and tree["omitted"] == 0
     by_id = {node["id"]: node for node in tree["nodes"]}
     leaf = next(node for node in tree["nodes"] if node["start"] + node["tokens"] == 63)
@@ -85,9 +78,9 @@ def test_json(capsys, served):
 
 
 def test_limit_and_bad_options(capsys, served, tmp_path):
-    out = run(capsys, served, "--limit", "2")[1]
+    out = run(capsys, "inspect", served, "--limit", "2")[1]
     assert re.search(r"\.\.\. and \d+ deeper nodes", out)
-    code, _, error = run(capsys, f"ipc://{tmp_path}/nobody", "--timeout", "0.2")
+    code, _, error = run(capsys, "inspect", f"ipc://{tmp_path}/nobody", "--timeout", "0.2")
     assert code == 1 and "no answer from" in error
 
 

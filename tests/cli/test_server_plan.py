@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvevict.cli import main, server_plan
+from helpers.command_line import run
+from sgl_kvevict.cli import server_plan
 from sgl_kvevict.cli.server_plan import (
     CPU_POOL_TOKENS,
     check_policy,
@@ -37,15 +38,6 @@ def model_folder(tmp_path: Path) -> str:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return str(folder)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one command line."""
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    captured = capsys.readouterr()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code, captured.out, captured.err
 
 
 # ---- serve ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from sgl_kvevict.cli import main
+from helpers.command_line import run
 from sgl_kvevict.cli.size import (
     ModelSizes,
     fits,
@@ -22,13 +22,6 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 
 LLAMA_8B = ModelSizes(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
-
-
-def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(["size", *arguments])
-    captured = capsys.readouterr()
-    return caught.value.code, captured.out, captured.err
 
 
 def test_bytes_of_a_slot():
@@ -87,7 +80,7 @@ def test_a_prefix_longer_than_the_pool_is_refused_where_prompts_do_not_shrink_wh
 )
 def test_the_condition_of_a_long_prefix_is_said(capsys, model, num_tokens, says):
     arguments = ("--model", model, "--prefix-tokens", str(num_tokens), "--pool-tokens", "2300")
-    code, out, _ = run(capsys, *arguments, "--reserve-tokens", "300")
+    code, out, _ = run(capsys, "size", *arguments, "--reserve-tokens", "300")
     assert code == 0 and says in out and f"has {longest_prompt(KVEvictConfig(), 2_000):,} tokens" in out
 
 
@@ -179,14 +172,14 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
 
 
 def test_command(capsys, model):
-    code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
+    code, out, _ = run(capsys, "size", "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
     assert code == 0
     assert re.search(r"budget +0\.2 +826 +108\.3 MB +11\.8 MB +80% +4\.0 ", out) and "because" not in out
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "826" in out
     assert "host: 34.4 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 2,139,391 tokens." in out
     arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "0.125")
-    figures = json.loads(run(capsys, *arguments, "--bits", "16", "--json")[1])
+    figures = json.loads(run(capsys, "size", *arguments, "--bits", "16", "--json")[1])
     assert figures["model"]["slot_bytes"] == 131072 and figures["pool_slots"] == 131072
     assert figures["bits"] == 16 and [row["share"] for row in figures["shares"]] == [1.0, 0.125, 0.1]
     assert figures["shares"][1] == {
@@ -215,5 +208,5 @@ def test_command(capsys, model):
     ],
 )
 def test_bad_input(capsys, model, arguments, message):
-    code, _, error = run(capsys, "--model", model, *arguments)
+    code, _, error = run(capsys, "size", "--model", model, *arguments)
     assert code == 2 and message in error
