@@ -9,7 +9,7 @@ from weakref import ref
 import pytest
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness
 from sgl_kvevict.cache_report import CacheReport
 from sgl_kvevict.sglang_adapter.cache_details import after_details
 
@@ -19,11 +19,6 @@ COMPRESSED = 60
 RUNS = 4
 ENTRIES = 18 * RUNS
 """Kept of them at the budget of 0.3, in as many slots."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def details_of(tree, req) -> dict | None:

@@ -7,13 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.documents import document, make_harness, nodes_of
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness
 from sgl_kvevict.cache import cache as cache_module
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(autouse=True)

@@ -18,15 +18,10 @@ from trace_bench.replay import Everything, Replay
 from trace_bench.server import HostTier
 from trace_bench.systems import SYSTEMS
 
-from helpers.harness import publish_server_args
-
 TOOLS = list(range(1, 9))
 NUM_TURNS, GROWTH = 6, 40
 
-
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+pytestmark = pytest.mark.usefixtures("server_args")
 
 
 def made_up(number: int) -> Conversation:
