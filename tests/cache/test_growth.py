@@ -99,8 +99,7 @@ def test_a_request_asks_for_entries(options, least, is_dropped):
     segment = shrunk(harness, 0.15, 0.05)
     before = segment.num_entries
     if is_dropped:
-        while harness.evict(1):
-            pass
+        harness.drop_all()
         assert len(harness.tree.spans) == 0
     assert serve(harness, [*TEXT[:60], 5, 5], **options) == 60
     (segment,) = harness.tree.prefixes.table.packed
@@ -146,8 +145,7 @@ def test_what_is_dropped_comes_back_complete(bits):
     harness = harness_of(bits=bits)
     serve(harness, TEXT)
     for _ in range(3):
-        while harness.evict(1):
-            pass
+        harness.drop_all()
         assert len(harness.tree.spans) == 0 and len(harness.host) == 1
         assert serve(harness, [*TEXT[:60], 5, 5]) == 60
         (segment,) = harness.tree.prefixes.table.packed
@@ -166,8 +164,7 @@ def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
     serve(harness, branch)
     packed(harness, branch[:60], 0.15)
     serve(harness, [*TEXT[:60], 5, 5])  # so that the branch goes first
-    while harness.evict(1):
-        pass
+    harness.drop_all()
     copies = {tuple(copy.record.tokens.tolist()): copy for copy in harness.host._segments.values()}
     parts = copies[tuple(branch[:60])].record.parts
     assert [(part.start, part.end) for part in parts] == [(0, 40), (40, 60)]
@@ -233,8 +230,7 @@ def test_a_full_host_loses_what_was_evicted_first():
     assert segment.num_entries == size < num_entries(segment)
     harness = harness_of(host_blocks=14)
     shrunk(harness, 0.1)
-    while harness.evict(1):
-        pass
+    harness.drop_all()
     assert len(harness.host) == 1 and not harness.host.evicted
     serve(harness, [9, *TEXT])
     packed(harness, [9, *TEXT[:59]], 0.1)
@@ -353,8 +349,7 @@ def test_what_was_loaded_of_a_path_is_not_dropped_for_the_rest_of_it():
     text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
     packed(harness, text[:120], 0.3)
-    while harness.evict(1):
-        pass
+    harness.drop_all()
     assert len(harness.tree.spans) == 0 and len(harness.host) == 2
     harness._alloc(harness.allocator.available_size() - 20)
     req = harness.request([*text[:120], 5, 5])

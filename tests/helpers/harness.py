@@ -335,6 +335,19 @@ class Harness:
         self.allocator.clear()
         self.check()
 
+    def drop_all(self) -> None:
+        """Everything leaves the pool."""
+        while self.evict(1):
+            pass
+        assert self.allocator.available_size() == self.num_slots
+
+    def found(self, tokens: list[int]) -> int:
+        """Tokens of a prompt that are found; the request is released again."""
+        req = self.request(tokens)
+        self.admit(req)
+        self.abort(req)
+        return int(req.prefix_len)
+
     def evict(self, num_slots: int) -> int:
         """Drop leaves; return what came back, checked against the allocator."""
         before = self.tree.slot_allocator.available_size()

@@ -40,18 +40,12 @@ def totals(harness):
     return harness.tree.prefixes.totals
 
 
-def drop_all(harness):
-    while harness.evict(1):
-        pass
-    assert harness.allocator.available_size() == harness.num_slots
-
-
 @pytest.mark.parametrize("windows", [(), WINDOWS])
 def test_what_was_dropped_comes_back_in_the_step_that_admits_a_prompt(windows):
     harness = Harness(host_blocks=60, windows=windows)
     for document in DOCUMENTS:
         serve(harness, document)
-    drop_all(harness)
+    harness.drop_all()
     state = cache_state(harness.tree)
     assert state["host_segments"] == state["moved_out_segments"] == 4
     assert 0 < state["host_used_bytes"] <= state["host_bytes"] and state["spans"] == 0
@@ -69,7 +63,7 @@ def test_clients_are_told_what_came_from_the_hosts_memory(harness):
     # Nothing of it was loaded: SGLang's own count stands.
     assert not in_pool._cache_breakdown_computed
     harness._cancel(in_pool)
-    drop_all(harness)
+    harness.drop_all()
     from_host = harness.request([*DOCUMENTS[0], 1, 1])
     for _ in range(2):  # the first time it waits for a row
         assert harness.admit(from_host)
@@ -82,14 +76,14 @@ def test_clients_are_told_what_came_from_the_hosts_memory(harness):
     from_host.already_computed = 58
     harness.retract(from_host)
     from_host.retracted_stain = True
-    drop_all(harness)
+    harness.drop_all()
     assert harness.admit(from_host)
     assert found_by_source(from_host) == (0, 60, 0)  # what it was told before
 
 
 def test_who_waits_is_tried_again_when_more_slots_are_available(harness, monkeypatch):
     """SGLang matches the prompt of a waiting request whenever it tries to admit it; the first time the pool is full."""
-    drop_all(harness)
+    harness.drop_all()
     running = [harness.uncached_request([10] * num_tokens) for num_tokens in (5, 55, 60)]
     assert all(harness.admit(each) and harness.prefill(each) for each in running)
     assert harness.allocator.available_size() == 0
@@ -107,7 +101,7 @@ def test_who_waits_is_tried_again_when_more_slots_are_available(harness, monkeyp
 def test_without_the_hosts_memory_it_is_computed_again():
     harness = Harness()
     serve(harness, DOCUMENTS[0])
-    drop_all(harness)
+    harness.drop_all()
     assert serve(harness, DOCUMENTS[0]) == 0
 
 
@@ -115,7 +109,7 @@ def test_what_comes_back_is_what_was_dropped(harness):
     (span,) = harness.tree.spans.values()
     before, order = span.segment.packed.rows, span.segment.keys
     keys = harness.tree.packer.keys(before.rows)
-    drop_all(harness)
+    harness.drop_all()
     serve(harness, [1, 1, 1])  # so that slots are others
     serve(harness, [*DOCUMENTS[0], 1])
     (segment,) = (span.segment for span in harness.tree.spans.values())
@@ -128,20 +122,20 @@ def test_a_segment_is_copied_once():
     harness = Harness(host_blocks=60)
     for _ in range(3):
         serve(harness, DOCUMENTS[0])
-        drop_all(harness)
+        harness.drop_all()
     assert (totals(harness).moved_out_segments, totals(harness).moved_in_segments) == (1, 2)
 
 
 def test_a_document_that_was_split_comes_back_whole(harness):
     serve(harness, [*DOCUMENTS[0][:30], 1, 1, 1])
     assert len(harness.tree.spans) >= 2
-    drop_all(harness)
+    harness.drop_all()
     assert len(harness.host) == 1
     assert serve(harness, [*DOCUMENTS[0], 1]) == 60
 
 
 def test_a_prompt_that_leaves_a_segment_in_the_middle_uses_its_beginning(harness):
-    drop_all(harness)
+    harness.drop_all()
     assert serve(harness, [*DOCUMENTS[0][:40], *[1] * 9]) == 40
 
 
@@ -150,7 +144,7 @@ def test_turns_come_back_one_after_the_other():
     turns = [*DOCUMENTS[0], *DOCUMENTS[1][:40]]
     serve(harness, DOCUMENTS[0])
     serve(harness, turns)
-    drop_all(harness)
+    harness.drop_all()
     assert len(harness.host) == 2
     assert serve(harness, [*turns, 1]) == 100
 
@@ -158,14 +152,14 @@ def test_turns_come_back_one_after_the_other():
 def test_namespaces_never_share():
     harness = Harness(host_blocks=60)
     serve(harness, DOCUMENTS[0], "tenant")
-    drop_all(harness)
+    harness.drop_all()
     assert serve(harness, DOCUMENTS[0]) == 0
-    drop_all(harness)
+    harness.drop_all()
     assert serve(harness, [*DOCUMENTS[0], 1], "tenant") == 60
 
 
 def test_an_exact_request_finds_nothing_there(harness):
-    drop_all(harness)
+    harness.drop_all()
     req = harness.request(DOCUMENTS[0])
     harness.tree.prefixes.readers[req].is_exact = True
     assert harness.admit(req) and req.prefix_len == 0
@@ -175,7 +169,7 @@ def test_an_exact_request_finds_nothing_there(harness):
 
 @pytest.mark.parametrize("empty", [Harness.flush, lambda harness: harness.tree.forget_compressed()])
 def test_a_flush_or_new_weights_empty_it(harness, empty):
-    drop_all(harness)
+    harness.drop_all()
     assert len(harness.host) == 1
     empty(harness)
     harness.check()
@@ -187,7 +181,7 @@ def test_what_old_weights_computed_never_gets_there():
     reader = harness.run(DOCUMENTS[0])
     harness.tree.forget_compressed()
     harness.finish(reader)
-    drop_all(harness)
+    harness.drop_all()
     assert len(harness.host) == 0
 
 
@@ -198,7 +192,7 @@ def test_uncompressed_tokens_are_compressed_on_their_way():
     table = harness.tree.prefixes.table
     for last in list(table.open):
         table.close(last)
-    drop_all(harness)
+    harness.drop_all()
     assert totals(harness).compressions == 0 and totals(harness).dropped_spans == 0
     assert serve(harness, [*DOCUMENTS[0], 1]) == 60
     (span,) = harness.tree.spans.values()
@@ -223,7 +217,7 @@ def test_copies_of_what_the_pool_has_go_first():
     harness = Harness(host_blocks=22)
     for document in DOCUMENTS[:2]:
         serve(harness, document)
-        drop_all(harness)
+        harness.drop_all()
     serve(harness, [*DOCUMENTS[1], 1])  # the newer one is in the pool
     serve(harness, DOCUMENTS[2])
     harness.evict(harness.tree.evictable_size() - 17)
@@ -233,7 +227,7 @@ def test_copies_of_what_the_pool_has_go_first():
 
 def test_an_error_on_the_way_out_loses_one_prefix(harness, monkeypatch):
     monkeypatch.setattr(type(harness.host), "put", lambda *args: 1 / 0)
-    drop_all(harness)
+    harness.drop_all()
     assert serve(harness, DOCUMENTS[0]) == 0 and sum(harness.tree.guard.errors.values()) == 1
 
 
@@ -248,7 +242,7 @@ def fill(harness, num_left: int) -> None:
 
 def test_nothing_is_dropped_for_a_prefix_that_cannot_have_its_slots(harness):
     """It needs 16 token slots; two are free, and five more could be had."""
-    drop_all(harness)
+    harness.drop_all()
     serve(harness, DOCUMENTS[1][:4])
     fill(harness, 2)
     held = harness.tree.held_slots()

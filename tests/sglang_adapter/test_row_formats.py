@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.admission import LongPromptScheduler
-from helpers.harness import Harness, publish_server_args
+from helpers.harness import Harness
 from helpers.harness_store import Server, identity_for
 from kvevict_kernels.row_codec import read_rows
 from kvevict_kernels.span_runs import SpanRuns
@@ -23,23 +23,12 @@ WIDTHS: dict[Bits, set[int]] = {16: {16}, "auto": {16, 4}}
 FORMATS = pytest.mark.parametrize("bits", list(WIDTHS))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server_args(tmp_path_factory):
-    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
-
-
 def segments(harness: Harness) -> list[Segment]:
     return list(harness.tree.prefixes.table.packed)
 
 
 def widths(harness: Harness) -> set[int]:
     return {bits for segment in segments(harness) for bits in segment.entries_by_bits}
-
-
-def drop_all(harness: Harness) -> None:
-    while harness.evict(1):
-        pass
-    assert harness.allocator.available_size() == harness.num_slots
 
 
 def contents(harness: Harness) -> list[tuple[int, list[int], torch.Tensor, torch.Tensor]]:
@@ -94,7 +83,7 @@ def test_what_was_dropped_to_the_host_comes_back_byte_for_byte(bits):
     harness = Harness(host_blocks=60, bits=bits)
     harness.finish(harness.run(DOCUMENT))
     before = contents(harness)
-    drop_all(harness)
+    harness.drop_all()
     harness.finish(harness.run([1, 1, 1]))  # so that slots are others
     reader = harness.run([*DOCUMENT, 1, 1])
     assert reader is not None and harness.decode(reader) and same_contents(contents(harness), before)

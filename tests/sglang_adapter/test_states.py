@@ -13,14 +13,6 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
-def found(harness, tokens):
-    """Tokens of a prompt that are found; the request is released again."""
-    req = harness.request(tokens)
-    harness.admit(req)
-    harness.abort(req)
-    return req.prefix_len
-
-
 def states(harness):
     """Logical positions at which the tree has states."""
     nodes = [node for node in harness.tree.nodes() if node.component_data[MAMBA].value is not None]
@@ -34,8 +26,8 @@ def test_a_span_ends_at_the_state_and_prompts_are_found_at_the_state():
     harness.decode(req)
     harness.finish(req)
     assert states(harness) == [60, 61]
-    assert found(harness, [*DOCUMENT, 9, 9]) == 60
-    assert found(harness, [*DOCUMENT[:56], 9, 9]) == 0  # inside a span is no place to go on
+    assert harness.found([*DOCUMENT, 9, 9]) == 60
+    assert harness.found([*DOCUMENT[:56], 9, 9]) == 0  # inside a span is no place to go on
 
 
 def test_a_prompt_that_leaves_elsewhere_computes_again_and_shares_the_span():
@@ -46,7 +38,7 @@ def test_a_prompt_that_leaves_elsewhere_computes_again_and_shares_the_span():
     harness.finish(other)
     assert harness.allocator.available_size() == free - 5
     assert states(harness) == [35, 60]
-    assert found(harness, DOCUMENT[:30] + [9] * 5 + [1]) == 35
+    assert harness.found(DOCUMENT[:30] + [9] * 5 + [1]) == 35
 
 
 def test_taking_a_state_away_leaves_the_compressed_prefix_to_others():
@@ -56,8 +48,8 @@ def test_taking_a_state_away_leaves_the_compressed_prefix_to_others():
     harness.finish(longer)
     harness.evict_states(1)
     assert states(harness) == [63]
-    assert found(harness, [*DOCUMENT, 1, 2, 3, 4]) == 63
-    assert found(harness, [*DOCUMENT, 5]) == 0
+    assert harness.found([*DOCUMENT, 1, 2, 3, 4]) == 63
+    assert harness.found([*DOCUMENT, 5]) == 0
 
 
 def test_what_is_below_no_state_goes_first():
@@ -69,9 +61,9 @@ def test_what_is_below_no_state_goes_first():
     harness.evict_states(1)
     assert states(harness) == [60, 64]
     assert harness.evict(1) == 4  # the older prompt's question, and its state with it
-    assert (found(harness, [*DOCUMENT, 1]), found(harness, [*other, 1])) == (0, 60)
+    assert (harness.found([*DOCUMENT, 1]), harness.found([*other, 1])) == (0, 60)
     assert harness.evict(1) == 18  # nobody finds its span any more, although it was looked for last
-    assert found(harness, [*other, 1]) == 60
+    assert harness.found([*other, 1]) == 60
 
 
 def test_a_state_counts_as_the_slots_that_its_memory_would_make():

@@ -28,20 +28,12 @@ def windows(harness):
     return sum(len(value) for value in values if value is not None)
 
 
-def found(harness, tokens):
-    """Tokens of a prompt that are found; the request is released again."""
-    req = harness.request(tokens)
-    harness.admit(req)
-    harness.abort(req)
-    return req.prefix_len
-
-
 def test_full_layers_take_their_budget_and_windows_stay_where_a_prompt_may_go_on(harness):
     harness.finish(harness.run(DOCUMENT))
     assert segments(harness) == [(0, 60)]
     assert cache_state(harness.tree)["span_slots"] == 18  # 0.3 * 60
     assert windows(harness) == WINDOW + 1  # what the prompt's last token saw, and the token
-    assert found(harness, [*DOCUMENT, 1]) == 60
+    assert harness.found([*DOCUMENT, 1]) == 60
 
 
 def test_a_long_prefix_takes_its_budget_in_full_layers_and_a_window_in_the_others():
@@ -92,14 +84,14 @@ def test_a_window_that_lies_behind_the_compressed_prefix_is_read_from_the_row(ha
 def test_a_prompt_that_leaves_a_compressed_prefix_elsewhere_leaves_a_window_there(harness):
     harness.finish(harness.run(DOCUMENT))
     other = DOCUMENT[:30] + [9] * 5
-    assert found(harness, other) == 0
+    assert harness.found(other) == 0
     before = harness.allocator.full_available_size()
     harness.finish(harness.run(other))
     # Its own tokens: what it computed again was given back.
     assert harness.allocator.full_available_size() == before - 5
     assert segments(harness) == [(0, 60)]
-    assert found(harness, DOCUMENT[:30] + [8] * 9) == 30
-    assert found(harness, [*DOCUMENT, 1]) == 60
+    assert harness.found(DOCUMENT[:30] + [8] * 9) == 30
+    assert harness.found([*DOCUMENT, 1]) == 60
 
 
 def test_running_requests_go_on_while_the_window_of_their_prefix_is_taken(harness):
