@@ -174,13 +174,17 @@ def test_worked_example_of_pooling_orders(device: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_sums_match_the_reference(device: str, sizes: tuple[int, int, int, int, int]) -> None:
-    args, options = prompt(sizes, torch.float16, device)
-    got = accumulated_attention(*args, **options)
-    want = accumulated_attention_reference(*args, **options)
+@pytest.mark.parametrize("ahead", [-3, 0, 70, 500])
+@pytest.mark.parametrize(("reduction", "dtype"), [("sum", torch.float16), ("squares", torch.bfloat16)], ids=str)
+def test_sums_match_the_reference(
+    device: str, sizes: tuple[int, int, int, int, int], ahead: int, reduction: Any, dtype: torch.dtype
+) -> None:
+    args, options = prompt(sizes, dtype, device, ahead)
+    got = accumulated_attention(*args, **options, reduction=reduction)
+    want = accumulated_attention_reference(*args, **options, reduction=reduction)
     assert got.dtype == torch.float32
-    assert_accurate("sums", got, want, want, noise=NOISE)
-    assert not got[:, sizes[0] :].any()
+    assert_accurate(reduction, got, want, want, noise=NOISE)
+    assert not got[:, max(0, ahead + sizes[0]) :].any()
 
 
 @pytest.mark.parametrize("ahead", [-70, -3, 0, 3, 70, 100, 500])
@@ -192,16 +196,6 @@ def test_dtypes_and_causal_mask(device: str, dtype: torch.dtype, ahead: int) -> 
     want = accumulated_attention_reference(*args, **options)
     assert_accurate("sums", got, want, plain_sums(*args, **options), noise=NOISE)
     assert not got[:, max(0, ahead + 100) :].any()
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("ahead", [-3, 0, 70, 500])
-def test_squares(device: str, sizes: tuple[int, int, int, int, int], ahead: int) -> None:
-    args, options = prompt(sizes, torch.bfloat16, device, ahead)
-    got = accumulated_attention(*args, **options, reduction="squares")
-    want = accumulated_attention_reference(*args, **options, reduction="squares")
-    assert_accurate("squares", got, want, want, noise=NOISE)
-    assert not got[:, max(0, ahead + sizes[0]) :].any()
 
 
 @pytest.mark.parametrize("ahead", [-150, -1, 0, 1, 129])
