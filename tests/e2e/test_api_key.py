@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import numbers
 from sgl_kvevict.client import API_KEY_VAR, WarmError, warm
 
 KEY = "a-key-that-nobody-reads"
@@ -15,8 +13,7 @@ FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--dtype", "floa
 
 def test_a_prefix_is_warmed_with_the_key_and_nothing_shows_it(start, tiny_llama, monkeypatch):
     server = start(tiny_llama, *FLAGS, "--api-key", KEY, config={"min_prefix_tokens": 48})
-    rng = random.Random(0)
-    prefix = [rng.randrange(3, VOCAB_SIZE) for _ in range(300)]
+    prefix = numbers(0, 300)
     monkeypatch.delenv(API_KEY_VAR, raising=False)
     with pytest.raises(WarmError, match=r"/generate: status 401: .*; the key of the server's --api-key is needed"):
         warm(server.url, input_ids=prefix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,8 @@ from safetensors.torch import load_file
 from sglang.srt.utils import MultiprocessingSerializer
 
 from helpers.event_sockets import wait_until
-from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
-from helpers.traffic import assert_all_slots_are_back, generate
+from helpers.tiny_model import save_tiny_llama
+from helpers.traffic import assert_all_slots_are_back, generate, numbers
 from kvevict_tools.launcher import FLOAT32_FLAGS
 from kvevict_tools.measure import plugin_state
 
@@ -38,8 +37,7 @@ def unharmed(server):
 
 
 def document(seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(400)]
+    return numbers(seed, 400)
 
 
 def ask(server, input_ids, max_new_tokens=4, custom_params=None, **fields):

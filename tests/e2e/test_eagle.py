@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +11,7 @@ from helpers import overlapped_drafts
 from helpers.draft_models import CHAINS, TREES, greedy, save_eagle, save_eagle3, save_mimo, save_target
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
+from helpers.traffic import assert_all_slots_are_back, generate, idle_state, numbers, random_jobs, run_jobs
 from kvevict_tools.launcher import FLOAT32_FLAGS
 
 FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "3000", "--context-length", "1024")
@@ -23,11 +22,6 @@ RETRACTIONS = {
     "SGLANG_TEST_RETRACT_INTERVAL": "15",
 }
 NEW_TOKENS = 40
-
-
-def numbers(seed, count):
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
 DOCUMENT = numbers(0, 600)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
 from helpers.modes import assert_nothing_leaked
-from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import generate, idle_state
+from helpers.traffic import generate, idle_state, numbers
 from kvevict_tools.launcher import FLOAT32_FLAGS, LaunchError
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "1000", "--context-length", "1024", *FLOAT32_FLAGS)
@@ -22,23 +20,18 @@ def server(start, tiny_llama):
     return start(tiny_llama, *FLAGS, config=CONFIG)
 
 
-def numbers(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
-
-
 def ask(server, document: list[int]) -> tuple[list[int], int]:
     """What is generated for a question, and how many tokens of the prompt were found."""
     sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    body = {"input_ids": document + numbers(16, 99), "sampling_params": sampling}
+    body = {"input_ids": document + numbers(99, 16), "sampling_params": sampling}
     reply = json.loads(server.post("/generate", body))
     return reply["output_ids"], reply["meta_info"]["cached_tokens"]
 
 
 def test_what_was_dropped_is_found_again_with_the_same_answers(server):
-    documents = [numbers(TOKENS, seed) for seed in range(20)]  # eight times the pool
+    documents = [numbers(seed, TOKENS) for seed in range(20)]  # eight times the pool
     for document in documents:
-        generate(server, document + numbers(16, 98), 1)
+        generate(server, document + numbers(98, 16), 1)
     first = [ask(server, document) for document in documents]
     state = idle_state(server)
     assert state["dropped_spans"] > 0 and state["moved_out_segments"] > 0
@@ -54,7 +47,7 @@ def test_what_was_dropped_is_found_again_with_the_same_answers(server):
 def hinted(server, seed: int, hint: dict | None = None, num_new: int = 2) -> dict[str, int]:
     """What a client is told whose request gives a hint."""
     custom = {} if hint is None else {"custom_params": {"kvevict": hint}}
-    body = {"input_ids": numbers(TOKENS, seed) + numbers(16, 98)}
+    body = {"input_ids": numbers(seed, TOKENS) + numbers(98, 16)}
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True, **custom}
     told = json.loads(server.post("/generate", body))["meta_info"]
     details = told["cached_tokens_details"] or {"device": 0, "host": 0}
@@ -79,7 +72,7 @@ def test_a_flush_empties_it(server):
     server.post("/flush_cache?timeout=60")
     state = idle_state(server)
     assert state["host_segments"] == state["host_used_bytes"] == 0 and state["free_slots"] == 1000
-    assert ask(server, numbers(TOKENS, 1))[1] == 0
+    assert ask(server, numbers(1, TOKENS))[1] == 0
 
 
 def test_sizes_that_the_machine_does_not_have_are_refused(start, tiny_llama):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from helpers import overlapped_drafts
 from helpers.tiny_model import VOCAB_SIZE, save_tokenizer
-from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
+from helpers.traffic import assert_all_slots_are_back, generate, idle_state, numbers, random_jobs, run_jobs
 from kvevict_tools.launcher import FLOAT32_FLAGS
 
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
@@ -25,11 +24,6 @@ RANKS = {
     "SGLANG_TEST_RETRACT_INTERVAL": "15",
 }
 NEW_TOKENS = 40
-
-
-def numbers(seed, count):
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
 DOCUMENT = numbers(0, 400)

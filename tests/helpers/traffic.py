@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helpers.event_sockets import wait_until
+from helpers.tiny_model import VOCAB_SIZE
 from kvevict_tools.launcher import RunningServer
 from kvevict_tools.measure import plugin_states
 
@@ -51,6 +52,12 @@ def random_jobs(count: int, *, seed: int, vocab_size: int, longest: int = 400, a
             )
         )
     return jobs
+
+
+def numbers(seed: int, count: int) -> list[int]:
+    """Random tokens of the tiny model."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
 def generate(
