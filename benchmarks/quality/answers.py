@@ -35,6 +35,7 @@ from sgl_kvevict.cache.resize import JOINED
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange
 from sgl_kvevict.policies.methods.distilled import relative_norms
+from sgl_kvevict.segments.ranker import END_OF_A_TEXT_THAT_GOES_ON
 
 RESULTS = ROOT / "docs" / "results" / "quality" / "answers.csv"
 PROMPT, ANSWER, NEXT = 1024, 4096, 128
@@ -101,10 +102,10 @@ class BlockReader(Reader):
     def compress(self, cache: Cache, start: int, end: int, share: float, tail: int) -> tuple[Cache, Tensor]:
         """Compress the tokens ``[start, end)``, the last ``tail`` of which every head keeps; return their scores, too.
 
-        The scores are [num_layers, num_kv_heads, end - start].
+        Without a tail more tokens follow. The scores are [num_layers, num_kv_heads, end - start].
         """
-        slots = torch.arange(start, end)
-        tokens = CachedRange(cache.k.transpose(1, 2), cache.v.transpose(1, 2), slots, start, end)
+        slots, text_end = torch.arange(start, end), end if tail else END_OF_A_TEXT_THAT_GOES_ON
+        tokens = CachedRange(cache.k.transpose(1, 2), cache.v.transpose(1, 2), slots, start, text_end)
         norms = torch.stack([relative_norms(values[start:end]) for values in tokens.v_arena])
         scores, sinks = self.weights.score(tokens, self.rotary(), None) + norms, max(NUM_SINKS - start, 0)
         scores[..., :sinks] = float("inf")
@@ -121,25 +122,24 @@ class BlockReader(Reader):
 
         Blocks have more than the share at first. Eight of them, or the last ones, go to it together.
         """
-        cache, _ = self.compress(self.full(ids[:num_prompt]), 0, num_prompt, share, TAIL)
-        fresh: list[Tensor] = []
-        done = num_prompt
+        least, first_share = KVEvictConfig().min_prefix_tokens, KVEvictConfig(budget=share).fresh_share
+        cache, done = self.full(ids[:num_prompt]), 0
+        if num_prompt >= least:
+            cache, done = self.compress(cache, 0, num_prompt, share, TAIL)[0], num_prompt
+        first, fresh = done, list[Tensor]()  # of blocks from there on
         while cache.num_tokens < len(ids):
-            before = cache.num_tokens
-            inserted = before if before == num_prompt else before - TAIL
-            end = min(inserted + block + TAIL, len(ids))
-            cache, _ = self.go_on(cache, ids[before:end])
-            num_new = min(block, end - TAIL - inserted)  # at the end of an answer its rest is compressed, too
-            if num_new >= KVEvictConfig().min_prefix_tokens:
-                first_share = share if end == len(ids) else KVEvictConfig(budget=share).fresh_share
-                done = inserted + num_new
-                cache, scores = self.compress(cache, inserted, done, first_share, 0)
+            end = min(max(done, num_prompt) + block + TAIL, len(ids))
+            cache, _ = self.go_on(cache, ids[cache.num_tokens : end])
+            is_last = end == len(ids)  # the rest of an answer is compressed, too
+            if end - TAIL - done >= least:
+                cache, scores = self.compress(cache, done, end - TAIL, share if is_last else first_share, 0)
+                done = end - TAIL
                 fresh.append(scores)
-            if len(fresh) == JOINED or (fresh and end == len(ids)):
-                together = torch.cat(fresh, dim=2)
-                joined = cache.kept[:, :, done - together.shape[2] : done]
-                joined &= kept_entries(together.masked_fill(~joined, -float("inf")), share, "auto", 0)
-                fresh = []
+            if fresh and (len(fresh) == JOINED or is_last):
+                together, joined = torch.cat(fresh, dim=2), cache.kept[:, :, first:done]
+                sinks = max(NUM_SINKS - first, 0)
+                joined &= kept_entries(together.masked_fill(~joined, -float("inf")), share, "auto", sinks)
+                first, fresh = done, []
         return cache
 
     def caches(

@@ -491,8 +491,9 @@ class Resizer:
     def _is_small(self, segment: Segment, start: int, bits: int) -> bool:
         """Whether a segment is one of those that become one: all of it is there, and its order is known."""
         is_whole = segment.live_end == segment.end and segment.splittable and segment.keys is not None
-        is_alike = segment.packed.rows.bits == bits and not segment.packed.num_sinks
-        return is_whole and is_alike and segment.start >= start and segment.num_tokens * JOINED <= MOST_JOINED
+        is_alike = segment.packed.rows.bits == bits
+        # A prompt that is too short by itself is a part of the first block.
+        return is_whole and is_alike and segment.end > start and segment.num_tokens * JOINED <= MOST_JOINED
 
     def _write(
         self, of: Callable[[], TokenRange | View], num_slots: int, prompt: Observation | None = None

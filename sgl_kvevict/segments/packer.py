@@ -208,12 +208,13 @@ class SegmentPacker(ArenaRows):
         return replace(packed, token_slots=torch.cat([packed.token_slots, token_slots]), rows=rows)
 
     def joined(self, segments: Sequence[Segment]) -> Packed:
-        """The storage of consecutive segments of a path, without sinks, as that of one; no row is moved.
+        """The storage of consecutive segments of a path as that of one; no row is moved.
 
         A host sync reads how many rows of a draft model these are, if there is one.
         """
         slots = torch.cat([each.packed.token_slots for each in segments])
-        packed = Packed(slots, Rows.joined([each.packed.rows for each in segments]))
+        # Only the first one can have sinks, the first tokens of the path.
+        packed = Packed(slots, Rows.joined([each.packed.rows for each in segments]), segments[0].packed.num_sinks)
         if self.drafts is None:
             return packed
         # With bounds: a shadow may have rows of tokens that its segment has dropped, which the next one has.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from sgl_kvevict.segments.segment import Order
 from sgl_kvevict.segments.sliding_windows import order_beside_windows
 from sgl_kvevict.segments.sources import Source
 from sgl_kvevict.segments.streams import ChoiceStream
+
+END_OF_A_TEXT_THAT_GOES_ON = 2**40
+"""Learned scores see where a token lies in its text. So far from the end all tokens lie at the beginning alike."""
 
 
 @dataclass(eq=False)
@@ -160,8 +163,11 @@ class Compressor:
         geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
         if self.learned is not None:
-            learned = self.learned
-            show = with_learned_scores(show, learned.weights, self.cached(token_slots, start), learned.rotary)
+            learned, tokens = self.learned, self.cached(token_slots, start)
+            if goes_on:
+                # Relative to the end of each block, scores of several could not be compared.
+                tokens = replace(tokens, end=END_OF_A_TEXT_THAT_GOES_ON)
+            show = with_learned_scores(show, learned.weights, tokens, learned.rotary)
         num_tokens = token_slots.numel()
         total = self.tokens_kept(num_tokens, start, share) * geometry.num_runs
         num_first, num_last = self.protected(num_tokens, start)

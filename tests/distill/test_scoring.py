@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill import CachedRange, ScoreWeights, window_features
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.distill import CachedRange, LearnedScores, ScoreWeights, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
 from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, score_range
-from sgl_kvevict.geometry import KVScales
-from sgl_kvevict.policies import LayerView, QueryWindow, Signal
+from sgl_kvevict.geometry import KVGeometry, KVScales
+from sgl_kvevict.policies import LayerView, QueryWindow, Signal, build_policy
+from sgl_kvevict.segments import CacheObservation, Compressor, SegmentPacker
 
 LAYERS, SLOTS, HEADS, DIM = 3, 90, 2, 16
 
@@ -46,6 +48,18 @@ def test_scores_are_features_times_weights(
     expected = torch.stack([cache_features(part, layer, turned) for layer in range(LAYERS)])
     expected = torch.einsum("lhnf,lhf->lhn", expected.double(), weights.double())
     torch.testing.assert_close(score_range(weights, part, turned).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_scores_of_blocks_of_a_text_that_goes_on_do_not_depend_on_where_each_ends(goes_on: bool) -> None:
+    geometry = KVGeometry(LAYERS, HEADS, HEADS, DIM, SLOTS)
+    packer = SegmentPacker(geometry, *(normal(seed, *geometry.arena_shape) for seed in (0, 1)))
+    cache, window = (normal(3, LAYERS, HEADS, num_cache_features(DIM) + more) for more in (0, NUM_WINDOW))
+    learned = LearnedScores(rotary(0, True), ScoreWeights(cache, window, 1))
+    compressor = Compressor(KVEvictConfig(), build_policy("distilled", {}), packer, learned)
+    slots, observation = torch.arange(40), CacheObservation(goes_on)
+    first, later = (compressor.rank(slots, start, observation, 0).keys for start in (10, 500))
+    assert torch.equal(first, later) == goes_on
 
 
 @pytest.mark.parametrize("elements", [1, 40, 1 << 20])

@@ -344,6 +344,21 @@ def test_what_others_read_in_parts_shrinks_by_itself_at_the_end():
     harness.finish(other)
 
 
+@pytest.mark.parametrize(("bits", "num_slots"), [(16, [9, 6]), ("auto", [6, 3])])
+def test_a_prompt_that_is_too_short_by_itself_goes_to_the_budget_with_the_blocks(bits, num_slots):
+    """With its first tokens, which keep 16 bits: 5 + 20 + 9 tokens become 11 slots, 0.3 of them."""
+    harness = make(bits=bits)
+    req = harness.run(DOCUMENT[:5])
+    generate(harness, req, 24)
+    first, second = harness.tree.prefixes.table.packed
+    assert [first.num_slots, second.num_slots] == num_slots and first.packed.num_sinks == (2 if bits == "auto" else 0)
+    generate(harness, req, 9)
+    harness.finish(req)
+    (whole,) = harness.tree.prefixes.table.packed
+    assert (whole.start, whole.end, whole.num_slots) == (0, 34, 11)
+    assert whole.packed.num_sinks == first.packed.num_sinks
+
+
 @pytest.mark.parametrize(("block", "share"), [(BLOCK, 0.6), (2048, 0.6), (2049, None)])
 def test_large_blocks_go_to_the_budget_at_once(block, share):
     assert make(config={"answer_block": block}).tree.prefixes.resizer.block_share == share

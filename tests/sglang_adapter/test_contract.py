@@ -25,6 +25,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -221,6 +222,7 @@ OVERRIDES = {
 PRIVATE = {
     "TreeComponent.is_evict_device_ongoing",
     "Scheduler._set_or_validate_priority",
+    "PrefillAdder._get_running_request_total_token_offset",
     "MHATokenToKVPool._kv_buffer_shapes",
     "ServerArgs._cuda_graph_config_locked",
 }
@@ -235,6 +237,8 @@ WRITTEN = {
     "MLATokenToKVPool": {"kv_buffer", "kvevict_arena"},
     "EagleDraftWorker": {"cuda_graph_runner", "cuda_graph_runner_for_draft_extend"},
     "BaseTokenToKVPoolAllocator": {"kvevict_long_prompts"},
+    "PrefillAdder": {"kvevict_counts_answers"},
+    "PrefillBudget": {"total_offset"},
     "ForwardBatch": {"rids"},
     "ModelRunner": {"kvevict_readers"},
     "Req": {
@@ -347,7 +351,7 @@ def test_private_names_are_those_of_the_list_and_exist():
     private = {name.split(".")[1] for name in PRIVATE if name.split(".")[1][0] == "_"}
     loaded = {name for name in loaded - ours if not name.startswith("__")}
     assert loaded == private
-    owners = {UnifiedTreeCore, ComponentData, TreeComponent, Scheduler}
+    owners = {UnifiedTreeCore, ComponentData, TreeComponent, Scheduler, PrefillAdder}
     owners |= {MHATokenToKVPool, MLATokenToKVPool, SchedulerWeightUpdaterManager}
     names = {f"{owner.__name__}.{name}" for owner in owners for name in assigned_names(owner) | set(dir(owner))}
     set_by_resolution = {"ServerArgs._cuda_graph_config_locked"}  # test_graphs.py resolves arguments

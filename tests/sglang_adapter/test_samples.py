@@ -69,8 +69,8 @@ def test_samples_are_ranked_by_what_the_prompt_has_left_not_by_their_own_last_qu
     monkeypatch.setattr(
         type(harness.tree.compressor),
         "rank",
-        lambda self, slots, start, observation, turn: (
-            ranked.append(observation.first_query) or rank(self, slots, start, observation, turn)
+        lambda self, slots, start, observation, *rest: (
+            ranked.append(observation.first_query) or rank(self, slots, start, observation, *rest)
         ),
     )
     run(harness, ask(harness, num_new=0))
