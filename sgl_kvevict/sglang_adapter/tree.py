@@ -436,7 +436,8 @@ class KVEvictTree(UnifiedRadixCache):
         What stays are their share at the budget, and what is not a block yet.
         """
         config, block = self.compressor.config, self.answer_block
-        if block is None or req.skip_radix_cache_insert or self.prefixes.readers[req].is_exact:
+        # With drafts a finished request may have more tokens than it asked for.
+        if block is None or num_new < 0 or req.skip_radix_cache_insert or self.prefixes.readers[req].is_exact:
             return 0
         num_held = config.num_slots(num_new, len(req.origin_input_ids)) + block + config.tail_tokens
         return max(num_new - num_held, 0)

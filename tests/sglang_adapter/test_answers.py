@@ -281,7 +281,7 @@ def test_admission_counts_an_answer_with_what_it_will_hold(is_exact, num_admitte
         req.sampling_params.max_new_tokens = 100
         req.init_next_round_input(harness.tree)
         adder.add_one_req(req, False, None)
-    assert len(adder.can_run_list) == num_admitted
+    assert len(adder.can_run_list) == num_admitted and harness.tree.saved_of_answer(running, -3) == 0
     for req in adder.can_run_list:
         harness.live.append(req)
         assert harness.prefill(req)
