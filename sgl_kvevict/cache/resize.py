@@ -460,19 +460,21 @@ class Resizer:
         small = list(takewhile(lambda each: self._is_small(each, start, bits), reversed(segments)))[::-1]
         if len(small) < self.num_joined and not is_complete:
             return
-        joined = self._joined([node for node in nodes if self._spans[node].segment in small], small)
+        joined = self._joined(small)
         for segment in [joined] if joined else segments if is_complete else ():
             num_slots = self.slots_at(segment)
             # What a prompt left above the budget is not the answer's. Without an order nothing can be chosen.
             if segment.end > start and num_slots < segment.num_slots and segment.keys is not None:
                 self.resize(segment, num_slots)
 
-    def _joined(self, nodes: Sequence[Node], segments: Sequence[Segment]) -> Segment | None:
-        """One segment in the place of several, which consecutive nodes hold; None: they stay as they are.
+    def _joined(self, segments: Sequence[Segment]) -> Segment | None:
+        """One segment in the place of several that follow each other on a path; None: they stay as they are.
 
         No entry is evicted, and no row moves. Nothing is joined that others read, or have read, in parts: who locks a
         segment locks all of its slots.
         """
+        # All nodes of the last one, too: the path may end inside it, where another answer goes on.
+        nodes = [node for segment in segments for node in self._spans.views_of(self._table.packed[segment])]
         if len(segments) < 2 or any(len(node.children) > 1 for node in nodes[:-1]):
             return None
         readers = self._readers.movable(nodes[0])

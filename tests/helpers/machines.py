@@ -106,11 +106,26 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), steps=st.integers(5, 20))
     def answer(self, data, steps):
         """An answer grows between turns of the loop, and is compressed meanwhile."""
-        req = data.draw(st.sampled_from(self.decoding))
+        self._answer(data.draw(st.sampled_from(self.decoding)), steps)
+        self._settle()
+
+    def _answer(self, req, steps):
         while steps and req in self.harness.live:
             self.harness.decode(req)
             self.harness.turn()
             steps -= 1
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data(), ahead=st.integers(0, 20), steps=st.integers(0, 30))
+    def follow(self, data, ahead, steps):
+        """Another request gives the answer of one that runs, and ends somewhere in it, or after it."""
+        req = data.draw(st.sampled_from(self.decoding))
+        self._answer(req, ahead)
+        other = self.harness.run(list(req.origin_input_ids), req.extra_key)
+        if other in self.harness.live:
+            self._answer(other, steps)
+        if other in self.harness.live:
+            self.harness.finish(other)
         self._settle()
 
     @precondition(lambda self: self.decoding)

@@ -332,6 +332,21 @@ def test_what_others_read_in_parts_is_not_joined():
     harness.finish(req)
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_an_answer_that_ends_inside_a_block_of_another_is_not_joined(is_running):
+    harness = make(config={"min_prefix_tokens": 1})
+    first, second = harness.run(DOCUMENT), harness.run(DOCUMENT)
+    generate(harness, first, 24)
+    generate(harness, second, 16)  # its last tokens are the first ones of the other's second block
+    if not is_running:
+        harness.retract(first)
+    harness.finish(second)
+    assert ranges(harness)[-3:] == [(40, 50), (50, 56), (56, 60)]
+    assert found(harness, [*text_of(first)[:60], 9]) == 60
+    if is_running:
+        harness.finish(first)
+
+
 def test_what_others_read_in_parts_shrinks_by_itself_at_the_end():
     harness = make()
     req = harness.run(DOCUMENT[:5])  # too short by itself: it becomes a part of the first block

@@ -55,7 +55,8 @@ KVEVICT_CPU_FLAGS: Sequence[str] = (
     *("--radix-cache-backend", "kvevict", "--attention-backend", "kvevict"),
 )
 
-_PORTS = range(20_000, 32_000)
+# Below those from which SGLang takes ports of its own, 22,000 on; it derives more, up to 240 above a server's.
+_PORTS = range(10_000, 21_700)
 _ports_given: set[int] = set()
 _LOG_TAIL_LINES = 40
 #: Seconds to wait after a failure for the server to end: SGLang's main process outlives a failed child.
