@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from kvevict_kernels.radix_select import largest_entries
 from kvevict_kernels.row_sizes import WIDTHS
 from sgl_kvevict.ragged import runs_of
 
@@ -44,6 +46,13 @@ class CopiedRows:
         """The entries of the tokens ``[start, end)``."""
         kept, keep_lens = _within(start, end, self.positions, self.keep_lens)
         return self._at(kept, keep_lens)
+
+    def best(self, num_entries: int) -> CopiedRows:
+        """So many entries, the best of all runs by their order, which is known; ties to the lower number."""
+        assert self.order is not None
+        starts = pad(self.keep_lens.flatten().cumsum(0), (1, 0))
+        numbers, lens = largest_entries(self.order, starts, num_entries)
+        return self._at(numbers, lens.view_as(self.keep_lens))
 
     @staticmethod
     def joined(some: Sequence[CopiedRows]) -> CopiedRows:

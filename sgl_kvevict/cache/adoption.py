@@ -96,7 +96,8 @@ class Adoption:
         # Taken before the nodes hold a span, which replaces these numbers by fillers.
         freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
         nodes = self._spans.uncompressed(path_to(last))
-        segment = self._segment(record, slots)
+        segment = self._packer.new_segment(slots, record.kept, record.start, record.end, shadow=record.shadow)
+        segment.splittable = record.splittable
         self._resizer.exchange(nodes, segment, readers)
         # Last, when no reader's row and no node names these slots any more.
         self._tree.free(freed)
@@ -119,8 +120,3 @@ class Adoption:
     def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
         """Whether a segment begins where the path's compressed tokens end and ends beyond the path."""
         return length_of(there) < record.end and self._spans.compressed_len(there) == record.start
-
-    def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
-        segment = self._packer.new_segment(slots, record.kept, record.start, record.end, shadow=record.shadow)
-        segment.splittable = record.splittable
-        return segment

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.complements import parts_of
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
-from sgl_kvevict.copies import EvictedPart
 from sgl_kvevict.guard import Place
 from sgl_kvevict.segments import CacheObservation, Segment, Source, TokenRange
+from sgl_kvevict.store import SegmentRecord
 from sgl_kvevict.store.host import HostSegments
 
 MIN_TOKENS = 64
@@ -32,6 +33,7 @@ class HostMemory:
         self._spans, self._complements, self._compressor = core.table.spans, core.complements, core.compressor
         self._packer, self._config, self._adoption = core.compressor.packer, core.compressor.config, adoption
         self._min_tokens = segments.identity.min_prefix_tokens
+        segments.sizes = self._sizes
 
     @property
     def is_on(self) -> bool:
@@ -41,7 +43,7 @@ class HostMemory:
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment would be here once it was dropped, and push out nothing that the pool does not have."""
         is_found = segment.num_tokens >= self._min_tokens
-        beside = self._packer.slot_bytes  # for the lengths of its runs
+        beside = self._packer.slot_bytes + 8 * segment.end  # for the lengths of its runs, and its path's tokens
         return is_found and self.segments.has_room(self._packer.bytes_of(segment) + beside)
 
     # ---- out --------------------------------------------------------------------------------------------------
@@ -65,7 +67,9 @@ class HostMemory:
             namespace, parts = self.segments.identity.namespace(*namespace_of(node)), parts_of(views)
             # A copy takes bandwidth, and the host may have had one since it loaded the segment.
             there = self.segments.covering(tokens_of(path), start, namespace)
-            if there is not None and (not views or num_lost(there.parts) <= num_lost(parts)):
+            # Of two copies of a segment the one that has lost fewer parts is better.
+            num_lost = sum(not part.blocks for part in parts)
+            if there is not None and (not views or sum(not part.blocks for part in there.parts) <= num_lost):
                 # The pool loses it now, so the host's copy is no longer spare.
                 self.segments.use(there.key)
                 return
@@ -105,6 +109,17 @@ class HostMemory:
         num_slots = self._config.num_slots(end - start, start)
         return Source(self._packer.geometry, tokens).best(num_slots, self._config.bits)
 
+    def _sizes(self, record: SegmentRecord) -> list[int]:
+        """Entries, beside those of sinks, that a copy keeps in the steps in which segments shrink; []: it does not."""
+        geometry, rows, num_sinks = self._packer.geometry, record.kept.rows, record.kept.num_sinks
+        # What layers with windows keep is cut by position. Of 16 bits among rows of 4: the next rewrite makes it small.
+        if rows.order is None or geometry.has_windows or (rows.bits == 16) != (self._config.bits == 16):
+            return []
+        of_slot = geometry.num_runs * ROWS_PER_SLOT[rows.bits]
+        num_tokens = record.end - record.start
+        slots = (self._config.num_slots(num_tokens, record.start, share) for share in self._config.shares)
+        return [(count - num_sinks) * of_slot for count in slots if count > num_sinks]
+
     # ---- in ---------------------------------------------------------------------------------------------------
 
     def load(self, reader: Reader, prompt: Prompt) -> None:
@@ -117,7 +132,7 @@ class HostMemory:
             found = self.segments.find(prompt.tokens[: prompt.num_tokens], identity.namespace(*prompt.namespace))
             if not found:
                 return
-            for record in self.segments.continuing(self._adoption.lookup(prompt, identity), found):
+            for record in self.segments.continuing(self._adoption.lookup(prompt, identity), found, self.segments.get):
                 num_tokens = self._adoption.adopt(record, prompt.namespace, prompt.tokens[record.end :])
                 # What follows continues this segment, so it has no place either.
                 if not num_tokens:
@@ -132,8 +147,3 @@ class HostMemory:
                 totals.moved_in_tokens += num_tokens
                 totals.moved_in_bytes += sum(tensor.nbytes for tensor in record.tensors.values())
                 totals.moved_in_seconds += begin - since
-
-
-def num_lost(parts: Sequence[EvictedPart]) -> int:
-    """Parts that are lost: of two copies of a segment, the one with fewer is better."""
-    return sum(not part.blocks for part in parts)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from torch import Tensor
-
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.host import HostMemory
@@ -185,13 +183,8 @@ def _signature(waiting: Waiting) -> int:
             *(record.start, record.end, record.splittable),
             *(list(record.tensors), record.kept.rows.bits),
             None if record.evicted is None else record.evicted.bits,
-            _sum_of(record.tokens),
+            zlib.crc32(record.tokens.numpy().tobytes()),  # paths of the same length may differ
         )
         for record in waiting.fetch.records
     ]
     return zlib.crc32(repr(parts).encode())
-
-
-def _sum_of(tokens: Tensor) -> int:
-    """Checksum of tokens: paths of the same length may differ."""
-    return zlib.crc32(tokens.numpy().tobytes())

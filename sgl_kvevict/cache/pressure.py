@@ -84,7 +84,7 @@ class Pressure:
         for node in nodes:
             if node in self._shrinking and (span := self._spans.at(node)) is not None and span.segment.keys is not None:
                 segment = span.segment
-                least = self._resizer.least_slots(segment.num_tokens, segment.start)
+                least = self._resizer.slots_at(segment, self._config.shares[-1])
                 num_reclaimable += max(segment.num_slots - least, 0)
         return num_reclaimable
 

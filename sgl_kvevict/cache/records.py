@@ -266,11 +266,11 @@ class PrefixTable:
                 record.span = Span(segment, start, end, is_owner=i == 0)
             start = end
         self.packed[segment] = nodes[0]
-        self.shrinking.discard(nodes[0])  # its next step has another priority
-        self.may_shrink(nodes[0])
+        self.resized(nodes[0])
 
-    def may_shrink(self, owner: Node) -> None:
-        """The segment of a node may shrink further when slots are short."""
+    def resized(self, owner: Node) -> None:
+        """The segment of a node has another size, so that its next step loses more, or less."""
+        self.shrinking.discard(owner)
         if self._shrinks:
             self.shrinking.add(owner)
 

@@ -104,10 +104,6 @@ class Resizer:
         """Token slots of a segment at a share of its bytes; None: at the budget."""
         return self._config.num_slots(segment.num_tokens, segment.start, share)
 
-    def least_slots(self, num_tokens: int, start: int) -> int:
-        """Token slots of a segment that begins at ``start``, once it has shrunk as far as it may."""
-        return self._config.num_slots(num_tokens, start, self._config.shares[-1])
-
     # ---- open ranges ------------------------------------------------------------------------------------------
 
     def compress(
@@ -251,10 +247,10 @@ class Resizer:
             return None
         if nodes[0] not in locked and self._tree.num_locks(nodes[0]):
             return None
-        num_reclaimable = 0
+        num_reclaimable, least = 0, self._config.shares[-1]
         for group in self._groups(nodes, start, locked):
             num_locked = sum(len(node.key) for node in group if node in locked)
-            num_reclaimable += max(num_locked - self.least_slots(length_of(group), start), 0)
+            num_reclaimable += max(num_locked - self._config.num_slots(length_of(group), start, least), 0)
             start += length_of(group)
         return num_reclaimable
 
@@ -265,7 +261,7 @@ class Resizer:
         short (``locked``: nodes with readers), so does one whose locked nodes hold fewer tokens than the whole would
         take slots, as the first tokens of a chat template: a reader locks all slots of a segment.
         """
-        least = self.least_slots(length_of(nodes), start) if locked else 0
+        least = self._config.num_slots(length_of(nodes), start, self._config.shares[-1]) if locked else 0
         has_few_locked = length_of([node for node in nodes if node in locked]) < least
         groups = [[nodes[0]]]
         for node in nodes[1:]:
@@ -540,8 +536,7 @@ class Resizer:
         owner = self._table.packed[segment]
         segment.grow(self._packer.extended(segment.packed, entries, token_slots))
         self._tree.charge(owner, token_slots.numel())
-        self._table.shrinking.discard(owner)  # its next step loses less
-        self._table.may_shrink(owner)
+        self._table.resized(owner)
         self._table.totals.growths += 1
         self._table.totals.grown_slots += token_slots.numel()
         self._table.totals.returned_entries += entries.num_entries

@@ -5,7 +5,7 @@ from sgl_kvevict.store.identity import Namespace, StoreIdentity
 from sgl_kvevict.store.reader import Fetch, ReadAhead
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
 from sgl_kvevict.store.segments import SegmentStore, describe_identity, list_segments, open_backend
-from sgl_kvevict.store.tier import IndexEntry, Lookup, Tier
+from sgl_kvevict.store.tier import IndexEntry, Lookup
 from sgl_kvevict.store.writer import WriteBehind
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "SegmentRecord",
     "SegmentStore",
     "StoreIdentity",
-    "Tier",
     "WriteBehind",
     "decode_segment",
     "describe_identity",

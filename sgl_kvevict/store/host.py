@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from math import prod
 
@@ -48,10 +48,10 @@ class HostSegments(Tier):
     As in the pool (``cache/recency.py``), what saves the fewest tokens of prefill per byte, and was not used for long,
     goes first (GreedyDual-Size). Segments that were loaded go before all others, until the pool drops them. Evicted
     entries go next, the oldest first, whether a segment still has them or not. So they never push out a segment that
-    the pool does not have.
+    the pool does not have. As in the pool, a segment shrinks in steps before it goes.
 
-    The tokens of paths, which look-ups compare, lie beside the blocks. They take at most as many bytes as all blocks,
-    because many short segments may end long paths.
+    The tokens of paths, which look-ups compare, lie beside the blocks and count as if they lay in them: many short
+    segments may end long paths.
 
     On a GPU the arena is pinned, and copies run on a stream of their own.
 
@@ -61,6 +61,7 @@ class HostSegments(Tier):
         largest: of all tensor-parallel ranks; the same segments then lie on each.
 
     Attributes:
+        sizes: numbers of entries, beside those of sinks, to which a segment may shrink, descending.
         num_evicted: segments that went because others needed room.
         evicted: entries that were evicted from segments; first what was written first.
     """
@@ -76,6 +77,7 @@ class HostSegments(Tier):
         super().__init__(identity)
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
+        self.sizes: Callable[[SegmentRecord], Sequence[int]] = lambda record: ()
         self.num_evicted = 0
         self.evicted: dict[EvictedPart, None] = {}
         self._device = device
@@ -102,7 +104,6 @@ class HostSegments(Tier):
             part.blocks.clear()
         self.evicted.clear()
         self._num_spare = 0  # blocks of evicted entries, and of segments that are in the pool, too
-        self._path_bytes = 0  # of the paths' tokens of all segments
         self._level = 0.0
 
     def has_room(self, num_bytes: int) -> bool:
@@ -116,16 +117,14 @@ class HostSegments(Tier):
 
         0: it does not fit. A segment of the same key is replaced.
         """
-        parts, path_bytes = _parts(record), record.tokens.nbytes
+        parts = _parts(record)
         # Ranks keep different numbers of entries for the same tokens. They take equally many blocks, so that they have
         # equally many free ones and evict the same.
-        num_blocks = self.largest(self._blocks_for(parts))
+        num_blocks = self.largest(self._blocks_for(record.tensors))
         data = self._gathered(parts)
         self.delete(record.key)
-        if num_blocks > self.num_blocks or path_bytes > self._arena.nbytes:
+        if num_blocks > self.num_blocks:
             return 0
-        while self._path_bytes + path_bytes > self._arena.nbytes and (segment := self._least()) is not None:
-            self._push_out(segment)
         while len(self._free) < num_blocks:
             self._evict()
         copy = Copy(_shapes(parts), self._write(data, num_blocks))
@@ -135,7 +134,6 @@ class HostSegments(Tier):
         # Look-ups compare tokens and read shapes; the rows themselves lie in the blocks alone.
         without_contents = record.with_tensors({"tokens": record.tokens, **copy.shapes})
         self._segments[record.key] = HostSegment(without_contents, names, copy)
-        self._path_bytes += path_bytes
         for name in names:
             self._index.setdefault(name, {})[record.key] = entry
         self.use(record.key)
@@ -159,7 +157,6 @@ class HostSegments(Tier):
             if not self._index[name]:
                 del self._index[name]
         self._free += segment.copy.blocks
-        self._path_bytes -= segment.record.tokens.nbytes
         self._num_spare -= len(segment.copy.blocks) * segment.in_pool
         return True
 
@@ -224,20 +221,45 @@ class HostSegments(Tier):
         segment.credit = self._level + saved
 
     def _evict(self) -> None:
-        """Remove a segment that is in the pool, else evicted entries, else the segment of least credit."""
-        segment = self._least()
+        """Remove a segment that is in the pool, else evicted entries, else from the segment of least credit."""
+        segment = min(self._segments.values(), key=lambda each: (not each.in_pool, each.credit), default=None)
         if segment is None or (not segment.in_pool and self.evicted):
             part = next(iter(self.evicted))
             del self.evicted[part]
             self._num_spare -= len(part.blocks)
             self._free += part.blocks
             part.blocks.clear()  # so it is lost for all segments that have it
-        else:
+        elif segment.in_pool or not self._shrink(segment):
             self._push_out(segment)
 
-    def _least(self) -> HostSegment | None:
-        """The segment that goes first: one that is in the pool, else that of least credit; None: there is none."""
-        return min(self._segments.values(), key=lambda each: (not each.in_pool, each.credit), default=None)
+    def _shrink(self, segment: HostSegment) -> bool:
+        """Leave a segment its best entries, in the next smaller number of blocks; False: there is none."""
+        rows, num_before = segment.record.kept.rows, len(segment.copy.blocks)
+        for size in self.sizes(segment.record):
+            number = min(size, rows.num_entries)
+            fewer = {f"rows.{name}": part[:number] for name, part in vars(rows).items() if name != "keep_lens"}
+            # Ranks keep different numbers of entries, and take equally many blocks.
+            num_blocks = self.largest(self._blocks_for(segment.record.tensors | fewer))
+            if num_blocks < num_before:
+                self._keep_best(segment, number, num_blocks)
+                return True
+        return False
+
+    def _keep_best(self, segment: HostSegment, number: int, num_blocks: int) -> None:
+        """Write a segment's best entries into so many of its blocks; all others are lost."""
+        record, blocks, whole = segment.record, segment.copy.blocks, self.get(segment.record.key)
+        assert whole is not None
+        parts = _parts(replace(whole, kept=replace(whole.kept, rows=whole.kept.rows.best(number))))
+        data = self._gathered(parts)
+        self._free += blocks
+        segment.copy = Copy(_shapes(parts), self._write(data, num_blocks))
+        lost = EvictedPart({}, [], record.start, record.end)
+        left = record.with_tensors({"tokens": record.tokens, **segment.copy.shapes})
+        segment.record = replace(left, parts=[*record.parts, lost])
+        num_tokens = record.end - record.start
+        # As for one that goes: what is used from now on is worth more.
+        self._level = max(self._level, segment.credit)
+        segment.credit += num_tokens / num_blocks - num_tokens / len(blocks)
 
     def _push_out(self, segment: HostSegment) -> None:
         if not segment.in_pool:

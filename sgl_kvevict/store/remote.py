@@ -30,11 +30,8 @@ class RemoteBackend(Backend):
             from fsspec.core import url_to_fs
         except ImportError as error:
             raise ConfigError(f"store: got {url!r}, which needs the package fsspec; install it") from error
-        self._is_local = url.startswith(("file://", "local://"))
-        # Buckets have no folders; only a local path needs them made.
-        options = {"auto_mkdir": True} if self._is_local else {}
         try:
-            self._files, root = url_to_fs(url, **options)
+            self._files, root = url_to_fs(url)
         except ImportError as error:
             raise ConfigError(f"store: got {url!r}, but fsspec lacks a package for this protocol: {error}") from error
         except (ValueError, OSError, TypeError) as error:
@@ -45,11 +42,8 @@ class RemoteBackend(Backend):
         self._files.pipe_file(f"{self._root}/{name}", data)
 
     def _get(self, name: str, limit: int | None) -> bytes | None:
-        path = f"{self._root}/{name}"
         try:
-            if limit is not None and self._is_local:  # fsspec allocates what it is asked for
-                limit = min(limit, self._files.size(path))
-            return bytes(self._files.cat_file(path, end=limit))
+            return bytes(self._files.cat_file(f"{self._root}/{name}", end=limit))
         except FileNotFoundError:
             return None
 

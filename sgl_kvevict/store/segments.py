@@ -36,6 +36,7 @@ def open_backend(url: str, max_bytes: int | None = None) -> Backend:
     """
     if url.startswith("mooncake://"):
         return MooncakeBackend(url)
+    url = url.removeprefix("file://").removeprefix("local://")
     return RemoteBackend(url) if "://" in url else DirectoryBackend(Path(url), max_bytes)
 
 
@@ -166,8 +167,7 @@ class SegmentStore(Tier):
         self._quarantined.pop(name, None)
 
     def _is_quarantined(self, name: str) -> bool:
-        until = self._quarantined.get(name)
-        return until is not None and self._clock() < until
+        return self._clock() < self._quarantined.get(name, float("-inf"))
 
     def _read(self, name: str, limit: int) -> bytes | None:
         """Bytes of an item, of a larger one maybe only ``limit``; None: there is none, or it is quarantined."""
@@ -216,8 +216,6 @@ def describe_identity(backend: Backend, identity: str) -> dict[str, Any] | None:
     data = backend.get(f"{ROOT}/{identity}/{IDENTITY}")
     if data is None:
         return None
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return values if isinstance(values, dict) else None
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(data, type=dict[str, Any])
+    return None

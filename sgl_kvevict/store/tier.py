@@ -83,18 +83,6 @@ class Tier(ABC):
         self.identity = identity
 
     @abstractmethod
-    def put(self, record: SegmentRecord, namespace: Namespace) -> int:
-        """Keep a segment and list it; return the bytes that were written."""
-
-    @abstractmethod
-    def get(self, key: str) -> SegmentRecord | None:
-        """Return a segment; None: there is none."""
-
-    @abstractmethod
-    def delete(self, key: str) -> bool:
-        """Remove a segment; False: there was none."""
-
-    @abstractmethod
     def _listed(self, names: Sequence[str]) -> Mapping[str, Iterable[IndexEntry]]:
         """What is listed under names of prefixes, the newest first; names without entries may be missing."""
 
@@ -115,12 +103,12 @@ class Tier(ABC):
         self,
         lookup: Lookup,
         found: Sequence[Match],
-        get: Callable[[str], SegmentRecord | None] | None = None,
+        get: Callable[[str], SegmentRecord | None],
     ) -> Iterator[SegmentRecord]:
         """Yield the segments that continue what the tree has of a prompt, in the order of its path.
 
         Each one, of those ``found``, reaches farthest of those that begin where the last one ended, and at least
-        ``min_prefix_tokens`` beyond it. ``get``: as :meth:`get`.
+        ``min_prefix_tokens`` beyond it. ``get`` reads one; None: it is gone.
         """
         # A segment may replace uncompressed tokens of the tree, so it has to begin where compressed ones end, and to
         # reach beyond all that the tree has.
@@ -129,7 +117,7 @@ class Tier(ABC):
             best, longest = None, cached + self.identity.min_prefix_tokens - 1
             for overlap, entry in islice(_candidates(found, compressed), MAX_TRIES):
                 # A read is expensive; one that cannot reach farther is not made.
-                record = (get or self.get)(entry.key) if overlap > longest else None
+                record = get(entry.key) if overlap > longest else None
                 if record is not None:
                     # The name covers whole blocks only, and a forged index could list anything: tokens decide.
                     same = num_shared(lookup.tokens, record.tokens)

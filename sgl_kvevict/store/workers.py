@@ -41,12 +41,8 @@ class Workers:
         future.add_done_callback(self._ended)
         return True
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until all work is done; False: it took longer than ``timeout_s`` seconds."""
-        return not wait(self._unfinished.copy(), timeout_s).not_done
-
     def close(self, timeout_s: float) -> int:
-        """Wait like :meth:`drain`, then cancel waiting work; return how many pieces were not done."""
+        """Wait until all work is done, then cancel what waits; return how many pieces were not done."""
         left = wait(self._unfinished.copy(), timeout_s).not_done
         # This wait was bounded; the one of `shutdown` is not, and a service that is down would hold it.
         self._pool.shutdown(wait=False, cancel_futures=True)

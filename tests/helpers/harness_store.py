@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from helpers.harness import Harness
+from helpers.stored import drained
 from helpers.stored import identity as identity_of
 from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.export import export_segment
@@ -103,7 +104,7 @@ def found_again(
         SegmentStore(items, identity, draft=DRAFT).put(record, identity.namespace(*prompt.namespace))
     store = SegmentStore(items, identity, draft=draft)
     lookup = into.lookup(prompt, identity)
-    return store.continuing(lookup, store.find(lookup.tokens, lookup.namespace))
+    return store.continuing(lookup, store.find(lookup.tokens, lookup.namespace), store.get)
 
 
 class Server:
@@ -147,7 +148,7 @@ class Server:
     def settle(self, *queue):
         """Settle once all begun fetches are done; return the requests that still wait."""
         self.loading.settle(queue)
-        assert self.reader._workers.drain(300)
+        assert drained(self.reader._workers)
         return self.loading.settle(queue)
 
     def serve(self, prompt, *, extra_key=None, lora_id=None, share=0.0):
@@ -165,6 +166,6 @@ class Server:
         assert self.harness.prefill(req)
         self.harness.decode(req)
         self.harness.finish(req)
-        assert self.writer.drain(300)
+        assert drained(self.writer)
         self.saving.between_steps()
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import zip_longest
 
 import torch
 
@@ -30,12 +31,13 @@ def check_host(host: HostSegments, in_pool: Iterable[Segment] = ()) -> None:
     copies = [each.copy for each in segments.values()] + list(host.evicted)
     assert host.used_bytes == sum(len(copy.blocks) for copy in copies) * host.block_bytes
     assert 0 <= host.used_bytes <= host.num_blocks * host.block_bytes == host._arena.nbytes
-    for one in copies:
-        taken = sum(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in one.shapes.values())
+    paths = [each.record.tokens for each in segments.values()]
+    for one, beside in zip_longest(copies, paths):
+        tensors = [*one.shapes.values(), *([] if beside is None else [beside])]
+        taken = sum(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in tensors)
         assert taken <= len(one.blocks) * host.block_bytes
     spare = [each.copy for each in segments.values() if each.in_pool] + list(host.evicted)
     assert host._num_spare == sum(len(copy.blocks) for copy in spare)
-    assert host._path_bytes == sum(each.record.tokens.nbytes for each in segments.values()) <= host._arena.nbytes
     listed = {(name, key) for key, each in segments.items() for name in each.names}
     assert {(name, key) for name, entries in host._index.items() for key in entries} == listed
     blocks, has = {id(part.blocks) for part in host.evicted}, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow
 from sgl_kvevict.store import Namespace, SegmentRecord, SegmentStore, StoreIdentity, list_segments
 from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.segment_file import MAGIC
+from sgl_kvevict.store.workers import Workers
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
 MIN_PREFIX = 16
@@ -24,6 +26,11 @@ SHADOW = CopiedShadow(
     torch.tensor([0.5, 0.0, 2.0, 1.0, 0.25]),
 )
 """Rows of a draft model with one layer, three heads and a head dim of 6, of a segment of 40 tokens."""
+
+
+def drained(workers: Workers, timeout_s: float = 300) -> bool:
+    """Wait until all work is done; False: it took longer."""
+    return not wait(workers._unfinished.copy(), timeout_s).not_done
 
 
 def identity(**changes: Any) -> StoreIdentity:

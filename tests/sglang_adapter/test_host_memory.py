@@ -213,6 +213,19 @@ def test_nothing_is_shrunk_below_the_budget_while_the_host_has_room():
     assert (smallest(0), smallest(20), smallest(400)) == (4, 4, 13)  # the sinks (5 % are 4), and 20 % of 61 tokens
 
 
+def test_copies_shrink_before_one_is_lost():
+    """What both together can hold at the smallest share is found again, though it was dropped at the budget."""
+    config = KVEvictConfig(budget=0.6, min_budget=0.1, bits=16, tail_tokens=4, min_prefix_tokens=6)
+    harness = Harness(config=config, num_slots=130, host_blocks=60, waits=True)
+    documents = [[(i * i * step + step) % 11 for i in range(60)] for step in range(2, 10)]
+    for document in documents:
+        serve(harness, document)
+        harness.drop_all()
+    assert len(harness.host) == len(documents) and harness.host.num_evicted == 0
+    assert [serve(harness, [*document, 1]) for document in documents] == [60] * len(documents)
+    assert not any(harness.tree.guard.errors.values())
+
+
 def test_copies_of_what_the_pool_has_go_first():
     harness = Harness(host_blocks=22)
     for document in DOCUMENTS[:2]:

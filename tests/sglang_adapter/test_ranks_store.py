@@ -9,7 +9,7 @@ import pytest
 
 from helpers.harness import PseudoRandomPolicy
 from helpers.harness_store import IDENTITY, Server
-from helpers.stored import keys_in
+from helpers.stored import drained, keys_in
 from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state, rank_states
@@ -118,7 +118,7 @@ def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
     def write(rank, group, text):
         server = server_of(rank, group, tmp_path)
         server.harness.finish(server.harness.run(text))
-        assert server.writer.drain(300)
+        assert drained(server.writer)
 
     for text in texts:
         on_two_ranks(lambda rank, group, text=text: write(rank, group, text))

@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import NO_ROTARY, TINY_LLAMA, Harness
 from helpers.harness_store import DRAFT, Server, identity_for
-from helpers.stored import keys_in
+from helpers.stored import drained, keys_in
 from helpers.verify_machines import VerifyingHarness
 from sgl_kvevict.cache.loading import READ_AHEAD
 from sgl_kvevict.config import KVEvictConfig
@@ -214,7 +214,7 @@ def test_a_file_has_what_was_evicted_in_several_steps_and_from_several_segments(
     branch = [*DOCUMENT[:20], *[9] * 60]
     server.harness.finish(server.harness.run(branch[:70]))
     shrink(branch[:70])
-    assert server.writer.drain(300)
+    assert drained(server.writer)
     records = [server.segments.get(key) for key in keys_in(server.segments)]
     assert sorted((record.start, record.end) for record in records) == [(0, 50), (0, 70)]
     for record in records:
@@ -278,7 +278,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
         else:
             resizer.resize(segment, config.num_slots(50, share=share))
         server.harness.check()
-        assert server.writer.drain(300)
+        assert drained(server.writer)
         server.saving.between_steps()
         done[share] = server.prefixes.totals.stored_segments
     assert done == {0.6: 0, 0.3: 1, 0.1: 1}
@@ -352,7 +352,7 @@ def test_new_weights_switch_the_store_off(tmp_path, monkeypatch):
     fetch(SimpleNamespace(tree_cache=server.harness.tree), late)
     assert server.loading.state()[1] == 0
     server.harness.finish(server.harness.run(DOCUMENT))
-    assert server.writer.drain(300)
+    assert drained(server.writer)
     server.saving.between_steps()
     assert server.prefixes.totals.stored_segments == 0 and server.loaded == (0, 0)
 
@@ -380,7 +380,7 @@ def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
     queue = [server.queue([*DOCUMENT, i % 11]) for i in range(READ_AHEAD + 2)]
     short = server.harness.request([1, 2, 3])
     assert server.begin(short, *queue) == set(queue)
-    assert server.reader._workers.drain(300)
+    assert drained(server.reader._workers)
     assert server.loading.settle([short, *queue]) == set(queue[READ_AHEAD - 1 :])  # it is not yet their turn
     assert server.settle(*queue[READ_AHEAD - 1 :]) == set()
     assert server.loading.state()[1] == 0 and server.prefixes.totals.loaded_segments == 1
@@ -392,7 +392,7 @@ def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypat
     queue = [server.queue([*DOCUMENT, i % 11]) for i in range(READ_AHEAD + 2)]
     assert server.begin(*queue) == set(queue)
     server.now = 1.0  # all that were begun have come, and stay in the queue: others run
-    assert server.reader._workers.drain(300)
+    assert drained(server.reader._workers)
     assert server.loading.settle(queue) == set()
     assert server.settle(*queue[READ_AHEAD:]) == set()  # when it is their turn in the end, they are looked for
     assert server.loading.state()[1] == 0

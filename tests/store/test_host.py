@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from helpers.host import check_host
 from helpers.stored import MIN_PREFIX, SHADOW, assert_same, identity, record, tokens
+from sgl_kvevict.copies import CopiedEntries
 from sgl_kvevict.store.host import HostSegments
 
 OURS = identity()
@@ -75,11 +76,13 @@ def test_neighbouring_blocks_are_one_copy(more):
     for number in (3, 1):  # their blocks are free, those between are not
         assert segments.delete(ours[number].key)
     segments.largest = lambda number: number
-    large = record(OURS, NAMES, tokens(44, seed=7), seed=7, shadow=SHADOW)
+    wide = dataclasses.replace(SHADOW, k=SHADOW.k.repeat(1, 4), v=SHADOW.v.repeat(1, 4))
+    large = record(OURS, NAMES, tokens(44, seed=7), seed=7, shadow=wide)
     with Copies() as copies:
         assert segments.put(large, NAMES) > 0
     check_host(segments)
     blocks = segments._segments[large.key].copy.blocks
+    blocks = blocks[: len(blocks) - 8 * 44 // 64]  # its path's tokens count, and lie elsewhere
     num_ranges = 1 + sum(after != before + 1 for before, after in pairwise(blocks))
     assert 1 < num_ranges == copies.count < len(blocks)
     for each in (large, ours[0], ours[2], ours[4]):
@@ -121,9 +124,7 @@ def test_what_covers_a_path():
 
 
 def test_what_saves_least_per_byte_and_was_unused_longest_goes_first():
-    one = record(OURS, NAMES, tokens(40))
-    size = host().put(one, NAMES) // 64
-    segments = host(2 * size)
+    one, segments = record(OURS, NAMES, tokens(40)), host(2, 2048)  # each takes one block
     others = [record(OURS, NAMES, tokens(length, seed=length)) for length in (41, 60, 61)]
     for each in (one, others[0]):
         segments.put(each, NAMES)
@@ -138,6 +139,30 @@ def test_what_saves_least_per_byte_and_was_unused_longest_goes_first():
     check_host(segments)
 
 
+def test_a_segment_shrinks_in_steps_before_it_goes():
+    ours, other = record(OURS, NAMES, tokens(40), shadow=SHADOW), record(OURS, NAMES, tokens(30, seed=1))
+    order = torch.randperm(ENTRIES.num_entries, dtype=torch.int16)
+    rows = dataclasses.replace(ours.kept.rows, order=order)
+    ours = dataclasses.replace(ours, kept=CopiedEntries(rows))
+    segments = host((host().put(ours, NAMES) + host().put(other, NAMES)) // 64 - 2)
+    segments.sizes = lambda there: [100, 12, 6] if there.key == ours.key else []
+    segments.put(ours, NAMES)
+    segments.put(other, NAMES)
+    check_host(segments)
+    left = segments.get(ours.key)
+    for number in (12, 6):
+        best = order.argsort(descending=True)[:number].sort().values
+        assert left.kept.rows.order.equal(order[best]) and left.kept.rows.k.equal(rows.k[best])
+        runs = torch.repeat_interleave(rows.keep_lens.flatten().long())[best]
+        assert left.kept.rows.keep_lens.flatten().equal(runs.bincount(minlength=4).int())
+        assert segments.num_evicted == 0 and left.shadow.paid.equal(SHADOW.paid)
+        assert [bool(part.blocks) for part in left.parts] == [False] * (2 - number // 12)
+        segments._evict()
+        check_host(segments)
+        left = segments.get(ours.key)
+    assert left is None and segments.num_evicted == 1 and segments.get(other.key) is not None
+
+
 def test_what_does_not_fit_is_not_taken():
     segments = host(3)
     assert segments.put(record(OURS, NAMES, tokens(40)), NAMES) == 0
@@ -147,16 +172,16 @@ def test_what_does_not_fit_is_not_taken():
 def test_tokens_of_long_paths_take_no_more_memory_than_the_blocks():
     """Many short segments behind one long text."""
     text = tokens(1000)
-    size = host().put(record(OURS, NAMES, [*text, *tokens(20)], start=1000), NAMES)
+    size = host(1000).put(record(OURS, NAMES, [*text, *tokens(20)], start=1000), NAMES)
     segments = host(8 * 1020 * 5, 1)  # blocks for many more than five
-    assert 10 * size < 8 * 1020 * 5
+    assert 8 * 1020 < size < 8 * 1020 * 5 // 4
     (short,) = segments.put_evicted(ENTRIES, 0, 40)
     ours = [record(OURS, NAMES, [*text, *tokens(20, seed=seed)], start=1000) for seed in range(12)]
     for each in ours:
         assert segments.put(each, NAMES) > 0
         check_host(segments)
-    assert [segments.get(each.key) is not None for each in ours] == [False] * 7 + [True] * 5
-    assert segments.num_evicted == 7 and short.blocks
+    assert [segments.get(each.key) is not None for each in ours] == [False] * 8 + [True] * 4
+    assert segments.num_evicted == 8 and not short.blocks
     assert segments.put(record(OURS, NAMES, tokens(5101)), NAMES) == 0
     check_host(segments)
 

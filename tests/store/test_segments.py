@@ -171,7 +171,7 @@ def test_what_the_index_says_of_a_segment_is_not_believed(backend):
     backend.put(name, msgspec.json.encode(IndexEntry(whole.key, True)))
     found = store.find(prompt, SPACE)
     assert [same for same, _ in found] == [48]
-    assert list(store.continuing(Lookup(prompt, SPACE, 0, 0), found)) == []
+    assert list(store.continuing(Lookup(prompt, SPACE, 0, 0), found, store.get)) == []
 
 
 def test_documents_behind_a_shared_header_are_all_found(store):
@@ -223,7 +223,7 @@ def test_a_conversation_is_found_though_another_prompt_shares_its_first_turn(bac
     for each in (first, second, other):
         store.put(each, SPACE)
     lookup = Lookup([*turn, *more, 1], SPACE, 0, 0)
-    found = list(store.continuing(lookup, store.find(lookup.tokens, SPACE)))
+    found = list(store.continuing(lookup, store.find(lookup.tokens, SPACE), store.get))
     assert [each.key for each in found] == [other.key, second.key]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.stored import identity, record, tokens
+from helpers.stored import drained, identity, record, tokens
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.store import Lookup, ReadAhead, SegmentStore, WriteBehind, open_backend
 from sgl_kvevict.store.reader import PAUSE_S
@@ -24,7 +24,7 @@ def store(tmp_path):
 
 def fetched(reader, prompt, compressed=0, cached=0, space=SPACE):
     fetch = reader.start(Lookup(prompt, space, compressed, cached))
-    assert fetch is not None and reader._workers.drain(300) and fetch.is_done
+    assert fetch is not None and drained(reader._workers) and fetch.is_done
     return fetch
 
 
@@ -37,10 +37,10 @@ def test_segments_that_come_too_fast_are_dropped_and_counted(store, monkeypatch)
     taken = [writer.has_room(100) and writer.write(lambda r=r: r, SPACE, 100) for r in records]
     assert taken == [True, True, False, False] and writer.num_dropped == 2
     gate.set()
-    assert writer.drain(300)
+    assert drained(writer)
     assert [num_bytes is not None and num_bytes > 0 for num_bytes in writer.done] == [True, True]
     assert writer.has_room(251)  # larger than what may wait: it is alone
-    assert writer.write(lambda: records[0], SPACE, 100) and writer.drain(300)
+    assert writer.write(lambda: records[0], SPACE, 100) and drained(writer)
     assert writer.done[-1] == 0  # it was there
 
 
@@ -51,7 +51,7 @@ def test_a_write_that_fails_is_told(store, monkeypatch):
     monkeypatch.setattr(store.backend, "put", fail)
     writer = WriteBehind(store)
     writer.write(lambda: record(OWN, SPACE, tokens(40)), SPACE, 100)
-    assert writer.drain(300) and writer.done[0] is None and writer.has_room(1)
+    assert drained(writer) and writer.done[0] is None and writer.has_room(1)
 
 
 def test_the_first_failed_write_of_each_kind_is_logged_then_one_a_minute(store, monkeypatch, caplog):
@@ -68,7 +68,7 @@ def test_the_first_failed_write_of_each_kind_is_logged_then_one_a_minute(store, 
         for error in errors:
             errors[0] = error
             writer.write(lambda: record(OWN, SPACE, tokens(40)), SPACE, 100)
-            assert writer.drain(10)
+            assert drained(writer, 10)
         lines.append(len(caplog.messages))
     assert lines == [2, 4] and "No space left" in caplog.text and "Read-only" in caplog.text
 
@@ -76,7 +76,7 @@ def test_the_first_failed_write_of_each_kind_is_logged_then_one_a_minute(store, 
 def test_an_unexpected_error_is_logged_and_the_thread_goes_on(caplog):
     workers = Workers("test", 1, 2)
     workers.submit(lambda: 1 / 0)
-    assert workers.drain(300)
+    assert drained(workers)
     done = threading.Event()
     workers.submit(done.set)
     assert done.wait(300) and "division by zero" in caplog.text
@@ -177,7 +177,7 @@ def test_work_that_waits_when_the_server_stops_is_counted_and_cancelled():
         assert workers.submit(lambda i=i: gate.wait(10) and done.append(i))
     assert workers.close(0.01) == 3
     gate.set()
-    assert workers.drain(10) and done == [0]
+    assert drained(workers, 10) and done == [0]
 
 
 def test_a_late_fetch_is_abandoned_and_the_store_gets_a_pause(store, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_late_fetch_is_abandoned_and_the_store_gets_a_pause(store, monkeypatch
     assert reader.is_late(fetch) and fetch.is_abandoned
     assert reader.start(Lookup([*tokens(200), 1], SPACE, 0, 0)) is None
     gate.set()
-    assert reader._workers.drain(300) and fetch.is_done and fetch.records[1:] == []
+    assert drained(reader._workers) and fetch.is_done and fetch.records[1:] == []
 
 
 def test_a_late_fetch_causes_no_pause_if_others_were_served(store, monkeypatch):
@@ -223,5 +223,5 @@ def test_requests_for_the_same_segment_share_one_read(store, monkeypatch):
     reader = ReadAhead(store, 5.0)
     fetches = [reader.start(Lookup([*tokens(200), i], SPACE, 0, 0)) for i in range(6)]
     all_asked.set()
-    assert reader._workers.drain(300) and len(reads) == 1
+    assert drained(reader._workers) and len(reads) == 1
     assert len({id(fetch.records[0]) for fetch in fetches}) == 1
