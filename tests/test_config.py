@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -153,14 +154,6 @@ def test_prefixes_shrink_from_the_budget_to_the_least(bits: Bits, shares: tuple[
     assert KVEvictConfig(bits=bits, min_budget=None).shares == (0.2,)
 
 
-def test_a_field_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    for content in ('{"budget": 0.2, "budget": 0.3}', '{"policy_options": {"a": 1, "a": 2}}'):
-        path = tmp_path / "config.json"
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=r"config\.json is not valid JSON: .* is there twice; allowed: once"):
-            load(str(path))
-
-
 def test_all_bad_fields_are_named_at_once() -> None:
     message = refusal_of('{"budget": 2.0, "tail_tokens": 0, "sink_tokens": -1, "buget": 0.1, "policy": "snapkv"}')
     assert len(message.splitlines()) == 5
@@ -176,19 +169,13 @@ def test_neither_json_nor_a_known_file_type(text: str) -> None:
         load(text)
 
 
+TWICE = r"config\.json is not valid JSON: .* is there twice; allowed: once"
+DEEP = '{"policy_options": ' + "[" * 100_000
+
+
 def test_broken_json_inline() -> None:
-    with pytest.raises(ConfigError, match="is not valid JSON"):
-        load('{"budget": }')
-
-
-def test_values_that_cannot_be_read_in_are_named(tmp_path: Path) -> None:
-    for content in ("[" * 100_000, '{"policy_options": ' + "[" * 100_000, f'{{"budget": {"9" * 5000}}}'):
-        path = tmp_path / "config.json"
-        path.write_text(content)
-        said = refusal_of(str(path))
-        assert str(path) in said and len(said) < 1000
-    with pytest.raises(ConfigError, match="KVEVICT_CONFIG is nested too deeply"):
-        load('{"policy_options": ' + "[" * 100_000)
+    assert "is not valid JSON" in refusal_of('{"budget": }')
+    assert "KVEVICT_CONFIG is nested too deeply" in refusal_of(DEEP)
 
 
 def test_long_values_are_not_repeated_whole() -> None:
@@ -203,14 +190,17 @@ def test_long_values_are_not_repeated_whole() -> None:
         ("", "is not valid JSON"),
         ("[1, 2]", "allowed: an object"),
         ("null", "allowed: an object"),
-        ('{"budget": 7.5}', "budget: got 7.5"),
+        ('{"budget": 7.5}', r"budget: got 7\.5"),
+        ('{"budget": 0.2, "budget": 0.3}', TWICE),
+        ('{"policy_options": {"a": 1, "a": 2}}', TWICE),
+        *(pytest.param(text, "", id=text[:20]) for text in ("[" * 100_000, DEEP, f'{{"budget": {"9" * 5000}}}')),
     ],
 )
 def test_bad_files_name_the_file(tmp_path: Path, content: str, problem: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
     said = refusal_of(str(path))
-    assert problem in said and str(path) in said
+    assert re.search(problem, said) and str(path) in said and len(said) < 1000
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

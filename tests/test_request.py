@@ -38,8 +38,7 @@ def test_what_is_not_ours_passes(theirs: object) -> None:
 
 
 def test_a_wish_with_everything() -> None:
-    values = {"complete": True, "retain": 5}
-    options = parse_request_options({"kvevict": values})
+    options = parse_request_options({"kvevict": {"complete": True, "retain": 5}})
     assert options == RequestOptions(complete=True, retain=5.0)
 
 

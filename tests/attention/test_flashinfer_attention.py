@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import requires, version
@@ -13,7 +12,7 @@ import flashinfer
 import pytest
 import torch
 
-from helpers.torch_flashinfer import Plan
+from helpers.torch_flashinfer import BROKEN, Plan
 from sgl_kvevict.attention import CapturableAttention, build_attention
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
@@ -149,14 +148,6 @@ def test_the_installed_flashinfer_has_what_we_rely_on() -> None:
     assert list(run)[1:3] == ["q", "paged_kv_cache"]
     assert {"k_scale", "out", "lse", "return_lse", "lse_base", "enable_pdl"} <= set(run)
     assert ROW_BOUNDS in inspect.unwrap(wrapper.run).__code__.co_names  # read when it runs, not when it plans
-
-
-BROKEN = [
-    RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"),
-    FileNotFoundError(2, "No such file or directory", "ninja"),
-    subprocess.CalledProcessError(1, ["nvcc", "--version"]),
-    PermissionError(13, "Permission denied", "/nowhere/flashinfer"),
-]
 
 
 @pytest.mark.parametrize("error", BROKEN, ids=lambda error: type(error).__name__)

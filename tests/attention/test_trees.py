@@ -99,14 +99,17 @@ def test_trees_and_chains_of_sharers(build: Build, make_world: MakeWorld, dtype:
     check(world, build(world), trees)
 
 
-def test_more_q_rows_than_the_split_kernel_takes(build: Build, make_world: MakeWorld) -> None:
+@pytest.mark.parametrize(("windows", "lens"), [((0,), (330, 12)), ((64, 70), (110,))], ids=["full", "windows"])
+def test_more_q_rows_than_the_split_kernel_takes(
+    build: Build, make_world: MakeWorld, windows: tuple[int, ...], lens: tuple[int, ...]
+) -> None:
     """A tree of 64 nodes, the most, whose last node sees itself by the sign bit; a suffix of several chunks."""
-    world = make_world(1, 3, 16, dtype=torch.float32, num_layers=1, num_token_slots=900)
+    world = make_world(1, 3, 16, dtype=torch.float32, windows=windows, num_token_slots=900)
     span = world.uneven_span(50)
-    world.add((span,), 330)
-    world.add((span,), 12)
+    for num_own in lens:
+        world.add((span,), num_own)
     widest = [-1] + [max(node // 2 - 1, 0) for node in range(1, MAX_TREE_TOKENS)]
-    check(world, build(world), [widest, CHAIN])
+    check(world, build(world), [widest, CHAIN][: len(lens)])
 
 
 def test_windows_count_a_node_at_its_depth(build: Build, make_world: MakeWorld) -> None:
@@ -115,14 +118,6 @@ def test_windows_count_a_node_at_its_depth(build: Build, make_world: MakeWorld) 
     trees = sharers(world)
     world.sink_logits = torch.randn(2)
     check(world, build(world), trees)
-
-
-def test_windows_of_a_tree_of_many_rows(build: Build, make_world: MakeWorld) -> None:
-    world = make_world(1, 3, 16, dtype=torch.float32, windows=(64, 70), num_token_slots=900)
-    span = world.uneven_span(50)
-    world.add((span,), 110)
-    tree = [-1] + [max(node // 2 - 1, 0) for node in range(1, MAX_TREE_TOKENS)]
-    check(world, build(world), [tree])
 
 
 def test_a_chain_is_a_causal_mask(build: Build, make_world: MakeWorld) -> None:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
 
 from helpers.command_line import run
 from helpers.stored import identity, record, tokens
+from helpers.web_servers import QuietHandler, serving
 from sgl_kvevict.cli import app
 from sgl_kvevict.store import SegmentStore, open_backend
 
@@ -49,29 +50,20 @@ def places(tmp_path: Path) -> dict[str, str]:
     }
 
 
-class NotSGLang(BaseHTTPRequestHandler):
+class NotSGLang(QuietHandler):
     """Answers everything with a JSON number."""
 
     timeout = 0.5
 
     def do_POST(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"7")
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
+        self.answer(b"7")
 
 
 @pytest.fixture(scope="module")
 def other_server() -> Iterator[str]:
     """A web server that is not SGLang."""
-    with HTTPServer(("127.0.0.1", 0), NotSGLang) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(HTTPServer(("127.0.0.1", 0), NotSGLang)) as server:
         yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

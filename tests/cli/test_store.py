@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
 
 from helpers.command_line import run
-from helpers.stored import identity, record, tokens
+from helpers.stored import identity, record, tokens, with_header
 from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import SegmentStore, open_backend
-from sgl_kvevict.store.identity import FORMAT_VERSION
-from sgl_kvevict.store.segment_file import MAGIC, read_header
+from sgl_kvevict.store.segment_file import read_header
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
@@ -59,14 +57,8 @@ def test_what_another_server_wrote_neither_commands_the_terminal_nor_breaks_the_
 def test_an_error_about_a_file_does_not_command_the_terminal(capsys, folder):
     """The header of a segment with a sound checksum says whatever its writer wants."""
     path = path_of(folder, RECORDS[0])
-    payload = path.read_bytes()[64:]
-    length = int.from_bytes(payload[:8], "little")
-    header = json.loads(payload[8 : 8 + length])
-    header["__metadata__"]["\x1b[2J\nsound"] = "1"
-    text = json.dumps(header, ensure_ascii=False).encode()
-    payload = len(text).to_bytes(8, "little") + text + payload[8 + length :]
-    head = MAGIC + FORMAT_VERSION.to_bytes(8, "little") + len(payload).to_bytes(8, "little")
-    path.write_bytes(head + hashlib.sha256(head + payload).digest() + payload)
+    theirs = {"\x1b[2J\nsound": "1"}
+    path.write_bytes(with_header(path.read_bytes(), lambda header: header["__metadata__"].update(theirs)))
     with pytest.raises(CorruptSegmentError, match=r"unknown field `\\x1b\[2J\\nsound`"):
         read_header(path.read_bytes())
     code, _, err = run(capsys, "store", "verify", str(folder))

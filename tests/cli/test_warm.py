@@ -6,12 +6,13 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.web_servers import QuietHandler, serving
 from sgl_kvevict.cli import main
 from sgl_kvevict.client import API_KEY_VAR, WarmError, warm
 from sgl_kvevict.errors import ConfigError
@@ -35,7 +36,7 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     server: FakeServer
 
     def do_POST(self) -> None:
@@ -43,29 +44,16 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, body))
         if self.server.refusal is not None:
-            self._answer({"error": self.server.refusal}, self.server.status)
-        elif self.path == "/generate":
-            self._answer({"text": "", "meta_info": self.server.meta_info})
+            self.answer(json.dumps({"error": self.server.refusal}).encode(), self.server.status)
         else:
-            self._answer({"choices": [{"meta_info": self.server.meta_info}]})
-
-    def _answer(self, value: dict[str, Any], status: int = 200) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
+            value = {"meta_info": self.server.meta_info}
+            self.answer(json.dumps(value if self.path == "/generate" else {"choices": [value]}).encode())
 
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    with FakeServer() as fake:
-        thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(FakeServer()) as fake:
         yield fake
-        fake.shutdown()
-        thread.join()
 
 
 def test_a_text_is_one_request_without_an_answer(server: FakeServer) -> None:

@@ -8,17 +8,16 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from helpers.event_sockets import ipc_config
 from helpers.watched import DOCUMENT, WatchedHarness
+from helpers.web_servers import serving
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli import web as web_module
@@ -47,17 +46,6 @@ def web(tmp_path, request, monkeypatch):
         watched.keep_turning(with_traffic=has_traffic)
         with serving(WebServer(watched.service.config.endpoint, 0, 1.0, 20.0)) as server:
             yield server
-
-
-@contextmanager
-def serving(server: WebServer) -> Iterator[WebServer]:
-    """Serve in a thread of its own."""
-    with server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
 
 
 def get(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.statistics import normal
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill import CachedRange, ScoredText, ScoreLearner, ScoreWeights, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
@@ -18,10 +19,6 @@ from sgl_kvevict.policies import LayerView, QueryWindow, Signal
 LAYERS, HEADS, DIM = 2, 2, 8
 GEOMETRY = KVGeometry(LAYERS, 2 * HEADS, HEADS, DIM, 4000)
 ROTARY = Rotary(torch.cat([torch.ones(4000, 2), torch.zeros(4000, 2)], dim=-1), True)
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Prefix:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
+from helpers.statistics import normal
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, LearnedScores, ScoreWeights, window_features
@@ -18,10 +18,6 @@ from sgl_kvevict.policies import LayerView, QueryWindow, Signal, build_policy
 from sgl_kvevict.segments import CacheObservation, Compressor, SegmentPacker
 
 LAYERS, SLOTS, HEADS, DIM = 3, 90, 2, 16
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rotary(width: int, is_neox: bool) -> Rotary:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import Policy
+from sgl_kvevict.policies import Policy, build_policy
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.ragged import MergePlan, Selection
 
@@ -22,6 +23,13 @@ class Decision:
     selection: Selection
     merge: MergePlan | None
     order: Tensor
+
+
+def built(name: str, **options: Any) -> Policy:
+    """A policy by its name, which is not "none"."""
+    policy = build_policy(name, options)
+    assert policy is not None
+    return policy
 
 
 def decide(policy: Policy, show: Show, geometry: KVGeometry, total: int, protected: int = 0, last: int = 0) -> Decision:

@@ -1,4 +1,4 @@
-"""Statistics of keys and values for tests of rows of 4 bits."""
+"""Random numbers, and statistics of keys and values for tests of rows of 4 bits."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def random_statistics(geometry: KVGeometry) -> RowStatistics:
 def random_coding(geometry: KVGeometry, arena: Tensor) -> RowCoding:
     """With what an arena's rows of 4 bits are written, by statistics of no model."""
     return RowCoding.of(arena, random_statistics(geometry))
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    """Numbers that are the same wherever they are asked for."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

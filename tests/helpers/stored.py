@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import random
+from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow
 from sgl_kvevict.store import Namespace, SegmentRecord, SegmentStore, StoreIdentity, list_segments
 from sgl_kvevict.store.identity import FORMAT_VERSION
-from sgl_kvevict.store.segment_file import MAGIC
+from sgl_kvevict.store.segment_file import MAGIC, PREFIX_BYTES
 from sgl_kvevict.store.workers import Workers
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
@@ -125,3 +127,13 @@ def sealed(payload: bytes, version: int = FORMAT_VERSION, length: int | None = N
     """A file with a right checksum, as somebody would make it who knows the format."""
     head = MAGIC + version.to_bytes(8, "little") + (len(payload) if length is None else length).to_bytes(8, "little")
     return head + hashlib.sha256(head + payload).digest() + payload
+
+
+def with_header(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """A file whose header of tensors somebody has changed, with a right checksum."""
+    payload = data[PREFIX_BYTES:]
+    length = int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8 : 8 + length])
+    change(header)
+    text = json.dumps(header, ensure_ascii=False).encode()
+    return sealed(len(text).to_bytes(8, "little") + text + payload[8 + length :])

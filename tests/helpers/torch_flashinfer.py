@@ -6,6 +6,7 @@ those of the installed package.
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,13 @@ from torch import Tensor
 
 CAUSAL, NON_CAUSAL = 1, 0
 NHD = 0
+BROKEN = [
+    RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"),
+    FileNotFoundError(2, "No such file or directory", "ninja"),
+    subprocess.CalledProcessError(1, ["nvcc", "--version"]),
+    PermissionError(13, "Permission denied", "/nowhere/flashinfer"),
+]
+"""What FlashInfer raises where it cannot compile."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,17 +50,21 @@ def ragged_runs(num_rows: int, num_out: int, device: str) -> tuple[Tensor, Tenso
     return src.to(device), dst.to(device), indptr.to(device), weights.to(device)
 
 
+def check_moves(k: Tensor, v: Tensor, src: Tensor, dst: Tensor, move: Callable[..., None] = compact_kv) -> None:
+    """Rows have the bits that the reference gives them."""
+    want_k, want_v = k.clone(), v.clone()
+    compact_kv_reference(want_k, want_v, src, dst)
+    move(k, v, src, dst)
+    assert_same_bits("k_arena", k, want_k)
+    assert_same_bits("v_arena", v, want_v)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 63, 100])
 @pytest.mark.parametrize("shape", ARENAS, ids=str)
 def test_move_matches_reference(device: str, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> None:
     k, v = arenas(shape, dtype, device)
-    src, dst = (x.to(device) for x in moves("random", shape[0] * shape[1] * shape[2], count))
-    want_k, want_v = k.clone(), v.clone()
-    compact_kv_reference(want_k, want_v, src, dst)
-    compact_kv(k, v, src, dst)
-    assert_same_bits("k_arena", k, want_k)
-    assert_same_bits("v_arena", v, want_v)
+    check_moves(k, v, *(x.to(device) for x in moves("random", shape[0] * shape[1] * shape[2], count)))
 
 
 @pytest.mark.parametrize("width", [24, 576])
@@ -254,14 +259,11 @@ def test_order_of_programs_does_not_matter(
 
     k, v = arenas((2, 50, 3, 64), torch.bfloat16, triton_device)
     src, dst, _ = packing(sources, triton_device)
-    want_k, want_v = k.clone(), v.clone()
-    compact_kv_reference(want_k, want_v, src, dst)
     count = torch.arange(55, device=triton_device)
     at = {"forward": count, "backward": count.flip(0), "shuffled": count[torch.randperm(55)]}[order]
     monkeypatch.setattr(triton_impl, "ROW_BLOCK", row_block)
-    triton_impl.compact_kv_triton(k, v, src[at], dst[at], None, None, staging_bytes=limit)
-    assert_same_bits("k_arena", k, want_k)
-    assert_same_bits("v_arena", v, want_v)
+    staged = partial(triton_impl.compact_kv_triton, indptr=None, weights=None, staging_bytes=limit)
+    check_moves(k, v, src[at], dst[at], staged)
 
 
 def kinds(src: Tensor, dst: Tensor, arena: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -329,15 +331,11 @@ def test_few_rows_of_a_packed_prefix_go_through_the_temporary(triton_device: str
 def test_moves_to_more_token_slots_than_they_fill(triton_device: str) -> None:
     """Flags are as many as the moves; what has none counts as a source, and all arrives."""
     k, v = arenas((2, 60, 3, 16), torch.float16, triton_device)
-    want = (k.clone(), v.clone())
     dst = (3 * torch.randperm(60)[:30]).int().to(triton_device)  # a row of each of 30 token slots
     src = torch.cat([dst[:10].flip(0), dst[10:] + 1])
-    compact_kv_reference(*want, src, dst)
     hole, staged, _ = kinds(src, dst, k)
     assert not hole[torch.isin(dst, src)].any() and staged.any()
-    compact_kv(k, v, src, dst)
-    assert_same_bits("k_arena", k, want[0])
-    assert_same_bits("v_arena", v, want[1])
+    check_moves(k, v, src, dst)
 
 
 K = torch.zeros(1, 4, 2, 8)

@@ -106,6 +106,13 @@ class Store:
             both.append(Entries(numbers, encoded, mean, scale))
         return both
 
+    def recode(self, rows: Tensor, bits: int, runs: Tensor, places: Tensor) -> None:
+        """Rows get 4 bits, as the definition says."""
+        want = self.expected(rows, bits, runs)
+        recode_rows(self.k, self.v, rows, bits, runs, places, self.coding)
+        for is_v, expected in enumerate(want):
+            expected.check(self.read(is_v, places, 4))
+
 
 def runs_of(count: int, device: str) -> Tensor:
     return torch.randint(LAYERS * HEADS, (count,), dtype=torch.int32, device=device)
@@ -121,10 +128,8 @@ def test_rows_of_each_width_get_4_bits(device: str, dtype: torch.dtype, head_dim
     rows = store.written(49, bits, runs)
     order = torch.randperm(49, device=device)[:36]
     places, rows, runs = store.places(36, 4), rows[order], runs[order]
-    want, before = store.expected(rows, bits, runs), store.copies()
-    recode_rows(store.k, store.v, rows, bits, runs, places, store.coding)
-    for is_v, expected in enumerate(want):
-        expected.check(store.read(is_v, places, 4))
+    before = store.copies()
+    store.recode(rows, bits, runs, places)
     store.check_rest(before, places)
 
 
@@ -150,10 +155,7 @@ def test_rows_are_packed_into_the_head_slots_they_come_from(device: str) -> None
     cells = rows[torch.randperm(32, device=device)[:8]]
     places = (cells[:, None] * 4 + torch.arange(4, device=device)).int().flatten()
     places = places[torch.randperm(32, device=device)]
-    want = store.expected(rows, 16, runs)
-    recode_rows(store.k, store.v, rows, 16, runs, places, store.coding)
-    for is_v, expected in enumerate(want):
-        expected.check(store.read(is_v, places, 4))
+    store.recode(rows, 16, runs, places)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -236,10 +238,7 @@ def test_without_numba_torch_encodes(monkeypatch: pytest.MonkeyPatch, bits: int)
     store = Store("cpu", torch.bfloat16, 32)
     runs = runs_of(60, "cpu")
     rows, places = store.written(60, bits, runs), store.places(60, 4)
-    want = store.expected(rows, bits, runs)
-    recode_rows(store.k, store.v, rows, bits, runs, places, store.coding)
-    for is_v, expected in enumerate(want):
-        expected.check(store.read(is_v, places, 4))
+    store.recode(rows, bits, runs, places)
 
 
 def test_what_a_cpu_runs_is_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:

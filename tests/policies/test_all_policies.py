@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.decisions import decide
+from helpers.decisions import built, decide
 from helpers.own_policies import OWN_POLICIES
 from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError
@@ -53,10 +53,8 @@ def shows(prompt: Any) -> Callable[[int], LayerView]:
 
 
 def build(name: str, rule: str | None = None) -> Policy:
-    options = dict(WINDOWS.get(name, {}))
-    policy = build_policy(OWN_POLICIES.get(name, name), options if rule is None else {**options, "budget_rule": rule})
-    assert policy is not None
-    return policy
+    options = WINDOWS.get(name, {})
+    return built(OWN_POLICIES.get(name, name), **(options if rule is None else {**options, "budget_rule": rule}))
 
 
 def test_what_combines_and_what_is_refused() -> None:
@@ -137,9 +135,7 @@ def test_one_order_has_the_choice_at_the_budget_and_all_others_around_it(
     if has_ties:  # every token three times, and all values alike
         prompt.keys = [keys[torch.arange(60) // 3 * 3] for keys in prompt.keys]
         prompt.queries = [queries.round() for queries in prompt.queries]
-    windows = WINDOWS.get(name, {})
-    policy = build_policy(OWN_POLICIES.get(name, name), {**windows, **options})
-    assert policy is not None
+    policy = built(OWN_POLICIES.get(name, name), **{**WINDOWS.get(name, {}), **options})
     for slots, protected in ((4, 3), (13, 4), (29, 0), (56, 2)):
         total = slots * 9
         kept = choice_of_parts(policy, prompt, total, protected)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.decisions import built
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, build_policy, configured_policy, list_policies
@@ -72,8 +73,7 @@ def test_options_are_models_with_a_schema() -> None:
 
 
 def test_integers_are_numbers() -> None:
-    policy = build_policy("ada-snapkv", {"alpha": 1})
-    assert policy is not None and policy.allocator.heads.alpha == 1.0  # type: ignore[attr-defined]
+    assert built("ada-snapkv", alpha=1).allocator.heads.alpha == 1.0  # type: ignore[attr-defined]
 
 
 @pytest.fixture

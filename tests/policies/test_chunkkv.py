@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.decisions import built
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, RangeScores, build_policy
+from sgl_kvevict.policies import Policy, RangeScores
 from sgl_kvevict.policies.methods.chunkkv import ChunkKV, ChunkSelector
 
 Run = Callable[..., Any]
@@ -61,9 +62,7 @@ def one_head(from_weights: Run, keys: list[float], window: int) -> Any:
 
 
 def chunkkv(**options: Any) -> Policy:
-    policy = build_policy("chunkkv", options)
-    assert policy is not None
-    return policy
+    return built("chunkkv", **options)
 
 
 def test_softmax_scores(from_weights: Run, kept: Run) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.decisions import Decision, decide
+from helpers.decisions import Decision, built, decide
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.methods.d2o import NearestKeyMerger, mean_similarity, merge_plan, nearest_kept
@@ -89,8 +89,8 @@ def test_golden_trace() -> None:
 
 def test_merges_go_to_later_tokens_only() -> None:
     """10.18 in its own order (T = 1, N = 2, M = 1): 1 may join {2, 4, 5}, 3 may join {4, 5}."""
-    policy = build_policy("d2o", {"num_sink_tokens": 1, "recent_ratio": 0.34})
-    assert policy is not None and policy.num_sink_tokens == 1
+    policy = built("d2o", num_sink_tokens=1, recent_ratio=0.34)
+    assert policy.num_sink_tokens == 1
     seen = view_of(torch.tensor(GOLDEN_KEYS)[:, None], sums=torch.tensor([GOLDEN_SUMS]))
     decision = decide(policy, lambda _: seen, KVGeometry(1, 1, 1, 2, 6), 4, 0)
     assert decision.selection.indices.tolist() == [0, 2, 4, 5]

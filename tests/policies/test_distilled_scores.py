@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.statistics import normal
 from sgl_kvevict.policies import LayerView, Signal
 from sgl_kvevict.policies.methods.distilled import DistilledScorer, relative_norms
 
 HEADS, TOKENS, DIM = 2, 40, 8
 SCORER = DistilledScorer()
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def view(values: Tensor, **signals: Tensor) -> LayerView:

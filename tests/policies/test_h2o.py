@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvevict.policies import LayerView, RangeScores, Signal, build_policy
+from helpers.decisions import built
+from sgl_kvevict.policies import LayerView, RangeScores, Signal
 from sgl_kvevict.policies.selectors import HeavyHitterSelector
 
 Run = Callable[..., Any]
@@ -25,8 +26,8 @@ def test_split_into_heavy_hitters_and_recent(budget: int, ratio: float, recent: 
 
 
 def test_policy_keeps_heavy_hitters_and_recent(random_prompt: Run, kept: Run) -> None:
-    policy = build_policy("h2o", {})
-    assert policy is not None and policy.needs == {Signal.ACCUMULATED_ATTENTION} and policy.window_size == 0
+    policy = built("h2o")
+    assert policy.needs == {Signal.ACCUMULATED_ATTENTION} and policy.window_size == 0
     prompt = random_prompt()
     for layer, runs in enumerate(kept(prompt.run(policy, 9 * 20))):
         for sums, run in zip(prompt.show(layer).signals[Signal.ACCUMULATED_ATTENTION], runs, strict=True):
@@ -37,9 +38,7 @@ def test_policy_keeps_heavy_hitters_and_recent(random_prompt: Run, kept: Run) ->
 def test_normalised_by_the_queries_that_saw_a_token(random_prompt: Run) -> None:
     """kvpress' ObservedAttention: sums divided by n, n - 1, ..., here for a range that starts later."""
     prompt = random_prompt(start=10)
-    policy = build_policy("h2o", {"normalize": "queries", "recent_ratio": 0.0})
-    assert policy is not None
-    scores = policy.scorer.score(prompt.show(0)).values
+    scores = built("h2o", normalize="queries", recent_ratio=0.0).scorer.score(prompt.show(0)).values
     torch.testing.assert_close(scores, prompt.show(0).signals[Signal.ACCUMULATED_ATTENTION] / torch.arange(70, 8, -1))
 
 
@@ -47,7 +46,6 @@ def test_normalised_by_the_queries_that_saw_a_token(random_prompt: Run) -> None:
     ("num_tokens", "message"), [(None, "of layer 0, got none"), (71, r"\(3, 72\) of layer 0, got \(3, 71\)")]
 )
 def test_missing_sums_are_refused(random_prompt: Run, num_tokens: int | None, message: str) -> None:
-    policy = build_policy("h2o", {})
     prompt = random_prompt()
 
     def show(layer: int) -> LayerView:
@@ -56,6 +54,5 @@ def test_missing_sums_are_refused(random_prompt: Run, num_tokens: int | None, me
         signals = {} if num_tokens is None else {Signal.ACCUMULATED_ATTENTION: sums[:, :num_tokens]}
         return replace(view, signals=signals)
 
-    assert policy is not None
     with pytest.raises(ValueError, match=f"needs accumulated_attention {message}"):
-        policy.order(show, prompt.geometry, 90, 0)
+        built("h2o").order(show, prompt.geometry, 90, 0)

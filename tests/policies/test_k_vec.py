@@ -10,8 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from helpers.decisions import built
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, build_policy
+from sgl_kvevict.policies import Policy
 
 Run = Callable[..., Any]
 Array = NDArray[np.float64]
@@ -26,9 +27,7 @@ SMALL = {"base_window": 1, "extended_window": 2, "rescored_share": 0.5, "protect
 
 
 def k_vec(**options: Any) -> Policy:
-    policy = build_policy("k-vec", options)
-    assert policy is not None
-    return policy
+    return built("k-vec", **options)
 
 
 def prompt_of(from_weights: Run, layers: list[Array]) -> Any:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers.decisions import built
 from kvevict_kernels import radix_select
 from sgl_kvevict.config import Bits
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerView, Signal, build_policy
+from sgl_kvevict.policies import LayerView, Signal
 from sgl_kvevict.policies.order import LARGEST, PINNED, order_of
 from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.segments import Packed, Rows, Segment, Source, TokenRange, View
@@ -121,8 +122,7 @@ def test_order_and_choice_read_nothing_from_a_device(
     monkeypatch.setattr(radix_select, "top_mask", lambda keys, counts: torch.empty_like(keys, dtype=torch.bool))
     monkeypatch.setattr(radix_select, "kth_largest", lambda keys, counts: keys[:, 0])
     geometry = KVGeometry(4, 4, 2, 16, 101, windows=windows)
-    policy = build_policy(name, {})
-    assert policy is not None
+    policy = built(name)
     with FakeTensorMode():
         slots = torch.empty(100, dtype=torch.int64, device="meta")
         rows, attention = torch.empty(101, 2, 16, device="meta"), torch.empty(2, 100, device="meta")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.decisions import built
 from sgl_kvevict.config import parse_config, read_config_file
-from sgl_kvevict.policies import Policy, build_policy
+from sgl_kvevict.policies import Policy
 
 Run = Callable[..., Any]
 FOLDER = Path(__file__).parents[2] / "examples" / "papers"
@@ -20,9 +21,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "papers"
 def policy_of(paper: str, name: str | None = None, **options: Any) -> Policy:
     """The policy of a paper's configuration, or another one with its options; ``options`` win."""
     config = parse_config(read_config_file(FOLDER / f"{paper}.json"), paper)
-    policy = build_policy(name or config.policy, config.policy_options | options)
-    assert policy is not None
-    return policy
+    return built(name or config.policy, **(config.policy_options | options))
 
 
 def stored(prompt: Any, kept: Run, policy: Policy, budget: int) -> list[list[list[int]]]:

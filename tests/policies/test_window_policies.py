@@ -7,15 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies import Policy, build_policy
+from helpers.decisions import built
 
 Run = Callable[..., Any]
-
-
-def policy(name: str, **options: Any) -> Policy:
-    built = build_policy(name, options)
-    assert built is not None
-    return built
 
 
 def golden_prompt(make_prompt: Run, tail: int = 4) -> Any:
@@ -36,7 +30,7 @@ MEAN_POOL = [[4, 5, 12, 13, 14], [3, 4, 5, 6, 12, 13], [2, 3, 4, 11, 12, 13, 17]
 @pytest.mark.parametrize(("order", "expected"), [("pool-mean", POOL_MEAN), ("mean-pool", MEAN_POOL)])
 def test_golden_run_of_algorithm_2(make_prompt: Run, kept: Run, order: str, expected: list[list[int]]) -> None:
     prompt = golden_prompt(make_prompt)
-    ada = policy("ada-snapkv", window_size=4, kernel_size=3, order=order, safeguard="paper")
+    ada = built("ada-snapkv", window_size=4, kernel_size=3, order=order, safeguard="paper")
     decision = prompt.run(ada, 18)
     assert decision.selection.keep_lens.tolist() == [[5, 6, 7]]
     assert kept(decision) == [expected]
@@ -47,22 +41,22 @@ def test_golden_run_of_algorithm_2(make_prompt: Run, kept: Run, order: str, expe
 def test_golden_run_of_the_other_safeguards(make_prompt: Run, order: str) -> None:
     prompt = golden_prompt(make_prompt)
     options = {"window_size": 4, "kernel_size": 3, "order": order}
-    assert prompt.run(policy("ada-snapkv", **options), 18).selection.keep_lens.tolist() == [[1, 7, 10]]
-    free = policy("snapkv", budget_rule="all-heads", **options)
+    assert prompt.run(built("ada-snapkv", **options), 18).selection.keep_lens.tolist() == [[1, 7, 10]]
+    free = built("snapkv", budget_rule="all-heads", **options)
     assert prompt.run(free, 18).selection.keep_lens.tolist() == [[0, 7, 11]]
-    assert prompt.run(policy("snapkv", **options), 18).selection.keep_lens.tolist() == [[6, 6, 6]]
+    assert prompt.run(built("snapkv", **options), 18).selection.keep_lens.tolist() == [[6, 6, 6]]
 
 
 def test_window_inside_the_range_is_kept_and_paid_for(make_prompt: Run, kept: Run) -> None:
     """specs/ada_kv.md 9.18: with no tail the total is B = 30 and every head holds the window."""
     prompt = golden_prompt(make_prompt, tail=0)
-    ada = policy("ada-snapkv", window_size=4, kernel_size=3, safeguard="paper")
+    ada = built("ada-snapkv", window_size=4, kernel_size=3, safeguard="paper")
     decision = prompt.run(ada, 30)
     assert decision.selection.keep_lens.tolist() == [[9, 10, 11]]
     assert kept(decision) == [[[*run, 20, 21, 22, 23] for run in POOL_MEAN]]
     partly = golden_prompt(make_prompt, tail=2).run(ada, 24)
     assert all(run[-2:] == [20, 21] for run in kept(partly)[0])
-    loose = policy("snapkv", window_size=4, kernel_size=1, keep_window=False)
+    loose = built("snapkv", window_size=4, kernel_size=1, keep_window=False)
     assert any(run[-4:] != [20, 21, 22, 23] for run in kept(prompt.run(loose, 15))[0])
 
 
@@ -89,13 +83,13 @@ def test_pooling_order(from_weights: Run, kept: Run) -> None:
     expected = {"pool-mean": [0.25, 0.25, 0.40, 0.25, 0.25], "mean-pool": [0.25] * 5}
     for order, head_0 in expected.items():
         options = {"window_size": 2, "kernel_size": 3, "order": order, "budget_rule": "all-heads"}
-        chosen = policy("snapkv", **options)
+        chosen = built("snapkv", **options)
         scores = chosen.scorer.score(prompt.show(0))
         torch.testing.assert_close(scores.values[0], torch.tensor(head_0))
         torch.testing.assert_close(scores.values[1], torch.tensor([0.05, 0.05, 0.05, 0.55, 0.55]))
         decision = prompt.run(chosen, 6)
         assert decision.selection.keep_lens.tolist() == [[4, 2]]
-        assert (2 in kept(prompt.run(policy("snapkv", **{**options, "budget_rule": "uniform"}), 2))[0][0]) == (
+        assert (2 in kept(prompt.run(built("snapkv", **{**options, "budget_rule": "uniform"}), 2))[0][0]) == (
             order == "pool-mean"
         )
 
@@ -103,7 +97,7 @@ def test_pooling_order(from_weights: Run, kept: Run) -> None:
 def test_softmax_covers_the_window_too(from_weights: Run) -> None:
     """specs/ada_kv.md 9.15: a head that looks at the window mostly has little past mass and gets nothing."""
     prompt = window_prompt(from_weights, [[[0.02] * 5], [[0.50, 0.20, 0.10, 0.06, 0.04]]])
-    decision = prompt.run(policy("snapkv", window_size=1, kernel_size=1, budget_rule="all-heads"), 4)
+    decision = prompt.run(built("snapkv", window_size=1, kernel_size=1, budget_rule="all-heads"), 4)
     assert decision.selection.keep_lens.tolist() == [[0, 4]]
 
 
@@ -112,7 +106,7 @@ def test_the_peak_of_a_plateau_is_kept(from_weights: Run, kept: Run) -> None:
     row = [0.01] * 20
     row[10] = 0.5
     prompt = window_prompt(from_weights, [[row]])
-    snapkv = policy("snapkv", window_size=1, kernel_size=7)
+    snapkv = built("snapkv", window_size=1, kernel_size=7)
     assert kept(prompt.run(snapkv, 1)) == [[[10]]]
     assert kept(prompt.run(snapkv, 3)) == [[[7, 8, 10]]]
 
@@ -120,7 +114,7 @@ def test_the_peak_of_a_plateau_is_kept(from_weights: Run, kept: Run) -> None:
 def test_group_mean_of_query_heads(random_prompt: Run) -> None:
     """A KV head's score is the mean over its query heads of the true attention weights."""
     prompt = random_prompt(num_layers=1, group=3)
-    scores = policy("snapkv", window_size=8, kernel_size=1).scorer.score(prompt.show(0))
+    scores = built("snapkv", window_size=8, kernel_size=1).scorer.score(prompt.show(0))
     weights = prompt.weights(0)[0][:, -8:, : prompt.end]
     torch.testing.assert_close(scores.values, weights.mean(1).unflatten(0, (3, 3)).mean(1), rtol=1e-4, atol=1e-6)
 
@@ -143,7 +137,7 @@ def oracle(weights: Tensor, num_heads: int, total: int, protected: int) -> list[
 @pytest.mark.parametrize("seed", range(5))
 def test_ada_snapkv_equals_a_plain_oracle(random_prompt: Run, kept: Run, seed: int) -> None:
     prompt = random_prompt(seed, num_layers=2)
-    decision = prompt.run(policy("ada-snapkv", window_size=8, kernel_size=1), 2 * 3 * 20, protected=4)
+    decision = prompt.run(built("ada-snapkv", window_size=8, kernel_size=1), 2 * 3 * 20, protected=4)
     expected = [oracle(prompt.weights(layer)[0][:, -8:, : prompt.end], 3, 60, 4) for layer in range(2)]
     assert kept(decision) == expected
     assert prompt.shown == [0, 1]
@@ -152,11 +146,11 @@ def test_ada_snapkv_equals_a_plain_oracle(random_prompt: Run, kept: Run, seed: i
 def test_room_for_everything_keeps_everything(random_prompt: Run) -> None:
     """specs/ada_kv.md 9.19."""
     prompt = random_prompt()
-    decision = prompt.run(policy("ada-snapkv"), 72 * 9)
+    decision = prompt.run(built("ada-snapkv"), 72 * 9)
     assert torch.equal(decision.selection.indices, torch.arange(72, dtype=torch.int32).repeat(9))
 
 
 @pytest.mark.parametrize(("total", "protected"), [(72 * 9 + 1, 0), (35, 4), (-9, 0)])
 def test_impossible_totals_are_refused(random_prompt: Run, total: int, protected: int) -> None:
     with pytest.raises(ValueError, match="total must be between"):
-        random_prompt().run(policy("snapkv"), total, protected)
+        random_prompt().run(built("snapkv"), total, protected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from helpers.decisions import built
 from helpers.own_policies import OWN_POLICIES
 from helpers.packing import compress, resize
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
@@ -14,7 +15,6 @@ from sgl_kvevict.distill import CachedRange, ScoreWeights, with_learned_scores
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal
-from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.segments import Compressor, Segment, SegmentPacker
 from sgl_kvevict.segments.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 
@@ -30,9 +30,7 @@ def make(budget: float, windows: tuple[int, ...] = WINDOWS, **options: object) -
     geometry = KVGeometry(len(windows), 6, 3, 8, 200, windows=windows)
     shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
     config = KVEvictConfig(policy=KNORM, budget=budget, **options)
-    policy = build_policy(KNORM, {})
-    assert policy is not None
-    return Compressor(config, policy, SegmentPacker(geometry, torch.randn(shape), torch.randn(shape)))
+    return Compressor(config, built(KNORM), SegmentPacker(geometry, torch.randn(shape), torch.randn(shape)))
 
 
 def compressed(compressor: Compressor) -> tuple[Segment, Tensor]:
@@ -81,9 +79,7 @@ def test_full_layers_of_a_model_on_one_pool_keep_what_windows_do_not_need() -> N
     """gpt-oss, 24 layers of which every other one sees 128 tokens: within the budget, and 1.8 times as much of each."""
     geometry = KVGeometry(24, 16, 8, 4, 3001, windows=(128, 0) * 12)
     config = KVEvictConfig(policy=KNORM, budget=0.2)
-    policy = build_policy(KNORM, {})
-    assert policy is not None
-    compressor = Compressor(config, policy, SegmentPacker(geometry, *torch.randn(2, *geometry.arena_shape)))
+    compressor = Compressor(config, built(KNORM), SegmentPacker(geometry, *torch.randn(2, *geometry.arena_shape)))
     segment, _ = compress(compressor, torch.arange(3000), 0, CacheObservation())
     assert segment.num_slots == 600
     assert all(sum(map(len, positions(segment, layer))) == 127 * 8 for layer in range(0, 24, 2))

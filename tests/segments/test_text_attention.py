@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from helpers.references import accumulated_attention_reference
+from helpers.statistics import normal
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments import TextAttention
 
 NUM_TOKENS = 20
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=16, num_token_slots=60)
 SLOTS = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:NUM_TOKENS]
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 KEYS = [normal(layer, 60, 3, 16) for layer in range(2)]

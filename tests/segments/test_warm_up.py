@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.decisions import built
 from helpers.packing import compress, repack, resize
 from helpers.specialisations import recorded
 from helpers.statistics import random_coding
@@ -17,7 +18,6 @@ from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.segments import (
     Compressor,
     Segment,
@@ -46,10 +46,9 @@ def test_rows_of_few_bits_of_other_lengths() -> None:
     """From 16 bits to the least share, of prompts with and without sinks, cut and repacked on the way, and read."""
     geometry = replace(GEOMETRY, head_dim=32)
     config = KVEvictConfig(policy="snapkv")
-    policy = build_policy(config.policy, {})
-    assert policy is not None
     rows = torch.randn(2, *geometry.arena_shape).half()
-    compressor = Compressor(config, policy, SegmentPacker(geometry, *rows, coding=random_coding(geometry, rows[0])))
+    packer = SegmentPacker(geometry, *rows, coding=random_coding(geometry, rows[0]))
+    compressor = Compressor(config, built(config.policy), packer)
     with recorded() as warm:
         warm_up(compressor, torch.float16)
     with recorded() as served:
@@ -84,9 +83,7 @@ def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -
 def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
     """Odd and a multiple of 16, at odd slots; cut in the middle, and repacked."""
     config = KVEvictConfig(policy=policy_name, budget=0.3)
-    policy = build_policy(policy_name, {})
-    assert policy is not None
-    compressor = Compressor(config, policy, SegmentPacker(GEOMETRY, *arena(stored)))
+    compressor = Compressor(config, built(policy_name), SegmentPacker(GEOMETRY, *arena(stored)))
     with recorded() as warm:
         warm_up(compressor, torch.float16)
     with recorded() as served:
@@ -109,10 +106,8 @@ def test_a_pool_of_16_bits_under_a_model_in_float32(
 ) -> None:
     """Queries in float32 are observed beside rows of bfloat16, and rank, pack and shrink them."""
     monkeypatch.setattr("kvevict_kernels.dispatch.TRITON_DEVICES", devices)
-    policy = build_policy(policy_name, {})
-    assert policy is not None
     packer = SegmentPacker(GEOMETRY, *arena(torch.bfloat16))
-    warm_up(Compressor(KVEvictConfig(policy=policy_name, budget=0.3), policy, packer), torch.float32)
+    warm_up(Compressor(KVEvictConfig(policy=policy_name, budget=0.3), built(policy_name), packer), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from weakref import ref
 import pytest
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
+from helpers.documents import admitted
 from helpers.harness import Harness
 from sgl_kvevict.cache_report import CacheReport
 from sgl_kvevict.sglang_adapter.cache_details import after_details
@@ -33,9 +34,7 @@ def told(harness: Harness, req) -> CacheReport:
 
 def admit(harness: Harness, tokens: list[int], *, is_exact: bool = False):
     """A request that has found its prompt, counted as SGLang's batch does."""
-    req = harness.request(tokens)
-    harness.tree.prefixes.readers[req].is_exact = is_exact
-    assert harness.admit(req)
+    req = admitted(harness, tokens, is_exact=is_exact)
     req.cached_tokens = req.prefix_len
     return req
 

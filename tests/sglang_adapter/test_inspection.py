@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.documents import admitted
 from helpers.event_sockets import ipc_config
 from helpers.harness import WINDOWS, Harness
 from helpers.watched import DOCUMENT, WatchedHarness
@@ -85,9 +86,7 @@ def test_split_resize_drop_repack_and_flush_are_counted(harness, watched):
 
 
 def test_what_could_not_be_done_is_counted_by_its_reason(harness, watched, tmp_path):
-    first = harness.request(DOCUMENT)
-    harness.tree.prefixes.readers[first].is_exact = True
-    harness.admit(first)
+    first = admitted(harness, DOCUMENT, is_exact=True)
     harness.prefill(first, 30)
     harness.run([*DOCUMENT[:30], 8, 8])
     harness.prefill(first)

@@ -51,10 +51,15 @@ def prefill(scheduler: LongPromptScheduler, req) -> int:
     raise AssertionError("the prompt is not served")
 
 
-def cached(scheduler: LongPromptScheduler, tokens: list[int]):
-    """Serve a prompt to its end."""
+def prefilled(scheduler: LongPromptScheduler, tokens: list[int]):
     req = submit(scheduler, tokens)
     prefill(scheduler, req)
+    return req
+
+
+def cached(scheduler: LongPromptScheduler, tokens: list[int]):
+    """Serve a prompt to its end."""
+    req = prefilled(scheduler, tokens)
     scheduler.harness.finish(req)
     return req
 
@@ -94,8 +99,7 @@ def test_chunks_are_smaller_than_those_of_sglang(length):
 
 
 def test_a_prompt_that_fits_is_not_compressed(scheduler):
-    req = submit(scheduler, text(POOL - 7 - CHUNK))
-    prefill(scheduler, req)
+    req = prefilled(scheduler, text(POOL - 7 - CHUNK))
     assert len(scheduler.tree_cache.spans) == 0 and told(scheduler, req) is None
 
 
@@ -196,8 +200,7 @@ def test_one_that_is_stuck_is_aborted_with_an_error(scheduler, monkeypatch):
         scheduler.round()
     assert scheduler.aborted == [req] and "cannot be compressed any further" in req.discard_output_reason.message
     assert isinstance(req.finished_reason, FINISH_ABORT) and scheduler.tree_cache.protected_size() == 0
-    other = submit(scheduler, text(30, 3))
-    prefill(scheduler, other)
+    prefilled(scheduler, text(30, 3))
 
 
 def test_a_turn_that_tries_no_chunk_aborts_nobody(scheduler):
@@ -232,16 +235,14 @@ def test_chunks_of_one_that_stops_in_the_middle_are_found_again(scheduler, ends)
 def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out(scheduler):
     tokens = text(4 * POOL)
     cached(scheduler, tokens[:140])
-    long = submit(scheduler, tokens)
-    prefill(scheduler, long)
+    long = prefilled(scheduler, tokens)
     assert scheduler.found[long] == 140
 
 
 def test_beside_readers_of_a_prefix_of_old_weights_that_begins_like_it_it_is_computed_anew():
     scheduler = serve(prefill_budget=0.5)
     tokens = text(4 * POOL)
-    reader = submit(scheduler, tokens[:80])
-    prefill(scheduler, reader)
+    reader = prefilled(scheduler, tokens[:80])
     scheduler.tree_cache.forget_compressed()
     long = submit(scheduler, tokens)
     for _ in range(3):
@@ -254,8 +255,7 @@ def test_beside_readers_of_a_prefix_of_old_weights_that_begins_like_it_it_is_com
 def test_branching_off_inside_one_finds_its_compressed_tokens(scheduler):
     tokens = text(4 * POOL)
     cached(scheduler, tokens)
-    branch = submit(scheduler, [*tokens[: 2 * POOL + 3], 1, 2, 3])
-    prefill(scheduler, branch)
+    branch = prefilled(scheduler, [*tokens[: 2 * POOL + 3], 1, 2, 3])
     assert scheduler.found[branch] == 2 * POOL + 3
 
 
@@ -263,10 +263,8 @@ def test_a_branch_that_ends_where_the_other_does_reads_its_own_segment():
     """Both have five spans up to token 100, of which they share the first: a prefill checks what it reads."""
     scheduler = serve(pool=1000, prefill_budget=0.5)
     tokens = text(101)
-    first = submit(scheduler, tokens)
-    prefill(scheduler, first)
-    branch = submit(scheduler, tokens[:CHUNK] + [10 - token for token in text(81, 3)])
-    prefill(scheduler, branch)
+    prefilled(scheduler, tokens)
+    branch = prefilled(scheduler, tokens[:CHUNK] + [10 - token for token in text(81, 3)])
     assert scheduler.found[branch] == CHUNK
 
 
@@ -312,8 +310,7 @@ def test_prompts_that_are_never_cached_are_served_beside_others_and_leave_nothin
         harness.finish(req)
     assert not scheduler.aborted and not any(harness.tree.guard.errors.values())
     assert harness.allocator.available_size() + harness.tree.evictable_size() == POOL
-    again = submit(scheduler, text(2 * POOL))
-    prefill(scheduler, again)
+    prefilled(scheduler, text(2 * POOL))
 
 
 def test_tokens_with_log_probabilities_stay_out_of_the_cache_until_the_prompt_is_complete(scheduler):
@@ -396,8 +393,7 @@ def test_what_others_read_of_such_a_segment_stays():
     scheduler = serve(chunk=1000)
     document = text(140)
     cached(scheduler, document)
-    reader = submit(scheduler, [*document, 3])
-    prefill(scheduler, reader)
+    reader = prefilled(scheduler, [*document, 3])
     waiting = submit(scheduler, document[:10] + [10 - token for token in text(141, 5)])
     for _ in range(3):
         assert scheduler.round() == []

@@ -48,34 +48,31 @@ def found(harness, tokens) -> int:
     return num_tokens
 
 
-@pytest.mark.parametrize("policy", [{}, {"options": {"policy": None}}], ids=["compressed", "none"])
-@pytest.mark.parametrize(("seconds", "expected"), [(None, 0), (600, 20)])
-def test_it_is_found_after_a_burst_of_four_times_the_pool(policy, seconds, expected):
-    harness = cache(**policy)
+@pytest.mark.parametrize(
+    ("options", "seconds", "expected"),
+    [
+        *((options, *found) for options in ({}, {"policy": None}) for found in ((None, 0), (600, 20))),
+        ({"eviction_policy": "fifo"}, 600, 0),  # an order of SGLang is followed as ever
+    ],
+)
+def test_it_is_found_after_a_burst_of_four_times_the_pool(options, seconds, expected):
+    harness = cache(options=options)
     ask(harness, document(1), seconds)
     burst(harness)
     assert min(found(harness, document(1)), 20) == expected
 
 
-@pytest.mark.parametrize(("again", "expected"), [(None, 0), (1, 0), (600, 20)])
-def test_its_time_ends_unless_a_request_with_retain_finds_it(clock, again, expected):
+@pytest.mark.parametrize(("seconds", "again", "expected"), [(60, None, 0), (60, 1, 0), (60, 600, 20), (600, 1, 20)])
+def test_its_time_ends_unless_a_request_with_retain_finds_it(clock, seconds, again, expected):
+    """A shorter time leaves a longer one as it is."""
     harness = cache()
-    ask(harness, document(1), 60)
+    ask(harness, document(1), seconds)
     burst(harness)
     clock.now += 59
     ask(harness, document(1), again)
     clock.now += 2
     burst(harness, 200)
     assert found(harness, document(1)) == expected
-
-
-def test_a_shorter_time_leaves_a_longer_one_as_it_is(clock):
-    harness = cache()
-    ask(harness, document(1), 600)
-    ask(harness, document(1), 1)
-    clock.now += 2
-    burst(harness)
-    assert found(harness, document(1)) == 20
 
 
 def test_when_its_time_has_come_it_goes_like_what_was_used_then(clock):
@@ -127,13 +124,6 @@ def test_what_is_retained_later_stays_longer_than_what_waits_for_nobody():
     burst(harness, 50)
     staying = [number for number in range(1, 41) if nodes_of(harness, number)]
     assert len(staying) >= 10
-
-
-def test_an_order_of_sglang_is_followed_as_ever():
-    harness = cache(options={"eviction_policy": "fifo"})
-    ask(harness, document(1), 600)
-    burst(harness)
-    assert found(harness, document(1)) == 0
 
 
 def test_a_request_that_is_retracted_retains_again():

@@ -26,10 +26,24 @@ def run(harness, req):
     return found
 
 
-def test_a_prompt_is_compressed_with_its_last_sample_and_counted_once():
-    harness = make_harness()
+def begun(**fields):
+    """A cache in which SGLang's request of no token was prefilled, for samples that come later."""
+    harness = make_harness(**fields)
     assert run(harness, ask(harness, num_new=0)) == 0 and not ranges(harness)
-    samples = []
+    return harness
+
+
+def one_of_three(**fields):
+    """The same, and the first sample."""
+    harness = begun(**fields)
+    sample = ask(harness)
+    run(harness, sample)
+    assert not ranges(harness)
+    return harness, sample
+
+
+def test_a_prompt_is_compressed_with_its_last_sample_and_counted_once():
+    harness, samples = begun(), []
     for _ in range(3):  # one after the other, as they come
         assert not ranges(harness)
         samples.append(ask(harness))
@@ -91,41 +105,28 @@ def test_two_clients_samples_of_one_prompt_are_counted_together():
 
 def test_samples_that_do_not_come_are_not_waited_for():
     """A client that hangs up aborts those that run; those that SGLang has not admitted are never seen."""
-    harness = make_harness()
-    run(harness, ask(harness, num_new=0))
-    sample = ask(harness)
-    run(harness, sample)
-    assert not ranges(harness)
+    harness, sample = one_of_three()
     harness.abort(sample)
     assert ranges(harness) == COMPRESSED
 
 
 def test_a_prompt_that_waits_for_samples_shrinks_when_slots_are_short():
-    harness = make_harness(num_slots=60)
-    run(harness, ask(harness, num_new=0))
-    sample = ask(harness)
-    run(harness, sample)
-    assert not ranges(harness)
+    harness, sample = one_of_three(num_slots=60)
     assert harness.run(document(1, 40)[:30]) is not None
     assert (0, 39) in ranges(harness) and sample in harness.live
 
 
 def test_a_retracted_sample_is_counted_once():
-    harness = make_harness()
-    run(harness, ask(harness, num_new=0))
-    samples = [ask(harness) for _ in range(3)]
-    run(harness, samples[0])
-    harness.retract(samples[0])
-    run(harness, samples[1])
+    harness, first = one_of_three()
+    harness.retract(first)
+    run(harness, ask(harness))
     assert not ranges(harness)
-    run(harness, samples[2])
+    run(harness, ask(harness))
     assert ranges(harness) == COMPRESSED
 
 
 def test_the_node_of_a_prompt_that_waits_may_be_split():
-    harness = make_harness()
-    run(harness, ask(harness, num_new=0))
-    run(harness, ask(harness))
+    harness, _ = one_of_three()
     other = harness.run([*DOCUMENT[:39], 7, 8, 9])
     assert other is not None
     for _ in range(2):

@@ -317,10 +317,8 @@ def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatc
     def fail(*_args):
         raise StoreError("unreachable")
 
-    monkeypatch.setattr(server.segments.backend, "get", fail)
-    monkeypatch.setattr(server.segments.backend, "get_many", fail)
-    monkeypatch.setattr(server.segments.backend, "put", fail)
-    monkeypatch.setattr(server.segments.backend, "exists", fail)
+    for method in ("get", "get_many", "put", "exists"):
+        monkeypatch.setattr(server.segments.backend, method, fail)
     assert server.serve(DOCUMENT) == 0
     assert (server.prefixes.totals.failed_loads, server.prefixes.totals.not_stored) == (1, 1)
     assert "a prefix was not stored" in caplog.text and "unreachable" in caplog.text

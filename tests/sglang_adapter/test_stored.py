@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from helpers.documents import ranges, reading
 from helpers.harness import WINDOWS, Harness
 from helpers.harness_store import adoption, exported
 from sgl_kvevict.config import KVEvictConfig
@@ -16,16 +17,19 @@ DOCUMENT = [i * 7 % 11 for i in range(60)]
 TURN = [*DOCUMENT, *(i * 5 % 11 for i in range(40))]
 
 
-def spans(harness):
-    return sorted((s.start, s.end) for s in harness.tree.spans.values())
-
-
 def stored(prompts, extra_key=None, **kind):
     """Segments that a server makes of prompts."""
     harness = Harness(**kind)
     for prompt in prompts:
         harness.finish(harness.run(prompt, extra_key))
     return exported(harness, extra_key)
+
+
+def adopted(harness, record, namespace=(None, None), rest=()):
+    """How much of a segment comes into a tree, which is sound afterwards."""
+    num_tokens = adoption(harness).adopt(record, namespace, rest)
+    harness.check()
+    return num_tokens
 
 
 def assert_found(harness, prompt, prefix_len, extra_key=None):
@@ -42,10 +46,9 @@ def test_a_segment_comes_back_into_another_pool(windows):
     (record,) = stored([DOCUMENT], windows=windows)
     harness = Harness(num_slots=90, windows=windows)
     harness.finish(harness.run([9, 9, 9]))  # so that slots are others
-    assert adoption(harness).adopt(record, (None, None))
-    harness.check()
+    assert adopted(harness, record)
     end = 56 if windows else 60  # what cannot be split ends before the tail
-    assert spans(harness) == [(0, end)]
+    assert ranges(harness) == [(0, end)]
     assert cache_state(harness.tree)["span_slots"] == math.ceil(0.3 * end) and harness.tree.protected_size() == 0
     assert_found(harness, [*DOCUMENT[:end], 10, 10, 10], end)
     again = exported(harness)[0]
@@ -58,21 +61,19 @@ def test_a_segment_comes_back_into_another_pool(windows):
 
 def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning(harness):
     (record,) = stored([DOCUMENT])
-    adoption(harness).adopt(record, (None, None))
+    adopted(harness, record)
     assert_found(harness, [*DOCUMENT[:30], *[9] * 20], 30)
-    assert spans(harness)[:2] == [(0, 30), (30, 50)]
+    assert ranges(harness)[:2] == [(0, 30), (30, 50)]
 
 
 def test_turns_come_back_one_after_the_other():
     records = stored([DOCUMENT, TURN], num_slots=240)
     assert [(record.start, record.end) for record in records] == [(0, 60), (60, 100)]
     harness = Harness(num_slots=240)
-    assert not adoption(harness).adopt(records[1], (None, None))  # what comes before it is not there
-    harness.check()
+    assert not adopted(harness, records[1])  # what comes before it is not there
     assert cache_state(harness.tree)["free_slots"] == 240
     for record in records:
-        assert adoption(harness).adopt(record, (None, None))
-        harness.check()
+        assert adopted(harness, record)
     assert_found(harness, [*TURN, 10, 10], 100)
 
 
@@ -80,10 +81,9 @@ def test_uncompressed_nodes_give_way_under_their_readers():
     (record,) = stored([DOCUMENT])
     harness = Harness(num_slots=240, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
     reader = harness.run(DOCUMENT[:20])
-    assert spans(harness) == []
-    assert adoption(harness).adopt(record, (None, None))
-    harness.check()
-    assert spans(harness) == [(0, 20), (20, 60)]
+    assert ranges(harness) == []
+    assert adopted(harness, record)
+    assert ranges(harness) == [(0, 20), (20, 60)]
     harness.decode(reader)
     harness.finish(reader)
     assert_found(harness, [*DOCUMENT, 10], 60)
@@ -102,12 +102,11 @@ def test_what_cannot_be_cut_takes_no_place_where_others_would_read_its_beginning
     if who != "a reader":
         harness.finish(reader)
     free = harness.allocator.available_size()
-    assert adoption(harness).adopt(record, (None, None)) == (56 if who == "nobody" else 0)
-    harness.check()
+    assert adopted(harness, record) == (56 if who == "nobody" else 0)
     if who == "nobody":
         assert_found(harness, [*DOCUMENT[:56], 10], 56)
         return
-    assert harness.allocator.available_size() == free and spans(harness) == []
+    assert harness.allocator.available_size() == free and ranges(harness) == []
     if who == "a branch":
         assert_found(harness, [*DOCUMENT[:20], *[9] * 5, 10], 25)
     else:
@@ -118,14 +117,10 @@ def test_what_cannot_be_cut_takes_no_place_where_others_would_read_its_beginning
 def test_who_reads_exactly_is_left_alone():
     (record,) = stored([DOCUMENT])
     harness = Harness(num_slots=240, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
-    reader = harness.request(DOCUMENT[:20])
-    harness.tree.prefixes.readers[reader].is_exact = True
-    harness.admit(reader)
-    harness.prefill(reader)
+    reader = reading(harness, DOCUMENT[:20])
     free = harness.allocator.available_size()
-    assert not adoption(harness).adopt(record, (None, None))
-    harness.check()
-    assert harness.allocator.available_size() == free and spans(harness) == []
+    assert not adopted(harness, record)
+    assert harness.allocator.available_size() == free and ranges(harness) == []
     harness.decode(reader)
     harness.finish(reader)
 
@@ -134,8 +129,7 @@ def test_nothing_changes_where_the_tree_has_all_of_it(harness):
     (record,) = stored([DOCUMENT])
     harness.finish(harness.run(DOCUMENT))
     free = harness.allocator.available_size()
-    assert not adoption(harness).adopt(record, (None, None))
-    harness.check()
+    assert not adopted(harness, record)
     assert harness.allocator.available_size() == free
 
 
@@ -143,19 +137,17 @@ def test_others_give_way_as_for_any_insertion():
     (record,) = stored([DOCUMENT])
     harness = Harness(num_slots=30)
     harness.finish(harness.run([9] * 5 + [8] * 20))
-    assert adoption(harness).adopt(record, (None, None))
-    harness.check()
-    assert (0, 60) in spans(harness)
+    assert adopted(harness, record)
+    assert (0, 60) in ranges(harness)
     full = Harness(num_slots=24, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
     reader = full.run([9] * 5 + [8] * 5)
-    assert not adoption(full).adopt(record, (None, None))
-    full.check()
+    assert not adopted(full, record)
     full.finish(reader)
 
 
 def test_namespaces_stay_apart(harness):
     (record,) = stored([DOCUMENT], "tenant")
-    assert adoption(harness).adopt(record, ("tenant", None))
+    assert adopted(harness, record, ("tenant", None))
     assert_found(harness, [*DOCUMENT, 10], 60, "tenant")
     assert_found(harness, [*DOCUMENT, 10], 0)
 
@@ -166,18 +158,16 @@ def test_a_segment_finds_its_place_among_keys_of_pairs():
     assert (record.end, record.tokens.tolist()) == (59, DOCUMENT[:59])
     for rest, prefix_len in ((DOCUMENT[59:], 59), ([], 58)):
         harness = Harness(keys_are_pairs=True)
-        assert adoption(harness).adopt(record, (None, None), rest) == 59
-        assert adoption(harness).adopt(record, (None, None), rest) == 0
-        harness.check()
+        assert adopted(harness, record, rest=rest) == 59 and adopted(harness, record, rest=rest) == 0
         assert_found(harness, [*DOCUMENT, 10, 10], prefix_len)
     plain = Harness()
-    assert adoption(plain).adopt(record, (None, None)) == 59  # of a server whose keys are tokens
+    assert adopted(plain, record) == 59  # of a server whose keys are tokens
     assert_found(plain, [*DOCUMENT[:59], 10], 59)
 
 
 def test_an_adopted_segment_is_shrunk_and_dropped_like_any_other(harness):
     (record,) = stored([DOCUMENT])
-    adoption(harness).adopt(record, (None, None))
+    adopted(harness, record)
     while harness.evict(1):
         pass
-    assert spans(harness) == [] and harness.allocator.available_size() == harness.num_slots
+    assert ranges(harness) == [] and harness.allocator.available_size() == harness.num_slots

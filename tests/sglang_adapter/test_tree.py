@@ -6,6 +6,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from helpers.documents import admitted, ranges, reading
 from helpers.harness import WINDOWS, Harness
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -14,13 +15,9 @@ from sgl_kvevict.sglang_adapter.span_component import FULL
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
-def spans(harness):
-    return sorted((s.start, s.end) for s in harness.tree.spans.values())
-
-
 def test_prompt_is_compressed_and_takes_exactly_its_budget(harness):
     req = harness.run(DOCUMENT)
-    assert spans(harness) == [(0, 60)]
+    assert ranges(harness) == [(0, 60)]
     assert cache_state(harness.tree)["span_slots"] == 18  # 0.3 * 60
     assert harness.tree.protected_size() == 6  # what it can be shrunk into
     harness.decode(req)
@@ -39,18 +36,19 @@ def test_sharers_read_one_copy(harness):
     assert cache_state(harness.tree)["max_sharers"] == 5
 
 
-def test_first_position_after_a_compressed_prefix_is_logical(harness):
+@pytest.mark.parametrize("windows", [(), WINDOWS])
+def test_first_position_after_a_compressed_prefix_is_logical(windows):
+    """Also after one that cannot be split, which is shared whole."""
+    harness = Harness(num_slots=240, windows=windows)
     harness.finish(harness.run(DOCUMENT))
-    req = harness.request([*DOCUMENT, 3])
-    harness.admit(req)
-    assert req.prefix_len == 60
+    assert admitted(harness, [*DOCUMENT, 3]).prefix_len == 60
 
 
 def test_divergence_inside_a_span_splits_it_without_copying(harness):
     harness.finish(harness.run(DOCUMENT))
     free = harness.allocator.available_size()
     other = harness.run(DOCUMENT[:2] + [9] * 30)
-    assert spans(harness) == [(0, 2), (2, 32), (2, 60)]
+    assert ranges(harness) == [(0, 2), (2, 32), (2, 60)]
     assert cache_state(harness.tree)["segments"] == 2
     harness.finish(other)
     again = harness.run([*DOCUMENT, 4])
@@ -65,7 +63,7 @@ def test_dropping_the_lower_half_gives_its_slots_back(harness):
     released = harness.evict(1)
     while released and len(harness.tree.spans) == 2:
         released = harness.evict(1)
-    assert spans(harness) == [(0, 10)]
+    assert ranges(harness) == [(0, 10)]
     assert cache_state(harness.tree)["span_slots"] <= 10
     assert harness.allocator.available_size() > before
     harness.decode(header)  # still reads the same contents after the repack
@@ -87,7 +85,7 @@ def test_range_read_by_others_is_compressed_when_the_last_lets_go():
     for req in twins:
         harness.finish(req)
     assert cache_state(harness.tree)["pending_ranges"] == 0
-    assert spans(harness)[0][0] == 0 and max(end for _, end in spans(harness)) >= 56
+    assert ranges(harness)[0][0] == 0 and max(end for _, end in ranges(harness)) >= 56
 
 
 def test_a_request_in_the_middle_of_its_prefill_moves_along():
@@ -96,9 +94,9 @@ def test_a_request_in_the_middle_of_its_prefill_moves_along():
     harness.admit(first)
     harness.prefill(first, 30)
     second = harness.run([*DOCUMENT[:30], 8, 8])  # reads the 30 tokens that the first has inserted so far
-    assert spans(harness) == [(0, 30), (30, 32)]
+    assert ranges(harness) == [(0, 30), (30, 32)]
     harness.prefill(first)
-    assert spans(harness) == [(0, 30), (30, 32), (30, 60)]
+    assert ranges(harness) == [(0, 30), (30, 32), (30, 60)]
     assert cache_state(harness.tree) | {"segments": 2, "pending_ranges": 0} == cache_state(harness.tree)
     for req in (first, second):
         harness.decode(req)
@@ -109,15 +107,12 @@ def test_a_request_that_was_admitted_but_not_begun_moves_along():
     harness = Harness(num_slots=240)
     harness.finish(harness.run([*DOCUMENT, 1, 2]))
     harness.tree.forget_compressed()
-    exact = harness.request(DOCUMENT)
-    harness.tree.prefixes.readers[exact].is_exact = True
-    harness.admit(exact)
-    harness.prefill(exact)
+    exact = reading(harness, DOCUMENT)
     waiting = harness.request([*DOCUMENT, 3])
     harness.admit(waiting)
-    assert spans(harness) == [] and waiting.prefix_len == 60
+    assert ranges(harness) == [] and waiting.prefix_len == 60
     harness.finish(exact)
-    assert spans(harness) == [(0, 60)]
+    assert ranges(harness) == [(0, 60)]
     harness.prefill(waiting)
     harness.decode(waiting)
 
@@ -126,32 +121,26 @@ def test_a_request_that_reads_exactly_finds_and_leaves_nothing_compressed():
     harness = Harness(num_slots=400)
     harness.finish(harness.run(DOCUMENT))
     nodes = len(list(harness.tree.nodes()))
-    exact = harness.request([*DOCUMENT, 1, 2, 3])
-    harness.tree.prefixes.readers[exact].is_exact = True
-    assert harness.admit(exact) and exact.prefix_len == 0
+    exact = admitted(harness, [*DOCUMENT, 1, 2, 3], is_exact=True)
+    assert exact.prefix_len == 0
     harness.prefill(exact, 20)
     harness.prefill(exact)
     harness.decode(exact)  # the harness checks that it reads no span
     assert len(list(harness.tree.nodes())) == nodes
     harness.finish(exact)
-    assert len(list(harness.tree.nodes())) == nodes and spans(harness) == [(0, 60)]
+    assert len(list(harness.tree.nodes())) == nodes and ranges(harness) == [(0, 60)]
 
 
 def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
     harness = Harness(num_slots=400)
-    exact = harness.request(DOCUMENT)
-    harness.tree.prefixes.readers[exact].is_exact = True
-    harness.admit(exact)
-    harness.prefill(exact)
-    other = harness.request([*DOCUMENT, 1])
-    harness.tree.prefixes.readers[other].is_exact = True
-    assert harness.admit(other) and other.prefix_len == 60
-    harness.prefill(other)
+    exact = reading(harness, DOCUMENT)
+    other = admitted(harness, [*DOCUMENT, 1], is_exact=True)
+    assert other.prefix_len == 60 and harness.prefill(other)
     harness.finish(exact)
-    assert spans(harness) == []
+    assert ranges(harness) == []
     harness.decode(other)
     harness.finish(other)
-    assert spans(harness) == [(0, 60)]
+    assert ranges(harness) == [(0, 60)]
 
 
 def test_chunked_prefill_compresses_once_at_the_end(harness):
@@ -166,7 +155,7 @@ def test_max_new_tokens_zero_still_compresses(harness):
     req.sampling_params.max_new_tokens = 1
     harness.admit(req)
     harness.prefill(req)
-    assert not harness.live and spans(harness) == [(0, 60)]
+    assert not harness.live and ranges(harness) == [(0, 60)]
 
 
 def test_next_turn_compresses_the_answer_of_the_last(harness):
@@ -176,7 +165,7 @@ def test_next_turn_compresses_the_answer_of_the_last(harness):
     answer = list(first.output_ids)
     harness.finish(first)
     second = harness.run(DOCUMENT + answer[:-1] + [9] * 10)
-    assert max(end for _, end in spans(harness)) == 60 + 5 + 10
+    assert max(end for _, end in ranges(harness)) == 60 + 5 + 10
     harness.decode(second)
 
 
@@ -207,33 +196,27 @@ class TestUnsplittable:
     def harness(self):
         return Harness(num_slots=240, windows=WINDOWS)
 
-    def test_whole_span_is_shared(self, harness):
-        harness.finish(harness.run(DOCUMENT))
-        req = harness.request([*DOCUMENT, 7])
-        harness.admit(req)
-        assert req.prefix_len == 60
-
     def test_match_stops_before_a_divergence(self, harness):
         harness.finish(harness.run(DOCUMENT))
         key = RadixKey(harness.request(DOCUMENT[:20]).origin_input_ids)
         assert harness.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len == 0
-        assert spans(harness) == [(0, 56)]
+        assert ranges(harness) == [(0, 56)]
 
     def test_unread_span_gives_way(self, harness):
         harness.finish(harness.run(DOCUMENT))
         req = harness.run(DOCUMENT[:20] + [9] * 20)
-        assert spans(harness) == [(0, 36)]
+        assert ranges(harness) == [(0, 36)]
         assert harness.tree.components[FULL]._order._levels == [0.0]  # slots were not short: nothing else is worth less
         harness.finish(req)
 
     def test_prompt_is_not_cached_while_the_span_is_read(self, harness):
         reader = harness.run(DOCUMENT)
         req = harness.run(DOCUMENT[:20] + [9] * 20)
-        assert spans(harness) == [(0, 56)] and req.kv.cache_protected_len == 0
+        assert ranges(harness) == [(0, 56)] and req.kv.cache_protected_len == 0
         harness.decode(req)
         harness.finish(req)
         harness.finish(reader)
-        assert spans(harness) == [(0, 56)]
+        assert ranges(harness) == [(0, 56)]
 
     def test_who_reads_the_beginning_goes_on_reading_all_of_it(self):
         """A request generates behind a prompt that another one goes on from: its part is a segment of its own."""
@@ -241,7 +224,7 @@ class TestUnsplittable:
         harness = Harness(num_slots=240, config=config, windows=WINDOWS)
         reader = harness.run(DOCUMENT[:20])
         harness.finish(harness.run(DOCUMENT))
-        assert spans(harness) == [(0, 20), (20, 56)]
+        assert ranges(harness) == [(0, 20), (20, 56)]
         owned = {span.segment for span in harness.tree.spans.values()}
         assert sorted((segment.start, segment.end) for segment in owned) == [(0, 20), (20, 56)]
         harness.decode(reader)

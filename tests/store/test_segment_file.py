@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from helpers.stored import SHADOW, assert_same, completed, identity, record, sealed, tokens, with_rows
+from helpers.stored import SHADOW, assert_same, completed, identity, record, sealed, tokens, with_header, with_rows
 from kvevict_kernels.row_sizes import row_bytes
 from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow, CopiedSinks
 from sgl_kvevict.errors import CorruptSegmentError
@@ -156,28 +156,6 @@ def test_one_rank_may_have_no_evicted_entries():
     assert ours.after(20).evicted.positions.numel() == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"positions": COMPLETE.evicted.positions.long()}, "evicted.positions: got torch.int64"),
-        ({"positions": COMPLETE.evicted.positions.flip(0)}, "evicted.positions: expected ascending"),
-        ({"positions": COMPLETE.evicted.positions + 30}, "evicted.positions: expected all in"),
-        ({"keep_lens": COMPLETE.evicted.keep_lens + 10}, "evicted.keep_lens: expected lengths from 0 to 40"),
-        ({"keep_lens": COMPLETE.evicted.keep_lens - 1}, "evicted.keep_lens: sums to"),
-        ({"k": COMPLETE.evicted.k[:9]}, "evicted.k: got"),
-        ({"v": None}, "tensors: got"),
-        ({"k": COMPLETE.evicted.k.byte()}, "evicted.[kv]: got torch.uint8"),
-        ({"order": None}, "tensors: got"),
-        ({"order": COMPLETE.evicted.order[:9]}, r"evicted\.order: got"),
-        ({"order": COMPLETE.evicted.order.int()}, r"evicted\.order: got"),
-    ],
-)
-def test_evicted_entries_that_do_not_fit_together_are_refused(changes, what):
-    ours = dataclasses.replace(COMPLETE, evicted=dataclasses.replace(COMPLETE.evicted, **changes))
-    with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(encode_segment(ours), ours.key, OWN)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_rows_of_a_draft_model_are_read_by_servers_with_that_model(dtype):
     """Another server reads the segment without them."""
@@ -278,41 +256,57 @@ def test_a_segment_under_another_name_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("part", "changes", "what"),
     [
-        ({"tokens": RECORD.tokens[:-1]}, "tokens: got"),
-        ({"splittable": 1}, "splittable"),
-        ({"identity": "ab"}, 'identity: got "ab"'),
-        ({"tokens": RECORD.tokens.int()}, "tokens: got torch.int32"),
+        (None, {"tokens": RECORD.tokens[:-1]}, "tokens: got"),
+        (None, {"splittable": 1}, "splittable"),
+        (None, {"identity": "ab"}, 'identity: got "ab"'),
+        (None, {"tokens": RECORD.tokens.int()}, "tokens: got torch.int32"),
+        *(
+            ("kept", *case)
+            for case in (
+                ({"positions": POSITIONS.long()}, "positions: got torch.int64"),
+                ({"positions": POSITIONS[:-1]}, "got"),
+                ({"positions": POSITIONS.flip(0)}, "ascending"),
+                ({"positions": POSITIONS + 30}, "positions: expected all in"),
+                ({"positions": POSITIONS - 30}, "positions: expected all in"),
+                ({"keep_lens": torch.tensor([[3, 4], [5, 7]], dtype=torch.int32)}, "sums to 19"),
+                ({"keep_lens": torch.tensor([[-1, 8], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
+                ({"keep_lens": torch.tensor([[41, 4], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
+                ({"keep_lens": torch.tensor([3, 4, 5, 6], dtype=torch.int32)}, "keep_lens: got"),
+                ({"keep_lens": torch.empty(0, 2, dtype=torch.int32)}, "keep_lens: got"),
+                ({"k": K.double()}, "[kv]: got"),
+                ({"v": V.half()}, "[kv]: got"),
+                ({"v": V[:, :2]}, "v: got"),
+                ({"order": RECORD.kept.rows.order[:3]}, "order: got"),
+            )
+        ),
+        *(
+            ("evicted", *case)
+            for case in (
+                ({"positions": COMPLETE.evicted.positions.long()}, "evicted.positions: got torch.int64"),
+                ({"positions": COMPLETE.evicted.positions.flip(0)}, "evicted.positions: expected ascending"),
+                ({"positions": COMPLETE.evicted.positions + 30}, "evicted.positions: expected all in"),
+                ({"keep_lens": COMPLETE.evicted.keep_lens + 10}, "evicted.keep_lens: expected lengths from 0 to 40"),
+                ({"keep_lens": COMPLETE.evicted.keep_lens - 1}, "evicted.keep_lens: sums to"),
+                ({"k": COMPLETE.evicted.k[:9]}, "evicted.k: got"),
+                ({"v": None}, "tensors: got"),
+                ({"k": COMPLETE.evicted.k.byte()}, "evicted.[kv]: got torch.uint8"),
+                ({"order": None}, "tensors: got"),
+                ({"order": COMPLETE.evicted.order[:9]}, r"evicted\.order: got"),
+                ({"order": COMPLETE.evicted.order.int()}, r"evicted\.order: got"),
+            )
+        ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(changes, what):
+def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(part, changes, what):
+    """Of the segment itself, of its entries, or of those that were evicted."""
+    if part == "evicted":
+        ours = dataclasses.replace(COMPLETE, evicted=dataclasses.replace(COMPLETE.evicted, **changes))
+    else:
+        ours = with_rows(RECORD, **changes) if part == "kept" else dataclasses.replace(RECORD, **changes)
     with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(encode_segment(dataclasses.replace(RECORD, **changes)), RECORD.key, OWN)
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"positions": POSITIONS.long()}, "positions: got torch.int64"),
-        ({"positions": POSITIONS[:-1]}, "got"),
-        ({"positions": POSITIONS.flip(0)}, "ascending"),
-        ({"positions": POSITIONS + 30}, "positions: expected all in"),
-        ({"positions": POSITIONS - 30}, "positions: expected all in"),
-        ({"keep_lens": torch.tensor([[3, 4], [5, 7]], dtype=torch.int32)}, "sums to 19"),
-        ({"keep_lens": torch.tensor([[-1, 8], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
-        ({"keep_lens": torch.tensor([[41, 4], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
-        ({"keep_lens": torch.tensor([3, 4, 5, 6], dtype=torch.int32)}, "keep_lens: got"),
-        ({"keep_lens": torch.empty(0, 2, dtype=torch.int32)}, "keep_lens: got"),
-        ({"k": K.double()}, "[kv]: got"),
-        ({"v": V.half()}, "[kv]: got"),
-        ({"v": V[:, :2]}, "v: got"),
-        ({"order": RECORD.kept.rows.order[:3]}, "order: got"),
-    ],
-)
-def test_entries_that_do_not_fit_together_are_refused(changes, what):
-    with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(encode_segment(with_rows(RECORD, **changes)), RECORD.key, OWN)
+        decode_segment(encode_segment(ours), ours.key, OWN)
 
 
 def moved(part: CopiedRows, run: int, to: int) -> CopiedRows:
@@ -362,10 +356,6 @@ def test_hostile_files_are_refused(data, what):
 
 
 def test_offsets_beyond_the_end_are_refused():
-    payload = encode_segment(RECORD)[64:]
-    length = int.from_bytes(payload[:8], "little")
-    header = json.loads(payload[8 : 8 + length])
-    header["rows.v"]["data_offsets"] = [0, 1 << 50]
-    text = json.dumps(header).encode()
+    data = with_header(encode_segment(RECORD), lambda header: header["rows.v"].update(data_offsets=[0, 1 << 50]))
     with pytest.raises(CorruptSegmentError, match="cannot be read"):
-        decode_segment(sealed(len(text).to_bytes(8, "little") + text + payload[8 + length :]), RECORD.key, OWN)
+        decode_segment(data, RECORD.key, OWN)

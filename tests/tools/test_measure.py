@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import ThreadingHTTPServer
 from typing import cast
 
 import pytest
 
+from helpers.web_servers import QuietHandler, serving
 from kvevict_tools.launcher import RunningServer
 from kvevict_tools.measure import PoolGauges, StreamTiming, alone, in_turn, parse_gauges, time_stream
 
@@ -59,7 +59,7 @@ def test_gauges_are_read_from_the_metrics_text() -> None:
     assert gauges.missing == 0
 
 
-class _Stream(BaseHTTPRequestHandler):
+class _Stream(QuietHandler):
     """Answers like ``/generate``, one token in each event."""
 
     def do_POST(self) -> None:
@@ -72,18 +72,12 @@ class _Stream(BaseHTTPRequestHandler):
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def log_message(self, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def stream_server() -> Iterator[RunningServer]:
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _Stream)
-    Thread(target=http.serve_forever, daemon=True).start()
-    fake = type("Fake", (), {"url": f"http://127.0.0.1:{http.server_port}"})()
-    yield cast(RunningServer, fake)
-    http.shutdown()
-    http.server_close()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), _Stream)) as http:
+        fake = type("Fake", (), {"url": f"http://127.0.0.1:{http.server_port}"})()
+        yield cast(RunningServer, fake)
 
 
 def test_stream_timing_separates_first_token_from_decode_rate(stream_server: RunningServer) -> None:
