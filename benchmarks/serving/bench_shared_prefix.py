@@ -40,13 +40,7 @@ class Point:
     requests: int = 12
 
 
-POINTS = (
-    Point("0.5x the pool", 4),
-    Point("4x the pool", 32),
-    Point("8x the pool", 64),
-    Point("16x the pool", 128),
-    Point("32x the pool", 256),
-)
+POINTS = tuple(Point(f"{times}x the pool", int(8 * times)) for times in (0.5, 4, 8, 16, 32, 64))
 QUICK = (Point("4x the pool", 32, requests=8),)
 
 PAGE = Page(
