@@ -294,13 +294,8 @@ class KVEvictTree(UnifiedRadixCache):
         """Token slots that the tree holds, evictable or protected."""
         return int(super().evictable_size()) + int(super().protected_size())
 
-    def full_evictable_size(self) -> int:
-        """:meth:`evictable_size` under SGLang's name for pools with several parts."""
-        return self.evictable_size()
-
-    def full_protected_size(self) -> int:
-        """:meth:`protected_size` under SGLang's name for pools with several parts."""
-        return self.protected_size()
+    # SGLang's names of both for pools with several parts.
+    full_evictable_size, full_protected_size = evictable_size, protected_size
 
     @property
     def slot_allocator(self) -> Any:
@@ -429,6 +424,11 @@ class KVEvictTree(UnifiedRadixCache):
         req.refresh_fill_ids()
         super().checkpoint(req, up_to=end)
         self._answered(req, record, self.tree_core.node_by_id(req.last_node), self._options_of(req))
+
+    def release_swa_prefix_lock(self, req: Req) -> None:
+        """As stock, which counts steps since the prompt, once no window reaches into blocks of the answer any more."""
+        if req.kv.kv_committed_len - req.kv.cache_protected_len >= self.swa_retain_window:
+            super().release_swa_prefix_lock(req)
 
     def saved_of_answer(self, req: Req, num_new: int) -> int:
         """Token slots of a request's next ``num_new`` tokens that are released while it goes on.

@@ -196,6 +196,7 @@ OVERRIDES = {
         "match_prefix",
         "on_release",
         "release_host_resources",
+        "release_swa_prefix_lock",
         "protected_size",
         "reset",
         "total_size",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.harness import CONFIG
 from helpers.two_pools import WINDOW, TwoPoolHarness
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.by_name import build_policy
@@ -130,3 +131,14 @@ def test_paths_of_other_weights_give_back_slots_of_both_pools(harness):
     harness.check()
     assert not harness.tree.spans
     assert harness.allocator.swa_available_size() == harness.num_slots
+
+
+def test_a_window_that_reaches_into_blocks_of_the_answer_stays():
+    harness = TwoPoolHarness(num_slots=200, config=CONFIG.model_copy(update={"answer_block": 6}))
+    req = harness.run(DOCUMENT[:20])
+    for _ in range(40):
+        assert harness.decode(req)
+        harness.turn()
+        harness.evict_windows(30)
+    assert req.kv.cache_protected_len > 40
+    harness.finish(req)
