@@ -221,7 +221,7 @@ class HostSegments(Tier):
         segment.credit = self._level + saved
 
     def _evict(self) -> None:
-        """Remove a segment that is in the pool, else evicted entries, else from the segment of least credit."""
+        """Remove a segment that is in the pool, else evicted entries; else that of least credit shrinks, or goes."""
         segment = min(self._segments.values(), key=lambda each: (not each.in_pool, each.credit), default=None)
         if segment is None or (not segment.in_pool and self.evicted):
             part = next(iter(self.evicted))
@@ -230,7 +230,10 @@ class HostSegments(Tier):
             self._free += part.blocks
             part.blocks.clear()  # so it is lost for all segments that have it
         elif segment.in_pool or not self._shrink(segment):
-            self._push_out(segment)
+            if not segment.in_pool:  # a copy of what the pool has was worth nothing, and raises no level
+                self._level = max(self._level, segment.credit)
+                self.num_evicted += 1
+            self.delete(segment.record.key)
 
     def _shrink(self, segment: HostSegment) -> bool:
         """Leave a segment its best entries, in the next smaller number of blocks; False: there is none."""
@@ -260,13 +263,6 @@ class HostSegments(Tier):
         # As for one that goes: what is used from now on is worth more.
         self._level = max(self._level, segment.credit)
         segment.credit += num_tokens / num_blocks - num_tokens / len(blocks)
-
-    def _push_out(self, segment: HostSegment) -> None:
-        if not segment.in_pool:
-            # A copy of what the pool has was worth nothing, and raises no level.
-            self._level = max(self._level, segment.credit)
-            self.num_evicted += 1
-        self.delete(segment.record.key)
 
     # ---- the arena --------------------------------------------------------------------------------------------
 

@@ -100,10 +100,7 @@ class Tier(ABC):
         return list(found.values())
 
     def continuing(
-        self,
-        lookup: Lookup,
-        found: Sequence[Match],
-        get: Callable[[str], SegmentRecord | None],
+        self, lookup: Lookup, found: Sequence[Match], get: Callable[[str], SegmentRecord | None]
     ) -> Iterator[SegmentRecord]:
         """Yield the segments that continue what the tree has of a prompt, in the order of its path.
 
