@@ -111,7 +111,7 @@ class Loading:
     def _forget(self, request: Any) -> None:
         fetch = self._waiting.pop(request).fetch
         if fetch is not None:
-            self._reader.abandon(fetch)
+            fetch.is_abandoned = True
 
     def _begin(self, request: Any, waiting: Waiting) -> None:
         """Start a fetch if the store may have more of a prompt than the tree and the host."""
@@ -159,7 +159,7 @@ class Loading:
             with self._guard.at(Place.STORE):
                 self._place(request, waiting.fetch.records, waiting.prompt)
         else:
-            self._reader.abandon(waiting.fetch)
+            waiting.fetch.is_abandoned = True
 
     def _place(self, request: Any, records: Sequence[SegmentRecord], prompt: Prompt) -> None:
         reads = self._readers[request]

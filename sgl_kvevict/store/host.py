@@ -13,7 +13,7 @@ from torch import Tensor
 from sgl_kvevict.copies import CopiedRows, Copy, EvictedPart
 from sgl_kvevict.store.identity import Namespace, StoreIdentity
 from sgl_kvevict.store.segment_file import SegmentRecord
-from sgl_kvevict.store.tier import IndexEntry, Tier, listed_blocks, num_shared
+from sgl_kvevict.store.tier import IndexEntry, Tier, num_shared
 
 MAX_NEAR = 64
 """Segments looked at that are listed under one name; the newest are."""
@@ -33,6 +33,7 @@ class HostSegment:
         copy: what the pool had of it.
         credit: tokens that it saves per block, above the level at its last use; the smallest goes first.
         in_pool: it was loaded, and the pool did not drop it since.
+        loose: blocks that it gives up in all steps but the last, in which it loses most.
     """
 
     record: SegmentRecord
@@ -40,6 +41,7 @@ class HostSegment:
     copy: Copy
     credit: float = 0.0
     in_pool: bool = False
+    loose: int = 0
 
 
 class HostSegments(Tier):
@@ -104,11 +106,13 @@ class HostSegments(Tier):
             part.blocks.clear()
         self.evicted.clear()
         self._num_spare = 0  # blocks of evicted entries, and of segments that are in the pool, too
+        self._num_loose = 0  # what all other segments give up in their first steps
         self._level = 0.0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a segment of so many bytes fits without losing another one that is not in the pool."""
-        return -(-num_bytes // self.block_bytes) <= len(self._free) + self._num_spare
+        """Whether a segment of so many bytes fits before one that is not in the pool takes its last step, or goes."""
+        # Without what they give up before, the pool would go to its least share while copies stay at the budget.
+        return -(-num_bytes // self.block_bytes) <= len(self._free) + self._num_spare + self._num_loose
 
     # ---- as a tier --------------------------------------------------------------------------------------------
 
@@ -128,14 +132,13 @@ class HostSegments(Tier):
         while len(self._free) < num_blocks:
             self._evict()
         copy = Copy(_shapes(parts), self._write(data, num_blocks))
-        entry, block_tokens = IndexEntry.of(record), self.identity.block_tokens
-        chain = namespace.chain(record.tokens.tolist(), block_tokens)
-        names = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
+        names = self._names(record, namespace)
         # Look-ups compare tokens and read shapes; the rows themselves lie in the blocks alone.
         without_contents = record.with_tensors({"tokens": record.tokens, **copy.shapes})
-        self._segments[record.key] = HostSegment(without_contents, names, copy)
+        segment = self._segments[record.key] = HostSegment(without_contents, names, copy)
         for name in names:
-            self._index.setdefault(name, {})[record.key] = entry
+            self._index.setdefault(name, {})[record.key] = IndexEntry.of(record)
+        self._add(segment)
         self.use(record.key)
         return num_blocks * self.block_bytes
 
@@ -157,7 +160,7 @@ class HostSegments(Tier):
             if not self._index[name]:
                 del self._index[name]
         self._free += segment.copy.blocks
-        self._num_spare -= len(segment.copy.blocks) * segment.in_pool
+        self._count(segment, -1)
         return True
 
     def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
@@ -212,41 +215,56 @@ class HostSegments(Tier):
         segment = self._segments.get(key)
         if segment is None:
             return
-        num_blocks = len(segment.copy.blocks)
-        # Blocks of what the pool has, too, may be taken for anything; the difference of the two flags is +1, 0 or -1.
-        self._num_spare += num_blocks * (in_pool - segment.in_pool)
+        self._count(segment, -1)
         segment.in_pool = in_pool
-        saved = (segment.record.end - segment.record.start) / num_blocks
+        self._count(segment, 1)
+        saved = (segment.record.end - segment.record.start) / len(segment.copy.blocks)
         # GreedyDual-Size: the level rises with what goes, so that an old segment of high value goes, too, in the end.
         segment.credit = self._level + saved
 
     def _evict(self) -> None:
-        """Remove a segment that is in the pool, else evicted entries; else that of least credit shrinks, or goes."""
-        segment = min(self._segments.values(), key=lambda each: (not each.in_pool, each.credit), default=None)
+        """Remove a segment that is in the pool, else evicted entries; else that of least credit shrinks, or goes.
+
+        None takes its last step while others have earlier ones left.
+        """
+        segment = min(self._segments.values(), key=lambda it: (not it.in_pool, not it.loose, it.credit), default=None)
         if segment is None or (not segment.in_pool and self.evicted):
             part = next(iter(self.evicted))
             del self.evicted[part]
             self._num_spare -= len(part.blocks)
             self._free += part.blocks
             part.blocks.clear()  # so it is lost for all segments that have it
-        elif segment.in_pool or not self._shrink(segment):
+        elif not segment.in_pool and (step := next(self._steps(segment), None)) is not None:
+            self._keep_best(segment, *step)
+        else:
             if not segment.in_pool:  # a copy of what the pool has was worth nothing, and raises no level
                 self._level = max(self._level, segment.credit)
                 self.num_evicted += 1
             self.delete(segment.record.key)
 
-    def _shrink(self, segment: HostSegment) -> bool:
-        """Leave a segment its best entries, in the next smaller number of blocks; False: there is none."""
-        rows, num_before = segment.record.kept.rows, len(segment.copy.blocks)
+    def _count(self, segment: HostSegment, sign: int) -> None:
+        """Add (``sign`` 1) or take back (-1) the blocks that a segment leaves to others."""
+        if segment.in_pool:
+            self._num_spare += sign * len(segment.copy.blocks)
+        else:
+            self._num_loose += sign * segment.loose
+
+    def _steps(self, segment: HostSegment) -> Iterator[tuple[int, int]]:
+        """Numbers of entries to which a segment may shrink, descending, each with the blocks that they take."""
+        rows = segment.record.kept.rows
         for size in self.sizes(segment.record):
             number = min(size, rows.num_entries)
             fewer = {f"rows.{name}": part[:number] for name, part in vars(rows).items() if name != "keep_lens"}
             # Ranks keep different numbers of entries, and take equally many blocks.
             num_blocks = self.largest(self._blocks_for(segment.record.tensors | fewer))
-            if num_blocks < num_before:
-                self._keep_best(segment, number, num_blocks)
-                return True
-        return False
+            if num_blocks < len(segment.copy.blocks):
+                yield number, num_blocks
+
+    def _add(self, segment: HostSegment) -> None:
+        """Count a segment of which the blocks were just written."""
+        left = [len(segment.copy.blocks), *(num_blocks for _, num_blocks in self._steps(segment))]
+        segment.loose = left[0] - left[-2] if len(left) > 1 else 0
+        self._count(segment, 1)
 
     def _keep_best(self, segment: HostSegment, number: int, num_blocks: int) -> None:
         """Write a segment's best entries into so many of its blocks; all others are lost."""
@@ -254,6 +272,7 @@ class HostSegments(Tier):
         assert whole is not None
         parts = _parts(replace(whole, kept=replace(whole.kept, rows=whole.kept.rows.best(number))))
         data = self._gathered(parts)
+        self._count(segment, -1)
         self._free += blocks
         segment.copy = Copy(_shapes(parts), self._write(data, num_blocks))
         lost = EvictedPart({}, [], record.start, record.end)
@@ -263,6 +282,7 @@ class HostSegments(Tier):
         # As for one that goes: what is used from now on is worth more.
         self._level = max(self._level, segment.credit)
         segment.credit += num_tokens / num_blocks - num_tokens / len(blocks)
+        self._add(segment)
 
     # ---- the arena --------------------------------------------------------------------------------------------
 

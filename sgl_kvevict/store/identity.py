@@ -22,6 +22,7 @@ BLOCK_TOKENS = 64
 # Nine digits: a position of a forged name stays small enough to compute a limit of bytes with. ``\Z``: with ``$`` a
 # name could end in a newline.
 _KEY = r"^[0-9a-f]{64}-[0-9]{1,9}-[0-9]{1,9}\Z"
+is_key = re.compile(_KEY).fullmatch
 KEY = Annotated[str, msgspec.Meta(pattern=_KEY)]
 """A segment's name: a hash, and the logical positions of its first token and after its last one."""
 
@@ -85,8 +86,7 @@ class StoreIdentity:
 
     def widths(self, bits: int = 16) -> tuple[tuple[str, int], tuple[str, int]]:
         """Numbers of a key's and of a value's row, by name; of fewer than 16 bits bytes."""
-        k, v = self.head_dim, self.own_value_dim
-        return ("k", row_bytes(bits, k, 1)), ("v", row_bytes(bits, v, 1))
+        return ("k", row_bytes(bits, self.head_dim, 1)), ("v", row_bytes(bits, self.own_value_dim, 1))
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Namespace:
         """Return the names of one tenant."""
@@ -129,11 +129,6 @@ class Namespace:
         digest = hashlib.sha256(self.seed + b"segment" + start.to_bytes(8, "little"))
         digest.update(array("q", tokens).tobytes())
         return f"{digest.hexdigest()}-{start}-{len(tokens)}"
-
-
-def is_key(name: str) -> bool:
-    """Whether something may be the name of a segment."""
-    return re.fullmatch(_KEY, name) is not None
 
 
 def key_bounds(key: str) -> tuple[int, int]:

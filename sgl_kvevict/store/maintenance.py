@@ -12,6 +12,7 @@ from sgl_kvevict.store.segments import ROOT, StoredSegment, decode_entry, list_s
 
 SHOWN_DIGITS = 16
 MIN_DIGITS = 4
+CORRUPT = "corrupt"
 
 
 def find_segments(backend: Backend, keys: Sequence[str]) -> list[StoredSegment]:
@@ -38,14 +39,10 @@ def verify_store(backend: Backend, report: Callable[[str], None], *, delete: boo
     # A list, because files are removed below.
     for item in list(backend.list(ROOT)):
         data = None if _kind(item.name) == "other" else backend.get(item.name)
-        if data is None:
-            continue
-        try:
-            found[_check(item.name, data)] += 1
-        except CorruptSegmentError as error:
-            found["corrupt"] += 1
-            report(f"{item.name}: {cut(str(error))}{' (removed)' if delete else ''}")
-            if delete:
+        if data is not None:
+            kind = _check(item.name, data, report, " (removed)" if delete else "")
+            found[kind] += 1
+            if kind == CORRUPT and delete:
                 backend.delete(item.name)
     return found
 
@@ -60,16 +57,11 @@ def copy_store(source: Backend, target: Backend, report: Callable[[str], None]) 
     # file. ``sorted`` also ends the listing before the first write, should both be one place.
     for item in sorted(source.list(ROOT), key=lambda item: _kind(item.name) != "segments"):
         data = None if target.exists(item.name) else source.get(item.name)
-        if data is None:
-            continue
-        try:
-            kind = _check(item.name, data)
-        except CorruptSegmentError as error:
-            counts["corrupt"] += 1
-            report(f"{item.name}: {cut(str(error))} (not copied)")
-            continue
-        target.put(item.name, data)
-        counts[kind] += 1
+        if data is not None:
+            kind = _check(item.name, data, report, " (not copied)")
+            if kind != CORRUPT:
+                target.put(item.name, data)
+            counts[kind] += 1
     return counts
 
 
@@ -79,14 +71,18 @@ def _kind(name: str) -> str:
     return parts[2] if len(parts) == 5 and parts[2] in ("segments", "prefixes") else "other"
 
 
-def _check(name: str, data: bytes) -> str:
-    """Kind of a file; ``CorruptSegmentError`` unless it is whole, a segment under its own name and identity."""
+def _check(name: str, data: bytes, report: Callable[[str], None], then: str) -> str:
+    """Kind of a file that is whole, a segment under its own name and identity; else ``corrupt``, which is reported."""
     kind, parts = _kind(name), name.split("/")
-    if kind == "prefixes":
-        decode_entry(data)
-    elif kind == "segments":
-        header = read_header(data)
-        # A whole file in the wrong place passes its checksum, and would be refused at each load.
-        if (header["identity"], header["key"]) != (parts[1], parts[4]):
-            raise CorruptSegmentError(f"a segment of another name: {header['key'][:SHOWN_DIGITS]!r}")
+    try:
+        if kind == "prefixes":
+            decode_entry(data)
+        elif kind == "segments":
+            header = read_header(data)
+            # A whole file in the wrong place passes its checksum, and would be refused at each load.
+            if (header["identity"], header["key"]) != (parts[1], parts[4]):
+                raise CorruptSegmentError(f"a segment of another name: {header['key'][:SHOWN_DIGITS]!r}")
+    except CorruptSegmentError as error:
+        report(f"{name}: {cut(str(error))}{then}")
+        return CORRUPT
     return kind

@@ -91,15 +91,11 @@ class ReadAhead:
         now = self._clock()
         if fetch.is_done or now < fetch.deadline:
             return False
-        self.abandon(fetch)
+        fetch.is_abandoned = True
         # If other fetches ended meanwhile, the store works and this one is only large.
         if now - self._last_given >= self._wait_s:
             self._pause()
         return True
-
-    def abandon(self, fetch: Fetch) -> None:
-        """Mark a fetch that no request waits for any more."""
-        fetch.is_abandoned = True
 
     # ---- in a thread ------------------------------------------------------------------------------------------
 

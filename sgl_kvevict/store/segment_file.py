@@ -128,12 +128,8 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
     record = record if draft else replace(record, shadow=None)
     if record.shadow is not None:  # a shadow may have rows of tokens that its segment has dropped
         record = replace(record, shadow=record.shadow.within(record.start, record.end))
-    header = SegmentHeader(
-        key=record.key,
-        identity=record.identity,
-        splittable=record.splittable,
-        draft=draft if record.shadow is not None else "",
-    )
+    named = draft if record.shadow is not None else ""
+    header = SegmentHeader(record.key, record.identity, record.splittable, named)
     # Metadata of safetensors are strings only.
     metadata = {name: json.dumps(value) for name, value in msgspec.to_builtins(header).items()}
     # safetensors refuses strided tensors.

@@ -19,7 +19,7 @@ from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity,
 from sgl_kvevict.store.mooncake import MooncakeBackend
 from sgl_kvevict.store.remote import RemoteBackend
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment, most_bytes
-from sgl_kvevict.store.tier import IndexEntry, Tier, listed_blocks
+from sgl_kvevict.store.tier import IndexEntry, Tier
 
 ROOT = f"v{FORMAT_VERSION}"
 IDENTITY = "identity.json"
@@ -90,16 +90,14 @@ class SegmentStore(Tier):
             StoreError: it cannot be written.
             ValueError: the record has another identity, or a key that is not of this namespace.
         """
-        tokens = record.tokens.tolist()
-        if record.identity != self.identity.digest or record.key != namespace.segment(tokens, record.start):
+        is_own = record.identity == self.identity.digest
+        if not is_own or record.key != namespace.segment(record.tokens.tolist(), record.start):
             raise ValueError(f"the segment {record.key} is not of identity {self.identity.digest} and its namespace")
         # Before the first segment: `_read` takes this file to tell a damaged item from a store that does not answer.
         if not self.backend.exists(self._name(IDENTITY)):
             description = json.dumps(self.identity.describe(), indent=1, sort_keys=True)
             self.backend.put(self._name(IDENTITY), description.encode())
-        entry, block_tokens = IndexEntry.of(record), self.identity.block_tokens
-        chain = namespace.chain(tokens, block_tokens)
-        prefixes = [chain[number - 1] for number in listed_blocks(entry, block_tokens)]
+        entry, prefixes = IndexEntry.of(record), self._names(record, namespace)
         # The index says whether the stored segment is complete, so the large file need not be read for that.
         near = [each for entries in self._listed(prefixes[-1:]).values() for each in entries]
         stored = max((each for each in near if each.key == record.key), key=lambda each: each.is_complete, default=None)
@@ -214,8 +212,6 @@ def list_segments(backend: Backend) -> Iterator[StoredSegment]:
 def describe_identity(backend: Backend, identity: str) -> dict[str, Any] | None:
     """Return the stored description of an identity; None: there is none."""
     data = backend.get(f"{ROOT}/{identity}/{IDENTITY}")
-    if data is None:
-        return None
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return None if data is None else msgspec.json.decode(data, type=dict[str, Any])
     return None

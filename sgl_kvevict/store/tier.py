@@ -112,7 +112,10 @@ class Tier(ABC):
         compressed, cached = lookup.compressed, lookup.cached
         while True:
             best, longest = None, cached + self.identity.min_prefix_tokens - 1
-            for overlap, entry in islice(_candidates(found, compressed), MAX_TRIES):
+            # Of equal matches the one that begins latest: the fewest of its entries are cut off again.
+            by_length = sorted(found, key=lambda each: (-each[0], -each[1].start))
+            worth = (match for match in by_length if _pays(match[1], match[0], compressed))
+            for overlap, entry in islice(worth, MAX_TRIES):
                 # A read is expensive; one that cannot reach farther is not made.
                 record = get(entry.key) if overlap > longest else None
                 if record is not None:
@@ -124,6 +127,12 @@ class Tier(ABC):
                 return
             yield best
             compressed = cached = longest  # also if the prompt diverges inside this one: others may begin there
+
+    def _names(self, record: SegmentRecord, namespace: Namespace) -> list[str]:
+        """Names of the prefixes under which a segment is listed, ascending by length."""
+        block_tokens = self.identity.block_tokens
+        chain = namespace.chain(record.tokens.tolist(), block_tokens)
+        return [chain[number - 1] for number in listed_blocks(IndexEntry.of(record), block_tokens)]
 
     def _num_shared(self, entry: IndexEntry, tokens: Sequence[int], num_known: int) -> int:
         """Tokens that a segment's path shares with a prompt; a hash says so of ``num_known``.
@@ -156,14 +165,6 @@ def listed_blocks(entry: IndexEntry, block_tokens: int) -> list[int]:
 def num_shared(tokens: Sequence[int], path: Tensor) -> int:
     """Number of equal tokens at the beginning of a prompt and a path, [num_tokens], int64, on the CPU."""
     return sum(takewhile(bool, map(eq, tokens, path.tolist())))
-
-
-def _candidates(found: Sequence[Match], start: int) -> Iterator[Match]:
-    """Segments worth reading that continue at position ``start``, longest match first."""
-    # Of equal matches the one that begins latest: the fewest of its entries are cut off again.
-    for overlap, entry in sorted(found, key=lambda each: (-each[0], -each[1].start)):
-        if _pays(entry, overlap, start):
-            yield overlap, entry
 
 
 def _pays(entry: IndexEntry, same: int, start: int) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from helpers import overlapped_drafts
+from helpers import overlapped_drafts, traffic
 from helpers.draft_models import CHAINS, TREES, greedy, save_eagle, save_eagle3, save_mimo, save_target
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
@@ -16,11 +15,6 @@ from kvevict_tools.launcher import FLOAT32_FLAGS
 
 FLAGS = (*FLOAT32_FLAGS, "--max-total-tokens", "3000", "--context-length", "1024")
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
-RETRACTIONS = {
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
-    "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "15",
-}
 NEW_TOKENS = 40
 
 
@@ -39,12 +33,6 @@ def plain(target):
     return [greedy(target, prompt, NEW_TOKENS)[0] for prompt in PROMPTS]
 
 
-def answers(server):
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        results = list(pool.map(lambda prompt: generate(server, prompt, NEW_TOKENS), PROMPTS))
-    return [result["output_ids"] for result in results], [result["meta_info"] for result in results]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "flags", "least_accepted"),
     [("EAGLE3", (*TREES, "--tp-size", "2"), 1.15), ("EAGLE", CHAINS, 1.3)],
@@ -57,10 +45,10 @@ def test_all_is_kept_and_the_answers_are_those_without_drafts(
     draft = {"EAGLE3": save_eagle3, "EAGLE": save_eagle}[algorithm](tmp_path / "draft", target)
     flags = ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft), *flags)
     patch = overlapped_drafts.__name__ if algorithm == "EAGLE3" else None
-    server = start(target, *FLAGS, *flags, config=CONFIG | {"budget": 1.0}, env=RETRACTIONS, patch=patch)
+    server = start(target, *FLAGS, *flags, config=CONFIG | {"budget": 1.0}, env=traffic.RETRACTIONS, patch=patch)
     generate(server, DOCUMENT, 0)
     for _ in range(2):
-        found, infos = answers(server)
+        found, infos = traffic.answers(server, PROMPTS, NEW_TOKENS)
         assert found == plain
         assert min(info["cached_tokens"] for info in infos[:3]) >= 599  # the pair of the document's last token differs
         assert max(info["spec_accept_length"] for info in infos) > least_accepted

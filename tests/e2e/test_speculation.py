@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from helpers import overlapped_drafts
+from helpers import overlapped_drafts, traffic
 from helpers.tiny_model import VOCAB_SIZE, save_tokenizer
-from helpers.traffic import assert_all_slots_are_back, generate, idle_state, numbers, random_jobs, run_jobs
+from helpers.traffic import RETRACTIONS, assert_all_slots_are_back, generate, idle_state, numbers, random_jobs, run_jobs
 from kvevict_tools.launcher import FLOAT32_FLAGS
 
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
@@ -18,11 +17,6 @@ NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "
 CHAINS = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 TREES = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2")
 SIZES = {CHAINS: "4", TREES: "6"}
-RANKS = {
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
-    "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "15",
-}
 NEW_TOKENS = 40
 
 
@@ -34,9 +28,7 @@ PROMPTS = [DOCUMENT + numbers(seed, 7) for seed in range(1, 6)] + [numbers(6, 30
 def answers(server, **options):
     """All at once, on a document that was compressed before; with what SGLang says of each request."""
     generate(server, DOCUMENT, 0)
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        results = list(pool.map(lambda prompt: generate(server, prompt, NEW_TOKENS, **options), PROMPTS))
-    return [result["output_ids"] for result in results], [result["meta_info"] for result in results]
+    return traffic.answers(server, PROMPTS, NEW_TOKENS, **options)
 
 
 def comes_back(server, num_others=14):
@@ -174,7 +166,7 @@ def test_two_ranks_at_budget_one_under_retractions(start, model, plain, speculat
     """
     flags = flags_of(speculation, model)
     patch = overlapped_drafts.__name__ if speculation is NGRAM else None
-    server = start(model, *flags, "--tp-size", "2", config=CONFIG | {"budget": 1.0}, env=RANKS, patch=patch)
+    server = start(model, *flags, "--tp-size", "2", config=CONFIG | {"budget": 1.0}, env=RETRACTIONS, patch=patch)
     for _ in range(2):
         assert answers(server)[0] == plain["exact"]
     before, after = comes_back(server, num_others=3)

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
+from helpers.traffic import RETRACTIONS, assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 from kvevict_tools.launcher import FLOAT32_FLAGS
 from sgl_kvevict.client import CacheReport
 from sgl_kvevict.events.client import InspectClient
@@ -23,11 +23,6 @@ FLAGS = (
     *("--tp-size", "2", *FLOAT32_FLAGS, "--skip-tokenizer-init"),
     *("--max-total-tokens", "2000", "--context-length", "1024"),
 )
-ENV = {
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
-    "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "15",
-}
 CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16}
 TIE = 1e-3
 """Difference between two logits that the order of additions decides; the logits here span about 60."""
@@ -48,7 +43,7 @@ def lags(model, job, output):
 def test_outputs_are_those_of_the_whole_model_at_budget_one(start, tiny_llama):
     """Greedy tokens of one process that holds all heads (transformers, float32), under pressure on the slots."""
     config = {**CONFIG, "policy": "ada-snapkv", "policy_options": {"window_size": 16}, "budget": 1.0}
-    server = start(tiny_llama, *FLAGS, "--chunked-prefill-size", "128", config=config, env=ENV)
+    server = start(tiny_llama, *FLAGS, "--chunked-prefill-size", "128", config=config, env=RETRACTIONS)
     jobs = random_jobs(60, seed=3, vocab_size=VOCAB_SIZE, aborts=False)
     outputs = run_jobs(server, jobs, concurrency=24)
     state = assert_all_slots_are_back(server)
@@ -91,7 +86,7 @@ def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
     endpoint = f"ipc://{tmp_path}/events"
     policy = {"policy": "snapkv", "policy_options": {"window_size": 16}}
     config = {**CONFIG, **policy, "events": {"endpoint": endpoint}}
-    server = start(tiny_llama, *FLAGS, "--enable-metrics", config=config, env=ENV)
+    server = start(tiny_llama, *FLAGS, "--enable-metrics", config=config, env=RETRACTIONS)
     split_and_drop(server, endpoint, num_documents=3)
     totals = totals_of(endpoint)
     assert min(totals.compressions, totals.splits) >= 3
@@ -133,7 +128,7 @@ def test_ranks_load_their_parts_of_a_prefix_after_a_restart(start, tiny_llama, t
     question = [*document, *(rng.randrange(3, VOCAB_SIZE) for _ in range(9))]
     answers = []
     for number in range(2):
-        server = start(tiny_llama, *FLAGS, config=config, env={**ENV, "SGLANG_TEST_RETRACT": "0"})
+        server = start(tiny_llama, *FLAGS, config=config, env={**RETRACTIONS, "SGLANG_TEST_RETRACT": "0"})
         if number == 0:
             generate(server, document, 1)
         reply = generate(server, question, 12)

@@ -38,6 +38,7 @@ def check_host(host: HostSegments, in_pool: Iterable[Segment] = ()) -> None:
         assert taken <= len(one.blocks) * host.block_bytes
     spare = [each.copy for each in segments.values() if each.in_pool] + list(host.evicted)
     assert host._num_spare == sum(len(copy.blocks) for copy in spare)
+    assert host._num_loose == sum(each.loose for each in segments.values() if not each.in_pool)
     listed = {(name, key) for key, each in segments.items() for name in each.names}
     assert {(name, key) for name, entries in host._index.items() for key in entries} == listed
     blocks, has = {id(part.blocks) for part in host.evicted}, []

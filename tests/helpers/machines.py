@@ -26,6 +26,14 @@ from sgl_kvevict.policies import Policy, build_policy
 from sgl_kvevict.policies.signals import Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
+AGAIN: Any = {
+    "base": st.sampled_from(BASES),
+    "known": st.integers(20, 48),
+    "shared": st.integers(6, 48),
+    "suffix": st.lists(st.integers(0, 10), min_size=1, max_size=14),
+    "count": st.sampled_from([20, 60, 200]),
+}
+"""A text of which so much is known, a question that shares so much of it, and slots that are wanted between both."""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -281,13 +289,7 @@ class HostMachine(PressureMachine):
             adoption(self.harness).adopt(records[number % len(records)], (None, None))
         self._settle()
 
-    @rule(
-        base=st.sampled_from(BASES),
-        known=st.integers(20, 48),
-        shared=st.integers(6, 48),
-        suffix=st.lists(st.integers(0, 10), min_size=1, max_size=14),
-        count=st.sampled_from([20, 60, 200]),
-    )
+    @rule(**AGAIN)
     def comes_back(self, base, known, shared, suffix, count):
         """Somebody asks about a text again after the pool has dropped some, or all that it can."""
         req = self.harness.run(base[:known] + suffix[:1])

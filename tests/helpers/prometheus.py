@@ -13,12 +13,13 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from helpers.event_sockets import wait_until
+from helpers.web_servers import QuietHandler
 from kvevict_tools.launcher import free_port
 
 PROMETHEUS = shutil.which("prometheus")
@@ -33,18 +34,12 @@ class Relay(ThreadingHTTPServer):
         self.url = url
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: Relay
 
     def do_GET(self) -> None:
         with urllib.request.urlopen(self.server.url, timeout=30) as reply:
-            body = reply.read()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
+            self.answer(reply.read())
 
 
 class Prometheus:

@@ -14,6 +14,13 @@ from helpers.tiny_model import VOCAB_SIZE
 from kvevict_tools.launcher import RunningServer
 from kvevict_tools.measure import plugin_states
 
+RETRACTIONS = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "15",
+}
+"""Environment of a server of two ranks that retracts requests."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -73,6 +80,15 @@ def generate(
         sampling["custom_params"] = custom_params
     body = {"input_ids": input_ids, "sampling_params": sampling} | ({} if rid is None else {"rid": rid})
     return json.loads(server.post("/generate", body))
+
+
+def answers(
+    server: RunningServer, prompts: list[list[int]], num_tokens: int, **options: Any
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Ask all at once; return output ids, and what SGLang says of each request."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        results = list(pool.map(lambda prompt: generate(server, prompt, num_tokens, **options), prompts))
+    return [result["output_ids"] for result in results], [result["meta_info"] for result in results]
 
 
 def run_jobs(server: RunningServer, jobs: list[Job], concurrency: int) -> dict[str, list[int]]:

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness
 from helpers.harness_store import DRAFT, adoption, exported, found_again, identity_for
-from helpers.machines import BASES, CacheMachine, ExactMachine, HostMachine, PressureMachine
+from helpers.machines import AGAIN, CacheMachine, ExactMachine, HostMachine, PressureMachine
 from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments import DraftRows
@@ -195,14 +195,7 @@ class PairsStoreMachine(PairsPressureMachine):
     def change_weights(self):
         """Never: it would switch the store off."""
 
-    @rule(
-        base=st.sampled_from(BASES),
-        known=st.integers(20, 48),
-        shared=st.integers(6, 48),
-        suffix=st.lists(st.integers(0, 10), min_size=1, max_size=14),
-        count=st.sampled_from([20, 60, 200]),
-        draft=st.sampled_from([DRAFT, DRAFT, None]),
-    )
+    @rule(**AGAIN, draft=st.sampled_from([DRAFT, DRAFT, None]))
     def comes_back(self, base, known, shared, suffix, count, draft):
         """Somebody asks about a text again after the pool has dropped some, or all that it can."""
         req = self.harness.run(base[:known] + suffix[:1])

@@ -27,12 +27,18 @@ def test_attention_says_when_it_has_read_what_others_may_write():
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
 
 
-def test_a_captured_step_has_read_when_its_replay_ends():
+def executed(mode: ForwardMode, ends: SharedReadEnds) -> MagicMock:
+    """A runner that has replayed a captured step."""
     runner = MagicMock()
     runner.model_runner.device_timer = None
-    runner._resolve_shared_read_ends.return_value = SharedReadEnds.POST_REPLAY
+    runner._resolve_shared_read_ends.return_value = ends
     runner._process_output_after_replay.return_value = PPProxyTensors({})
-    DecodeCudaGraphRunner.execute(runner, SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=1))
+    DecodeCudaGraphRunner.execute(runner, SimpleNamespace(forward_mode=mode, batch_size=1))
+    return runner
+
+
+def test_a_captured_step_has_read_when_its_replay_ends():
+    runner = executed(ForwardMode.DECODE, SharedReadEnds.POST_REPLAY)
     order = [name for name in method_calls(runner) if name in ("backend.replay", "_publish_read_done")]
     assert order == ["backend.replay", "_publish_read_done"]
     runner._publish_read_done.assert_called_once_with(in_graph=False)
@@ -44,11 +50,7 @@ def test_a_captured_step_has_read_when_its_replay_ends():
 
 def test_of_a_captured_verification_no_end_is_published_before_the_draft_model_has_read():
     """The scheduler then waits for the whole forward, in which the draft model's forwards follow."""
-    runner = MagicMock()
-    runner.model_runner.device_timer = None
-    runner._resolve_shared_read_ends.return_value = SharedReadEnds.UNKNOWN
-    runner._process_output_after_replay.return_value = PPProxyTensors({})
-    DecodeCudaGraphRunner.execute(runner, SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, batch_size=1))
+    runner = executed(ForwardMode.TARGET_VERIFY, SharedReadEnds.UNKNOWN)
     assert "backend.replay" in method_calls(runner) and "_publish_read_done" not in method_calls(runner)
 
 

@@ -226,6 +226,19 @@ def test_copies_shrink_before_one_is_lost():
     assert not any(harness.tree.guard.errors.values())
 
 
+def test_what_fits_half_way_is_never_read_at_the_least_share():
+    """Copies give up entries before what the pool drops goes to ``min_budget``."""
+    config = KVEvictConfig(tail_tokens=4, min_prefix_tokens=16)
+    harness = Harness(config=config, num_slots=400, host_blocks=492, waits=True, bits=4)
+    documents = [[100 + number, *((i * i * number + number) % 11 for i in range(199))] for number in range(24)]
+    slots = []
+    for document in documents * 3:
+        found, spans = serve(harness, [*document, 1]), harness.tree.spans.items()
+        slots += [span.segment.num_slots for node, span in spans if found and node.key.token_ids[0] == document[0]]
+    assert len(slots) == 48 and min(slots) >= config.num_slots(200, 0, config.shares[1])
+    assert not any(harness.tree.guard.errors.values())
+
+
 def test_copies_of_what_the_pool_has_go_first():
     harness = Harness(host_blocks=22)
     for document in DOCUMENTS[:2]:
