@@ -295,8 +295,8 @@ Nemotron-H and other hybrids of full attention and recurrent layers are taken in
 |---|---|---|
 {chr(10).join(refused)}
 
-Also refused, of these and of the families above; … stands for what the server knows (`sgl_kvevict/support.py`, from
-which this table is written; settings that are refused whatever the model is are there, too):
+Also refused, of these and of the families above. … stands for what the server knows. The table is written from
+`sgl_kvevict/support.py`, which also has the settings that are refused whatever the model is:
 
 | what | sentence |
 |---|---|
