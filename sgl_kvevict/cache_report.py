@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvevict_kernels.row_sizes import WIDTHS
 from sgl_kvevict.errors import ConfigError, shown
 
 DETAILS = "cached_tokens_details"
 """Key of ``meta_info``."""
-WIDTHS = (16, 4)
-"""Bits of a number in the rows of compressed prefixes; 16 stands for the pool's own type, whatever it is."""
 COMPRESSED = "kvevict_compressed"
 PERCENT = {bits: f"kvevict_percent_{bits}_bits" for bits in WIDTHS}
 COMPUTED_AGAIN = "kvevict_computed_again"

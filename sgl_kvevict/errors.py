@@ -78,17 +78,11 @@ class _ShortJson(reprlib.Repr):
         self.maxlevel = 4
         self.maxstring = self.maxother = self.maxlong = MAX_SHOWN_CHARS
 
-    def repr_bool(self, x: bool, level: int) -> str:
-        """True or False."""
+    def repr_float(self, x: float | bool | None, level: int) -> str:
+        """A number, NaN or Infinity; also True, False and None."""
         return json.dumps(x)
 
-    def repr_NoneType(self, x: None, level: int) -> str:
-        """None."""
-        return json.dumps(x)
-
-    def repr_float(self, x: float, level: int) -> str:
-        """A number, NaN or Infinity."""
-        return json.dumps(x)
+    repr_bool = repr_NoneType = repr_float
 
     def repr_str(self, x: str, level: int) -> str:
         """A text, in quotes also if it is cut."""

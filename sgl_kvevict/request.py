@@ -11,10 +11,7 @@ from sgl_kvevict.fields import allowed
 
 REQUEST_KEY = "kvevict"
 _FIELD = f"custom_params.{REQUEST_KEY}"
-_EXCLUSIVE = (
-    *(("complete", "exact"), ("share", "exact"), ("share", "complete")),
-    ("retain", "exact"),
-)
+_EXCLUSIVE = (("complete", "exact"), ("share", "exact"), ("share", "complete"), ("retain", "exact"))
 """Options of which a request has the first or the second."""
 MAX_RETAIN_S = 86_400
 _NUMBER = "a number above 0, at most {}"
@@ -63,8 +60,10 @@ def parse_request_options(custom_params: object) -> RequestOptions | None:
     values = custom_params.get(REQUEST_KEY) if isinstance(custom_params, Mapping) else None
     if values is None:
         return None
-    if isinstance(values, Mapping):
-        _check_size(values)
+    # Before each of them is validated.
+    if isinstance(values, Mapping) and len(values) > len(RequestOptions.model_fields):
+        names = ", ".join(RequestOptions.model_fields)
+        raise ConfigError(f"{_FIELD}: got {len(values)} options ({shown(values)}); allowed: any of {names}")
     try:
         options = RequestOptions.model_validate(values)
     except ValidationError as error:
@@ -84,10 +83,3 @@ def _allowed(location: tuple[int | str, ...]) -> str:
         return allowed(field)
     names = ", ".join(RequestOptions.model_fields)
     return names if location else f"an object with any of: {names}"
-
-
-def _check_size(values: Mapping[str, object]) -> None:
-    """Refuse an object with more options than there are before each of them is validated."""
-    if len(values) > len(RequestOptions.model_fields):
-        names = ", ".join(RequestOptions.model_fields)
-        raise ConfigError(f"{_FIELD}: got {len(values)} options ({shown(values)}); allowed: any of {names}")

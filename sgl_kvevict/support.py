@@ -156,8 +156,7 @@ class AfterLoad(Kernels, HasTraits):
         windows: as in :attr:`KVGeometry.windows`.
         has_states: some layers are recurrent.
         is_multimodal: the model takes images, ...
-        sees_later: ... whose tokens attend to later ones, ...
-        has_axes: ... or whose positions have several axes (M-RoPE).
+        sees_later: ... whose tokens attend to later ones.
         prefill_graphs: SGLang's backend of CUDA graphs of prefills; "disabled": there are none.
         decode_graphs: of decode steps.
         has_glue_graph: one graph is to record what steps are planned from.
@@ -181,7 +180,6 @@ class AfterLoad(Kernels, HasTraits):
     has_states: bool = False
     is_multimodal: bool = False
     sees_later: bool = False
-    has_axes: bool = False
     prefill_graphs: str = "disabled"
     decode_graphs: str = "disabled"
     has_glue_graph: bool = False
@@ -263,7 +261,7 @@ def _trait(name: str, sentence: str) -> tuple[Callable[[HasTraits], object], str
 # fmt: off
 BACKENDS = ("radix_cache_backend", "attention_backend", "prefill_attention_backend", "decode_attention_backend")
 MAX_DRAFTS = 64
-"""Draft tokens of a request: ``attention.batch.MAX_TREE_TOKENS``, without importing torch."""
+"""Draft tokens of a request: bits of an int64, by which the nodes of a tree see each other."""
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Of speculative decoding, those that work over compressed prefixes."""
 

@@ -31,7 +31,7 @@ from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.segments import Compressor, SegmentPacker, Source, TokenRange
+from sgl_kvevict.segments import Compressor, PromptObservation, SegmentPacker, Source, TokenRange
 
 SYSTEMS = {
     "stock UnifiedRadixCache": StockDriver,
@@ -174,7 +174,7 @@ def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
     learned = random_scores(geometry, rotary)
     packer = SegmentPacker(geometry, k, k.clone(), coding=None if bits == 16 else random_coding(geometry, k))
     compressor = Compressor(config, built, packer, learned=learned)
-    observation = compressor.new_observation()
+    observation = PromptObservation(compressor.observes)
     window = max(built.window_size, 1)
     observation.begin_chunk(num_tokens - window, num_tokens, is_last=True)
     for layer in range(30):
@@ -186,7 +186,8 @@ def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
     tokens = TokenRange(slots, 0, order.keys, config.num_sinks(len(slots)))
     source = Source(geometry, tokens).best(config.num_slots(len(slots)), bits)
     chosen = time.perf_counter()
-    packer.copy_entries(source.evicted(16 if bits == 16 else 4))
+    gone = source.evicted(16 if bits == 16 else 4)
+    packer.copied(gone, gone.kept.bits)
     copied = time.perf_counter()
     packer.rewrite(source, source.fewest_slots)
     end = time.perf_counter()

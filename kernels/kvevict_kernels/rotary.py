@@ -41,8 +41,13 @@ class Rotary:
 
         Returns float32; other columns are unchanged.
         """
-        cos, sin = self.rows(positions).chunk(2, dim=-1)
-        return self._rotate(x.float(), cos[:, None], -sin[:, None] if inverse else sin[:, None])
+        cos, sin = self.rows(positions)[:, None].chunk(2, dim=-1)
+        x, sin = x.float(), -sin if inverse else sin
+        a, b = self._pairs(x)
+        parts = a * cos - b * sin, b * cos + a * sin
+        turned = torch.cat(parts, dim=-1) if self.is_neox else torch.stack(parts, dim=-1).flatten(-2)
+        columns = self._columns
+        return torch.cat((x[..., : columns.start], turned, x[..., columns.stop :]), dim=-1)
 
     def turn(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Rotate the same rows to each of several positions.
@@ -54,20 +59,13 @@ class Rotary:
         turned = rows.new_empty(*rows.shape[:-3], positions.shape[-1], *rows.shape[-2:])
         a, b = self._pairs(rows)
         first, second = self._pairs(turned)
-        # Into views of the result: `_rotate` would allocate halves, and join them.
+        # Into views of the result: `apply` would allocate halves, and join them.
         torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
         torch.mul(b, cos, out=second).addcmul_(a, sin)
         columns = self._columns
         for rest in (slice(0, columns.start), slice(columns.stop, None)):
             turned[..., rest] = rows[..., rest]
         return turned
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = self._pairs(x)
-        parts = a * cos - b * sin, b * cos + a * sin
-        turned = torch.cat(parts, dim=-1) if self.is_neox else torch.stack(parts, dim=-1).flatten(-2)
-        columns = self._columns
-        return torch.cat((x[..., : columns.start], turned, x[..., columns.stop :]), dim=-1)
 
     def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the columns that are rotated with one another."""

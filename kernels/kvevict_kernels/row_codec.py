@@ -47,10 +47,6 @@ MAX_NUMBER = 65504.0
 """Largest normalised number before it is turned; larger ones saturate."""
 
 
-MeanAndScale = tuple[Tensor, Tensor]
-"""Statistics of some rows, float32; both broadcast to [n, head_dim]."""
-
-
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
     """Means and scales by which a model's keys (as stored, after RoPE) and values are normalised.
@@ -67,13 +63,11 @@ class RowStatistics:
     v_mean: Tensor
     v_scale: Tensor
 
-    def of_runs(self, runs: Tensor) -> tuple[MeanAndScale, MeanAndScale]:
-        """Those of keys and of values of runs ``layer * num_kv_heads + head`` ([n], int): [n, head_dim] each."""
-        k_mean, k_scale, v_mean, v_scale = (
-            found.flatten(0, 1).index_select(0, runs)
-            for found in (self.k_mean, self.k_scale, self.v_mean, self.v_scale)
-        )
-        return (k_mean, k_scale), (v_mean, v_scale)
+    def of_runs(self, runs: Tensor, *, is_v: bool) -> tuple[Tensor, Tensor]:
+        """Means and scales of keys or of values, of runs ``layer * num_kv_heads + head`` ([n], int): [n, head_dim]."""
+        both = (self.v_mean, self.v_scale) if is_v else (self.k_mean, self.k_scale)
+        mean, scale = (found.flatten(0, 1).index_select(0, runs) for found in both)
+        return mean, scale
 
     @cached_property
     def table(self) -> Tensor:
@@ -144,8 +138,7 @@ class RowCoding:
 
     def load(self, arena: Tensor, rows: Tensor, runs: Tensor, *, is_v: bool) -> Tensor:
         """Numbers of rows of 4 bits ([n], int) of runs ([n], or [1] for all) in one arena: [n, head_dim], float32."""
-        both = self.statistics.of_runs(runs)[is_v]
-        return decode_rows(read_rows(arena, rows, self.steps(is_v)), *both)
+        return decode_rows(read_rows(arena, rows, self.steps(is_v)), *self.statistics.of_runs(runs, is_v=is_v))
 
 
 @cache

@@ -15,9 +15,8 @@ from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention, CapturableAttention, CompiledAttention
-from sgl_kvevict.attention.kernel_facts import kernels_for, resolve_attention
+from sgl_kvevict.attention.kernel_facts import resolve_attention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.support import KERNELS, require
 
 logger = logging.getLogger(__name__)
 
@@ -59,25 +58,15 @@ def build_attention(
     if chosen == "torch":
         return TorchAttention(geometry, k_arena, v_arena, coding)
     triton = partial(_build_triton, geometry, k_arena, v_arena, q_dtype, on_all_ranks, verifies, coding)
-    if chosen == "triton":
+    # FlashInfer would have no layer to attend in where all have windows.
+    if chosen == "triton" or not geometry.full_layers:
         return triton()
-    if geometry.is_latent:
-        require(KERNELS, kernels_for(chosen, k_arena.device, k_arena.dtype, geometry.head_dim, is_latent=True))
-    return _build_flashinfer(geometry, k_arena, v_arena, triton, verifies=verifies)
-
-
-def _build_flashinfer(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, triton: Callable[[], CapturableAttention], *, verifies: bool
-) -> Attention:
-    """FlashInfer for layers without a window; ``triton`` builds our own attention for the others and for trees."""
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
-    # FlashInfer would have no layer to attend in.
-    if not geometry.full_layers:
-        return triton()
     plain = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
     # FlashInfer compiles at the first plan: now, not while a request waits.
     plain.warm_up()
+    # Layers with a window, and trees, are for our own attention.
     return ByWindow(plain, triton()) if geometry.has_windows or verifies else plain
 
 

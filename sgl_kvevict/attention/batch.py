@@ -14,13 +14,10 @@ from torch import Tensor
 from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.support import MAX_DRAFTS
 
 Path = tuple[SpanRuns, ...]
 """A request's spans, root first; () if nothing of it is compressed."""
-
-
-MAX_TREE_TOKENS = 64
-"""New tokens of a request in a tree, at most: bits of an int64."""
 
 
 class BatchKey(NamedTuple):
@@ -46,7 +43,7 @@ class AttentionBatch:
 
     Raises:
         InvariantError: contradictory lengths, for example more compressed tokens than come before the first new token,
-            or a tree of more than ``MAX_TREE_TOKENS`` tokens.
+            or a tree of more than ``MAX_DRAFTS`` tokens.
     """
 
     paths: tuple[Path, ...]  # per request
@@ -74,9 +71,9 @@ class AttentionBatch:
                     f"request {i}: compressed_len {compressed_len}, {new} new of {seq_len} tokens, "
                     f"rows of {self.req_to_token.shape[1]}: expected compressed_len <= first new token <= row length"
                 )
-        if self.visible is not None and (self.visible.numel() != sum(new_lens) or max(new_lens) > MAX_TREE_TOKENS):
+        if self.visible is not None and (self.visible.numel() != sum(new_lens) or max(new_lens) > MAX_DRAFTS):
             raise InvariantError(
-                f"visible: expected one number for each of {sum(new_lens)} new tokens, at most {MAX_TREE_TOKENS} per "
+                f"visible: expected one number for each of {sum(new_lens)} new tokens, at most {MAX_DRAFTS} per "
                 f"request, got {self.visible.numel()} for {new_lens}"
             )
 

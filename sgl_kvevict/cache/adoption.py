@@ -51,7 +51,9 @@ class Adoption:
             added, because there were no slots, the tree has all of it, the tokens before it are not compressed, or a
             reader of the tokens that it would replace is not movable. Other prefixes may have shrunk for it even so.
         """
-        tokens = self._key(record.tokens.tolist(), rest)
+        path = record.tokens.tolist()
+        # If nothing follows it in the prompt, any token may stand there.
+        tokens = [*path, *rest[:1], path[-1]][: len(path) + self._tree.lookahead]
         there = self._tree.find(tokens, namespace)
         compressed_len = self._spans.compressed_len(there)
         if record.splittable and record.start < compressed_len < record.end:
@@ -102,10 +104,6 @@ class Adoption:
         # Last, when no reader's row and no node names these slots any more.
         self._tree.free(freed)
         return segment
-
-    def _key(self, path: list[int], rest: Sequence[int]) -> list[int]:
-        """Tokens by which a path is looked up; if nothing follows it in the prompt, any token may stand there."""
-        return [*path, *rest[:1], path[-1]][: len(path) + self._tree.lookahead]
 
     def _is_whole(self, nodes: Sequence[Node]) -> bool:
         """Whether no request reads the last nodes of a path, and no prompt branches off from them.

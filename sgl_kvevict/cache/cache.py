@@ -190,8 +190,8 @@ class PrefixCache:
     def keep_only_spans(self) -> None:
         """Forget everything but segments: the tree is empty, or the weights have changed."""
         # Prefills under way go on, but what they have observed is of old weights, or of tokens that have left the tree.
-        for _, record in self.readers.items():
-            record.observation = None
+        for reader in self.readers:
+            self.readers[reader].observation = None
         self.host.segments.clear()
         self.table.forget()
 

@@ -33,11 +33,11 @@ class Complements:
         """Copy what a resize is about to evict, on the pool's device; None: nothing is kept."""
         # After a repack ranks hold different numbers of entries in equally many slots, so maybe one evicts none. It
         # makes a part all the same: ranks have parts of the same tokens.
-        if not self._is_on or not self.host.largest(int(source.num_entries < source.count)):
+        if not self._is_on or not self.host.largest(int(source.kept.num_entries < source.count)):
             return None
         copied: CopiedRows | None = None
         with self._guard.at(Place.HOST):
-            copied = self._packer.copy_entries(source.evicted(self._bits))
+            copied = self._packer.copied(source.evicted(self._bits), self._bits)
         return copied
 
     def put(self, copied: CopiedRows | None, start: int, end: int) -> list[EvictedPart]:

@@ -43,7 +43,7 @@ class HostMemory:
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment would be here once it was dropped, and push out nothing that the pool does not have."""
         is_found = segment.num_tokens >= self._min_tokens
-        beside = self._packer.slot_bytes + 8 * segment.end  # for the lengths of its runs, and its path's tokens
+        beside = self._packer.slot_bytes() + 8 * segment.end  # for the lengths of its runs, and its path's tokens
         return is_found and self.segments.has_room(self._packer.bytes_of(segment) + beside)
 
     # ---- out --------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Loading:
 
     def queued(self, request: Any, prompt: Prompt) -> None:
         """Register a queued request, if the store may have its prefix."""
-        identity = self._access.identity
+        identity = self._access.segments.identity
         if self._access.is_on and prompt.num_tokens >= identity.min_prefix_tokens:
             self._waiting[request] = Waiting(prompt, self._reader.deadline())
 
@@ -120,7 +120,7 @@ class Loading:
         # The host first: it is nearer, and what it has need not be read from the store.
         self._host.load(request, prompt)
         with self._guard.at(Place.STORE):
-            waiting.fetch = self._reader.start(self._adoption.lookup(prompt, self._access.identity))
+            waiting.fetch = self._reader.start(self._adoption.lookup(prompt, self._access.segments.identity))
 
     def _agree(self, waiting: Sequence[Waiting]) -> list[Answer]:
         """Combine all ranks' answers, with the same result on each."""

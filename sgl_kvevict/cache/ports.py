@@ -70,11 +70,10 @@ class TreePort(Protocol):
         The last ``lookahead`` tokens are only looked up.
         """
 
-    def add(self, tokens: Sequence[int], namespace: NamespaceKey, slots: Tensor | None = None) -> Node | None:
-        """Add the missing nodes of the path of ``tokens``, which end as in :meth:`find`.
+    def add(self, tokens: Sequence[int], namespace: NamespaceKey) -> Node | None:
+        """Add the missing nodes of the path of ``tokens``, which end as in :meth:`find`; they get spans.
 
-        Returns its last node, or None if it may not be cached. ``slots`` ([num_new], int64) are the new tokens'
-        ordinary slots. None: new nodes hold a filler, and get spans.
+        Returns its last node, or None if it may not be cached.
         """
 
     def slots_of(self, reader: Reader, start: int, end: int) -> Tensor:

@@ -10,7 +10,7 @@ from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import Place
 from sgl_kvevict.request import RequestOptions
-from sgl_kvevict.segments import Recorder
+from sgl_kvevict.segments import PromptObservation, Recorder
 
 
 class Prefills:
@@ -29,7 +29,7 @@ class Prefills:
         record = self.readers[reader]
         record.is_live = True
         is_of_use = self._compressor.policy.compresses and is_cached
-        record.observation = self._compressor.new_observation() if is_of_use else None
+        record.observation = PromptObservation(self._compressor.observes) if is_of_use else None
         return record
 
     def observe(self, reader: Reader, node: Node, start: int, end: int, prompt_len: int) -> Sequence[Recorder]:

@@ -46,11 +46,6 @@ class ReaderRecord:
     report: CacheReport | None = None
     is_counted: bool = False
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the whole prompt was prefilled, so that :meth:`Prefills.complete` is due."""
-        return self.observation is not None and self.observation.is_complete
-
     def has_read(self, read: CompressedRead) -> None:
         """Note what it reads of its prompt now."""
         told = self.report
@@ -92,15 +87,7 @@ class ReaderTable:
 
     def __getitem__(self, reader: Reader) -> ReaderRecord:
         """The record of a reader, created if missing."""
-        try:
-            return self._records[reader]
-        except KeyError:
-            record = self._records[reader] = ReaderRecord()
-            return record
-
-    def items(self) -> list[tuple[Reader, ReaderRecord]]:
-        """All readers and their records, in order of arrival."""
-        return list(self._records.items())
+        return self._records.setdefault(reader, ReaderRecord())
 
     def chunk_share(self, record: ReaderRecord) -> float | None:
         """Share of their bytes that chunks of a prompt get while it is prefilled; None: they stay uncompressed."""
@@ -114,10 +101,10 @@ class ReaderTable:
     def movable(self, node: Node) -> list[Reader] | None:
         """Return the readers of a node; None if one of them is not movable."""
         readers, num_fixed = [], 0
-        for reader, record in self.items():
-            if record.is_live and (last := self._tree.locked_by(reader)) and node in path_to(last):
+        for reader in self:
+            if (last := self._tree.locked_by(reader)) and node in path_to(last):
                 readers.append(reader)
-                num_fixed += record.is_exact
+                num_fixed += self[reader].is_exact
         # A lock that no known request explains could be anything of SGLang's; its slots must not move.
         return None if num_fixed or len(readers) != self._tree.num_locks(node) else readers
 

@@ -135,12 +135,10 @@ class StatefulRecency(CostAwareRecency):
         self._state_slots = state_slots
 
     def _loss_of_dropping(self, node: Node) -> float:
-        memory = self._state_slots(node)
-        return 0.0 if memory is None else self._saved_by_state(node, memory)
-
-    def _saved_by_state(self, node: Node, memory: float) -> float:
         """Tokens of prefill that a leaf's state saves, per slot released with it."""
-        tokens, slots, is_alone = 0, memory, True
+        tokens, slots, is_alone = 0, self._state_slots(node), True
+        if slots is None:
+            return 0.0
         while True:
             tokens += len(node.key)
             if is_alone:

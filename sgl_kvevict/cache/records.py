@@ -276,19 +276,15 @@ class PrefixTable:
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
+    @accounting()
     def split(self, upper: Node, lower: Node) -> None:
         """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node."""
         below = self._records.get(lower)
         if below is None:
             return
-        self._divide(below, upper, lower)
-        if below.span is not None:
-            self.totals.splits += 1
-
-    @accounting()
-    def _divide(self, below: PrefixRecord, upper: Node, lower: Node) -> None:
         above = self._records[upper] = PrefixRecord(retained_until=below.retained_until)
         if below.span is not None:
+            self.totals.splits += 1
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
             if above.span.is_owner:
                 self.packed[above.span.segment] = upper
@@ -317,8 +313,7 @@ class PrefixTable:
         return span
 
     def clear(self) -> None:
-        """Remove all records: the tree was flushed."""
-        self.forget()
+        """Remove all records: the tree was flushed, and :meth:`forget` was called before."""
         self._records.clear()
         self.packed.clear()
         # One by one, because `clear` would leave them among the set's new nodes.

@@ -450,8 +450,7 @@ class Resizer:
             start: logical position of the answer's first token.
             is_complete: no block follows: those that are there shrink now.
         """
-        nodes = path[: len(path) - len(self._spans.uncompressed(path))]
-        segments = list(dict.fromkeys(self._spans[node].segment for node in nodes))
+        segments = list(dict.fromkeys(self._spans[node].segment for node in path if node in self._spans))
         bits = segments[-1].packed.rows.bits if segments else 16
         small = list(takewhile(lambda each: self._is_small(each, start, bits), reversed(segments)))[::-1]
         if len(small) < self.num_joined and not is_complete:
@@ -510,7 +509,7 @@ class Resizer:
             evicted = self._complements.evicted(source)
             size = num_slots if isinstance(source.range, View) else source.fewest_slots
             packed, freed = self._packer.rewrite(source, size, merge)
-            num_merged = 0 if merge is None else merge.indices.numel() - source.num_entries
+            num_merged = 0 if merge is None else merge.indices.numel() - source.kept.num_entries
             written = _Written(packed, freed, source.end, num_merged, evicted)
         return written
 

@@ -10,7 +10,7 @@ from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.nodes import Node, namespace_of
 from sgl_kvevict.guard import Place
-from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind
+from sgl_kvevict.store import ReadAhead, SegmentStore, WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,6 @@ class StoreAccess:
     writer: WriteBehind
     reader: ReadAhead | None = None
     is_on: bool = True
-
-    @property
-    def identity(self) -> StoreIdentity:
-        """Identity of the segments in the store."""
-        return self.segments.identity
 
     def close(self) -> None:
         """Write what waits, in at most ``SHUTDOWN_S`` seconds."""
@@ -72,7 +67,7 @@ class Saving:
             if not writer.has_room(packer.bytes_of(segment) + num_evicted):
                 self._table.totals.not_stored += 1
                 return
-            leaving = export_segment(last, spans, packer, self._access.identity, complements)
+            leaving = export_segment(last, spans, packer, self._access.segments.identity, complements)
             if leaving is not None:
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 

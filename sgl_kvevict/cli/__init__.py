@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ import typer
 from sgl_kvevict.cli import operate
 from sgl_kvevict.cli.store import store
 from sgl_kvevict.errors import ConfigError, KVEvictError, printable
+from sgl_kvevict.machine import version_of
 
 app = typer.Typer(
     name="sgl-kvevict",
@@ -73,11 +73,8 @@ def _one_line(error: Exception) -> str:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"sgl-kvevict {version('sgl-kvevict')}")
-        try:
-            typer.echo(f"sglang {version('sglang')}")
-        except PackageNotFoundError:
-            typer.echo("sglang (not installed)")
+        typer.echo(f"sgl-kvevict {version_of('sgl-kvevict')}")
+        typer.echo(f"sglang {version_of('sglang') or '(not installed)'}")
         raise typer.Exit
 
 

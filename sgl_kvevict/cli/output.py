@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from sgl_kvevict.errors import printable
-
-if TYPE_CHECKING:
-    from sgl_kvevict.events.questions import Description
 
 PIPE_COLUMNS = 10_000
 
@@ -47,11 +43,6 @@ def shorten(text: str, num_chars: int) -> str:
 def short_model(path: str) -> str:
     """A model's hub name, or the last part of its folder's path; at most 40 characters."""
     return shorten(path.rstrip("/").rpartition("/")[2] if path.startswith(("/", ".", "~")) else path, 40)
-
-
-def show_dial(about: Description) -> str:
-    """Describe what a server keeps of a compressed prefix: a share of its bytes, and in how many bits."""
-    return f"keeps {about.budget}, bits {about.bits}"
 
 
 def show_entries(entries: Mapping[int, int]) -> str:

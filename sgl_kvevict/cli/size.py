@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -15,10 +15,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.geometry import ENTRY_BYTES, INDEX_BYTES, KVGeometry
 from sgl_kvevict.long_prompts import LongPrompts
-from sgl_kvevict.support import BITS, reasons
-
-if TYPE_CHECKING:
-    from sgl_kvevict.support import AfterLoad
+from sgl_kvevict.support import BITS, AfterLoad, reasons
 
 NOT_FOR_PROMPTS = 7
 """Token slots of the pool that SGLang's limit on a prompt's length leaves free."""
@@ -39,8 +36,7 @@ class ModelSizes:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token slot: K and V of all layers and heads; a latent is both."""
-        rows = 1 if self.is_latent else 2
-        return rows * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return self.geometry.slot_bytes
 
     @property
     def geometry(self) -> KVGeometry:
@@ -144,26 +140,13 @@ def parse_bytes(text: str, name: str = "--kv-memory", *, least: int = 1) -> int:
     return amount
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """Facts for the rows :data:`KNOWN_HERE`."""
-
-    config: KVEvictConfig
-    is_latent: bool
-    head_dim: int
-
-
 def with_bits_of(config: KVEvictConfig, sizes: ModelSizes) -> tuple[KVEvictConfig, list[str]]:
     """The configuration with the bits that a server's rows have, and why these are 16, if others were configured.
 
     A server knows more reasons (:data:`sgl_kvevict.support.BITS`): its log says what it has chosen.
     """
     table = {name: BITS[name] for name in KNOWN_HERE}
-    why = (
-        []
-        if config.bits == 16
-        else reasons(table, cast("AfterLoad", _Planned(config, sizes.is_latent, sizes.head_dim)))
-    )
+    why = [] if config.bits == 16 else reasons(table, cast(AfterLoad, sizes))
     return (config.model_copy(update={"bits": 16}) if why else config), why
 
 

@@ -39,10 +39,8 @@ def list_all(url: Url, as_json: Json = False, is_long: Long = False) -> None:
     segments = sorted(list_segments(backend), key=lambda each: -each.item.used)
     if as_json:
         listed = [
-            {
-                **{"key": each.key, "identity": each.identity, "bytes": each.item.size, "used": each.item.used},
-                "tokens": each.num_tokens,
-            }
+            {"key": each.key, "identity": each.identity, "bytes": each.item.size, "used": each.item.used}
+            | {"tokens": each.num_tokens}
             for each in segments
         ]
         typer.echo(json.dumps(listed))

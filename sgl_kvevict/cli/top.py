@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sgl_kvevict.cli.output import mean_bits, short_model, show_dial, show_entries
+from sgl_kvevict.cli.output import mean_bits, short_model, show_entries
 from sgl_kvevict.cli.size import show_bytes
 from sgl_kvevict.errors import printable
 from sgl_kvevict.events.client import InspectClient, RequestFailedError, ServerSilentError, check_endpoint
@@ -213,7 +213,8 @@ def _header(state: TopState) -> Text:
     if state.description is not None:
         about = state.description
         model = about.model if state.is_long else short_model(about.model)
-        text.append(printable(f"  {model}  policy {about.policy}, {show_dial(about)}"), style="default not bold")
+        dial = f"policy {about.policy}, keeps {about.budget}, bits {about.bits}"
+        text.append(printable(f"  {model}  {dial}"), style="default not bold")
     if state.status is not None:
         text.append(f"  up {_duration(state.status.ts - state.status.started)}", style="default not bold")
         if state.silent is not None:
@@ -234,19 +235,14 @@ def _pool_bar(pool: Pool, slot_bytes: int, width: int) -> Text:
         bar.append(glyph * cells, style=colour)
         legend.append(glyph, style=colour)
         legend.append(f" {label} {slots:,}   ")
-    memory = f" ({show_bytes(pool.total * slot_bytes)})"
-    legend.append(f"of {pool.total:,} token slots{memory}")
+    legend.append(f"of {pool.total:,} token slots ({show_bytes(pool.total * slot_bytes)})")
     return Text("\n").join([bar, legend])
 
 
 def _gauges(status: StatusReport) -> Text:
     gauges = status.gauges
-    text = Text.assemble(
-        (
-            f"{gauges.logical_tokens:,} tokens held in {gauges.held_slots:,} slots, {show_bytes(gauges.held_bytes)}",
-            "bold",
-        )
-    )
+    held = f"{gauges.logical_tokens:,} tokens held in {gauges.held_slots:,} slots, {show_bytes(gauges.held_bytes)}"
+    text = Text().append(held, style="bold")
     text.append(f" ({gauges.tokens_per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
     text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers_per_span})")
     if gauges.span_tokens:

@@ -15,7 +15,7 @@ from sgl_kvevict.distill.files import (
     weights_folders,
 )
 from sgl_kvevict.distill.learner import ScoredText, ScoreLearner
-from sgl_kvevict.distill.row_sums import RowSums, statistics_of_rank, statistics_of_ranks
+from sgl_kvevict.distill.row_sums import RowSums
 from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights, with_learned_scores
 
 __all__ = [
@@ -31,8 +31,6 @@ __all__ = [
     "cached_file",
     "load_learned",
     "save_learned",
-    "statistics_of_rank",
-    "statistics_of_ranks",
     "weights_folders",
     "window_features",
     "with_learned_scores",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,11 +130,8 @@ def load_learned(path: Path, model: ModelIdentity) -> Learned:
     except ValueError as error:
         raise ConfigError(f"score weights {str(path)!r}: prefixes and recall: expected numbers: {error}") from error
     scores = ScoreWeights(tensors["cache"], tensors["window"], *numbers) if "cache" in tensors else None
-    return Learned(scores, _statistics(tensors))
-
-
-def _statistics(tensors: Mapping[str, Tensor]) -> RowStatistics | None:
-    return RowStatistics(*(tensors[name] for name in STATISTICS)) if STATISTICS[0] in tensors else None
+    statistics = RowStatistics(*(tensors[name] for name in STATISTICS)) if STATISTICS[0] in tensors else None
+    return Learned(scores, statistics)
 
 
 def all_weights(model: ModelIdentity, folders: list[Path]) -> list[Path]:

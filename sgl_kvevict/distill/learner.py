@@ -81,11 +81,6 @@ class RidgeStatistics:
         self._cross = torch.zeros(shape, dtype=torch.float64, device=device)
 
     @property
-    def device(self) -> torch.device:
-        """Device of the sums."""
-        return self._gram.device
-
-    @property
     def num_bytes(self) -> int:
         """Memory of the sums."""
         return (self._gram.numel() + self._cross.numel()) * 8
@@ -128,16 +123,12 @@ class ScoreLearner:
 
     def __init__(self, geometry: KVGeometry, rotary: Rotary, device: torch.device | None = None) -> None:
         self._geometry = geometry
+        self._device = device
         self._rotary = rotary
         self._num_features = num_cache_features(geometry.head_dim, geometry.is_latent)
         sizes = (geometry.num_layers, geometry.num_kv_heads, self._num_features + NUM_WINDOW)
         self._statistics = RidgeStatistics(*sizes, constant=self._num_features - 1, device=device)
         self.num_texts = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the sums."""
-        return self._statistics.num_bytes
 
     def add(self, text: ScoredText) -> None:
         """Learn from a text.
@@ -153,7 +144,7 @@ class ScoreLearner:
 
     def solve(self) -> ScoreWeights:
         """Weights from all texts so far (at least one); 0 for layers with a sliding window."""
-        weights = ScoreWeights.zeros(self._geometry, self._statistics.device, self.num_texts)
+        weights = ScoreWeights.zeros(self._geometry, self._device, self.num_texts)
         for layer in self._geometry.full_layers:
             weights.cache[layer] = self._statistics.solve(layer, self._num_features)
             weights.window[layer] = self._statistics.solve(layer, self._num_features + NUM_WINDOW)

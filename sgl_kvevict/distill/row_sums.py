@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -13,7 +12,6 @@ from kvevict_kernels.row_codec import RowStatistics
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.distill.features import CachedRange
 from sgl_kvevict.distill.learner import NUM_SINKS
-from sgl_kvevict.distill.weights import heads_of_rank, of_all_heads
 from sgl_kvevict.geometry import KVGeometry
 
 STATISTICS = tuple(field.name for field in fields(RowStatistics))
@@ -101,13 +99,3 @@ class RowSums:
     def _above_least(sizes: Tensor) -> Tensor:
         """Sizes of channels, none below its share of the head's mean."""
         return torch.maximum(sizes, MIN_SHARE * sizes.mean(-1, keepdim=True)).clamp_min(_TINY)
-
-
-def statistics_of_ranks(parts: Sequence[RowStatistics], num_kv_heads: int) -> RowStatistics:
-    """Statistics of all heads, from those of each tensor-parallel rank; the inverse of :func:`statistics_of_rank`."""
-    return RowStatistics(*(of_all_heads([getattr(part, name) for part in parts], num_kv_heads) for name in STATISTICS))
-
-
-def statistics_of_rank(whole: RowStatistics, rank: int, num_ranks: int, num_kv_heads: int) -> RowStatistics:
-    """The part of a tensor-parallel rank, which holds ``num_kv_heads`` consecutive heads."""
-    return RowStatistics(*(heads_of_rank(getattr(whole, name), rank, num_ranks, num_kv_heads) for name in STATISTICS))

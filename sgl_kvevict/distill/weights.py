@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,26 +57,6 @@ class ScoreWeights:
         cache = torch.zeros(*heads, columns, device=device)
         return cls(cache, torch.zeros(*heads, columns + NUM_WINDOW, device=device), num_prefixes)
 
-    @classmethod
-    def of_ranks(cls, parts: Sequence[ScoreWeights], num_kv_heads: int) -> ScoreWeights:
-        """Weights of all heads from those of each tensor-parallel rank, by rank; the inverse of :meth:`of_rank`.
-
-        The mean where several ranks hold the same head, each with other query heads (more ranks than KV heads, or
-        latents).
-        """
-        cache = of_all_heads([part.cache for part in parts], num_kv_heads)
-        window = of_all_heads([part.window for part in parts], num_kv_heads)
-        return replace(parts[0], cache=cache, window=window)
-
-    def to(self, device: torch.device) -> ScoreWeights:
-        """A copy on a device."""
-        return replace(self, cache=self.cache.to(device), window=self.window.to(device))
-
-    def of_rank(self, rank: int, num_ranks: int, num_kv_heads: int) -> ScoreWeights:
-        """The part of a tensor-parallel rank, which holds ``num_kv_heads`` consecutive heads."""
-        cache, window = (heads_of_rank(part, rank, num_ranks, num_kv_heads) for part in (self.cache, self.window))
-        return replace(self, cache=cache, window=window)
-
     def score(self, tokens: CachedRange, rotary: Rotary, window: Tensor | None) -> Tensor:
         """Score a range, with window attention unless ``window`` is None; see :func:`score_range`."""
         return score_range(self.cache if window is None else self.window, tokens, rotary, window)
@@ -85,7 +65,8 @@ class ScoreWeights:
 def of_all_heads(parts: Sequence[Tensor], num_kv_heads: int) -> Tensor:
     """[num_layers, num_kv_heads, columns] of all heads, from the heads of each tensor-parallel rank, by rank.
 
-    The mean where several ranks hold the same head; the inverse of :func:`heads_of_rank`.
+    The mean where several ranks hold the same head, each with other query heads (more ranks than KV heads, or latents);
+    the inverse of :func:`heads_of_rank`.
     """
     num_layers, num_heads, columns = parts[0].shape
     total = parts[0].new_zeros(num_layers, num_kv_heads, columns)

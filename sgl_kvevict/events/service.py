@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from socket import AF_UNIX
 from socket import socket as unix_socket
@@ -87,12 +87,10 @@ class EventService:
         while not self._closing:
             # Answers come from another thread, which cannot wake this poll: it looks more often while one is due.
             if self._socket.poll(_TICK_WHILE_ASKED_MS if self._num_asked else _TICK_MS):
-                self._guarded(self._receive_question)
-            self._guarded(self._send_answers)
-
-    def _guarded(self, serve: Callable[[], None]) -> None:
-        with self._guard.at(Place.SOCKETS):
-            serve()
+                with self._guard.at(Place.SOCKETS):
+                    self._receive_question()
+            with self._guard.at(Place.SOCKETS):
+                self._send_answers()
 
     def _receive_question(self) -> None:
         *envelope, payload = self._socket.recv_multipart()

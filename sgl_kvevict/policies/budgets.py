@@ -213,12 +213,14 @@ class AdaptiveHeads(HeadRule):
 
     def split(self, scores: RangeScores, totals: LayerTotals) -> Tensor:
         """Entries per head; see :class:`HeadRule`."""
-        common, tensor, keys = common_total(totals), totals_tensor(totals, scores.values.device), scores.keys
+        tensor, keys = totals_tensor(totals, scores.values.device), scores.keys
+        # A number, where all layers have the same.
+        counts = totals[0] if isinstance(totals, tuple) and len(set(totals)) == 1 else tensor
         if self.safeguard == "kvpress":
             floors = self._own_floor(tensor, keys.shape[1], scores.num_pinned)
             # As a largest key, a granted entry is counted by the same competition, and sums stay exact.
             keys = keys.masked_fill(top_mask(keys, floors), key_max(keys))
-        hits = top_counts(keys, tensor if common is None else common)
+        hits = top_counts(keys, counts)
         if self.safeguard in ("kvpress", "none"):
             return hits
         alpha = exact_fraction(self.alpha)
@@ -270,11 +272,6 @@ def totals_tensor(totals: LayerTotals, device: torch.device) -> Tensor:
     if isinstance(totals, Tensor):
         return totals
     return torch.tensor(totals, dtype=torch.int64).to(device, non_blocking=True)
-
-
-def common_total(totals: LayerTotals) -> int | None:
-    """The layers' common total; None if totals differ or are on the device."""
-    return totals[0] if isinstance(totals, tuple) and len(set(totals)) == 1 else None
 
 
 @lru_cache(256)

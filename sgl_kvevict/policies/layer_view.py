@@ -98,12 +98,6 @@ class LayerView:
             "sm_scale": self.sm_scale * self.k_scale,  # of products with stored rows
         }
 
-    def need_prompt_length(self) -> int:
-        """The logical length of the observed prompt; ValueError if unknown."""
-        if self.num_prompt_tokens is None:
-            raise ValueError("the policy needs the length of the prompt (num_prompt_tokens), got none")
-        return self.num_prompt_tokens
-
 
 Show = Callable[[int], LayerView]
 """Gives the view of a layer."""

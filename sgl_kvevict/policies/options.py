@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
 from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed, extra_of
@@ -107,11 +106,6 @@ class NamedPolicy(BaseModel):
         return f"policy_options.{name}: got {shown(value)} for policy {cls.name!r}; allowed: {allowed(fields[name])}"
 
 
-def _is_idle(field: FieldInfo, budget_rule: str | None) -> bool:
-    """Whether an option has no effect with a budget rule."""
-    return budget_rule not in extra_of(field).get("rules", [budget_rule])
-
-
 BudgetRule = Annotated[
     Literal[
         "uniform", "pyramid", "density", "adaptive", "adaptive-pyramid", "adaptive-density", "all-heads", "all-layers"
@@ -168,11 +162,11 @@ class BudgetOptions(NamedPolicy):
     def _check_effects(self) -> Self:
         for name, field in type(self).model_fields.items():
             # Refused, because a user who sets an option that does nothing measures something else than intended.
-            if name in self.model_fields_set and _is_idle(field, self.budget_rule):
+            rules = extra_of(field).get("rules", [self.budget_rule])
+            if name in self.model_fields_set and self.budget_rule not in rules:
                 raise ConfigError(
                     f"policy_options.{name}: has no effect in policy {self.name!r} with "
-                    f"budget_rule={self.budget_rule!r}; it needs budget_rule "
-                    f"{' or '.join(map(repr, extra_of(field)['rules']))}"
+                    f"budget_rule={self.budget_rule!r}; it needs budget_rule {' or '.join(map(repr, rules))}"
                 )
         return self
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sgl_kvevict.errors import ConfigError, InvariantError
+from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.order import RangeOrder, facts_of, order_of
@@ -89,7 +89,7 @@ class Policy:
         ``total`` does not fit the range or the protected tokens, or if a part returns tensors of a wrong shape or
         dtype. What their numbers have to be, :meth:`RangeOrder.check` says.
         """
-        views = [show(0)]
+        views = [show(layer) for layer in range(0, geometry.num_layers, self.reuse_layers)]
         num_tokens, runs = views[0].num_tokens, geometry.num_runs
         num_protected = protected + protected_last
         if not 0 <= num_protected <= total // runs or total > num_tokens * runs:
@@ -97,7 +97,6 @@ class Policy:
                 f"total must be between protected * {runs} = {num_protected * runs} and {num_tokens * runs} "
                 f"entries ({num_tokens} tokens), got {total}"
             )
-        views += [show(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
         scores = self._score(views, total // runs, protected, protected_last)
         kept = self._keep(scores, geometry, total)
         keys = order_of(scores, kept, comparable=Trait.COMPARABLE in self.scorer.traits)
@@ -134,8 +133,7 @@ class Policy:
                 if stack is not None and part is not None:
                     stack[row] = part
         values, tie_break, importance = stacks
-        if values is None:
-            raise InvariantError(f"policy {self.name!r}: no layer was scored")
+        assert values is not None
         return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
 
     def _scores_of(self, view: LayerView) -> TokenScores:

@@ -39,7 +39,9 @@ class AccumulatedAttentionScorer(Scorer):
         sums = view.need_per_token(Signal.ACCUMULATED_ATTENTION)
         if self.normalize == "none":
             return TokenScores(sums)
-        seen_by = view.need_prompt_length() - view.start
+        if view.num_prompt_tokens is None:
+            raise ValueError("the policy needs the length of the prompt (num_prompt_tokens), got none")
+        seen_by = view.num_prompt_tokens - view.start
         # A token is seen by itself and by all later queries of the prompt.
         queries = torch.arange(seen_by, seen_by - view.num_tokens, -1, device=sums.device)
         return TokenScores(sums / queries)

@@ -28,13 +28,6 @@ class ArenaRows:
         """Bytes of keys and values."""
         return self.k_arena.shape[:3].numel() * self.geometry.entry_dim * self.k_arena.element_size()
 
-    def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
-        """[num_kv_heads, num_tokens], int32: head slots of uncompressed tokens in one layer."""
-        heads = torch.arange(self.geometry.num_kv_heads, dtype=torch.int32, device=token_slots.device)
-        sizes = self.geometry.num_token_slots, self.geometry.num_kv_heads
-        head_slots: Tensor = head_slot_of(layer, token_slots.int(), heads[:, None], *sizes)
-        return head_slots
-
     def keys(self, head_slots: Tensor) -> Tensor:
         """[*head_slots.shape, head_dim]: copies of keys with 16 bits, in the arena's dtype."""
         return self._gather(self.k_arena, head_slots)

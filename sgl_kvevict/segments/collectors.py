@@ -127,8 +127,8 @@ class WindowKeys(Collector):
         return self._keys
 
 
-class PerToken(Collector):
-    """One number per key, updated by each chunk."""
+class AccumulatedAttention(Collector):
+    """Attention of all queries, summed: one number per key."""
 
     needs_slots = True
 
@@ -136,11 +136,19 @@ class PerToken(Collector):
         self._numbers: Tensor | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """Combine the chunk's numbers with those of earlier chunks."""
-        numbers = self._of(chunk)
+        """Add the chunk's numbers to those of earlier chunks."""
+        numbers = accumulated_attention(
+            chunk.queries.contiguous(),
+            chunk.lse.contiguous(),
+            chunk.k_buffer,
+            chunk.key_slots,
+            sm_scale=chunk.sm_scale * chunk.k_scale,
+            key_start=chunk.key_start,
+            query_start=chunk.query_start,
+        )
         if self._numbers is not None:
             # Earlier chunks have numbers of fewer keys: those of this chunk come behind.
-            self._combine(numbers[:, : self._numbers.shape[1]], self._numbers)
+            numbers[:, : self._numbers.shape[1]].add_(self._numbers)
         self._numbers = numbers
 
     def value(self, first: int, num_tokens: int) -> Tensor | None:
@@ -151,32 +159,6 @@ class PerToken(Collector):
         """Drop the first tokens' numbers."""
         if self._numbers is not None:
             self._numbers = self._numbers[:, num_tokens:]
-
-    @abstractmethod
-    def _of(self, chunk: Chunk) -> Tensor:
-        """[num_kv_heads, num_keys], float32: a chunk's number for each key."""
-
-    @abstractmethod
-    def _combine(self, numbers: Tensor, earlier: Tensor) -> None:
-        """Combine ``earlier`` numbers into ``numbers``, in place."""
-
-
-class AccumulatedAttention(PerToken):
-    """Attention of all queries, summed."""
-
-    def _of(self, chunk: Chunk) -> Tensor:
-        return accumulated_attention(
-            chunk.queries.contiguous(),
-            chunk.lse.contiguous(),
-            chunk.k_buffer,
-            chunk.key_slots,
-            sm_scale=chunk.sm_scale * chunk.k_scale,
-            key_start=chunk.key_start,
-            query_start=chunk.query_start,
-        )
-
-    def _combine(self, numbers: Tensor, earlier: Tensor) -> None:
-        numbers += earlier
 
 
 COLLECTORS: Mapping[Signal, type[Collector]] = {

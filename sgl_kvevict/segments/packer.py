@@ -52,10 +52,12 @@ class SegmentPacker(ArenaRows):
         self.coding = coding
         self._no_shadow = None if drafts is None else drafts.absent()
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes outside the pool of a token slot's entries of 16 bits: keys, values, positions, order, draft's rows."""
-        return self._slot_bytes(16)
+    def slot_bytes(self, bits: int = 16) -> int:
+        """Bytes outside the pool of a token slot's entries of so many bits: keys, values, positions, order, draft's."""
+        row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
+        draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
+        of_entry = INDEX_BYTES + (0 if bits == 16 else 2 * STEP_BYTES)
+        return self.geometry.num_runs * (row_bytes + ROWS_PER_SLOT[bits] * of_entry) + draft_bytes
 
     def beside_bytes(self, num_entries: int) -> int:
         """Bytes on the device beside the pool: of so many entries, and the steps of all rows that it may hold."""
@@ -67,13 +69,7 @@ class SegmentPacker(ArenaRows):
 
         They follow from its slots, because tensor-parallel ranks have different numbers of entries.
         """
-        return segment.num_slots * self._slot_bytes(16 if self.coding is None else 4)
-
-    def _slot_bytes(self, bits: int) -> int:
-        row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
-        draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
-        of_entry = INDEX_BYTES + (0 if bits == 16 else 2 * STEP_BYTES)
-        return self.geometry.num_runs * (row_bytes + ROWS_PER_SLOT[bits] * of_entry) + draft_bytes
+        return segment.num_slots * self.slot_bytes(16 if self.coding is None else 4)
 
     def rewrite(self, source: Source, num_slots: int, merge: MergePlan | None = None) -> tuple[Packed, Tensor]:
         """Write the kept entries of a range into the first of its slots behind those of its sinks.
@@ -96,7 +92,7 @@ class SegmentPacker(ArenaRows):
         held = source.token_slots
         if not source.fewest_slots <= num_slots <= held.numel():
             raise ValueError(
-                f"num_slots: got {num_slots} for {source.num_entries} entries of a range of {held.numel()} slots; "
+                f"num_slots: got {num_slots} for {source.kept.num_entries} entries of a range of {held.numel()} slots; "
                 f"allowed: {source.fewest_slots} to {held.numel()}"
             )
         entries, kept, temporary = source.entries, source.kept, None
@@ -150,13 +146,9 @@ class SegmentPacker(ArenaRows):
         Rows have the fewest bits that the entries of a range have.
         """
         bits = min(source.kept.bits for source in sources)
-        return CopiedEntries.joined([CopiedEntries(self._copied(each, bits), self._sinks(each)) for each in sources])
+        return CopiedEntries.joined([CopiedEntries(self.copied(each, bits), self._sinks(each)) for each in sources])
 
-    def copy_entries(self, source: Source) -> CopiedRows:
-        """Copy the kept entries of a range alone."""
-        return self._copied(source, source.kept.bits)
-
-    def _copied(self, source: Source, bits: int) -> CopiedRows:
+    def copied(self, source: Source, bits: int) -> CopiedRows:
         """Copies of kept entries, in rows of so many bits, which are no more than they have."""
         kept, entries = source.kept, source.entries
         if bits == 16:

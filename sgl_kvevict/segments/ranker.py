@@ -81,10 +81,6 @@ class Compressor:
         num_slots = self.config.num_slots(num_tokens, start, share)
         return sum(self.config.tokens_kept(num_slots, num_tokens, start).values())
 
-    def new_observation(self) -> PromptObservation:
-        """An empty observation of the signals that the policy needs."""
-        return PromptObservation(self.observes)
-
     def scored_text(self, token_slots: Tensor, attention: Tensor, prompt: PromptObservation) -> ScoredText:
         """What scores are learned from: the first tokens of a text that was repeated.
 

@@ -147,10 +147,7 @@ class Segment:
     evicted: list[EvictedPart] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._all_live()
-
-    def _all_live(self) -> None:
-        self.live_end, self.live_count = self.end, self.packed.rows.num_entries
+        self.pack(self.packed, self.end)
 
     @property
     def num_tokens(self) -> int:
@@ -213,7 +210,7 @@ class Segment:
         """Replace the storage by one of the tokens before ``end``."""
         self.packed, self.end = packed, end
         # A rewrite leaves out entries of tokens that no node holds.
-        self._all_live()
+        self.live_end, self.live_count = end, packed.rows.num_entries
 
     def grow(self, packed: Packed) -> None:
         """Replace the storage by one with further entries of tokens that a node still holds."""

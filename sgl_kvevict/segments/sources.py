@@ -122,14 +122,9 @@ class Source:
         return self._given or self._kept(self.bits, None, self._lens, self.count)
 
     @property
-    def num_entries(self) -> int:
-        """Entries kept, without those of sinks."""
-        return self.kept.num_entries
-
-    @property
     def fewest_slots(self) -> int:
         """Token slots that the sinks and the kept entries take."""
-        return self.num_sinks + self.geometry.slots_for(self.num_entries, self.kept.bits)
+        return self.num_sinks + self.geometry.slots_for(self.kept.num_entries, self.kept.bits)
 
     @property
     def token_slots(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvevict_kernels.row_codec import RowCoding
 from sgl_kvevict.distill import LearnedScores, ScoreWeights
 from sgl_kvevict.segments.packer import SegmentPacker
-from sgl_kvevict.segments.prompt_observation import Observation
+from sgl_kvevict.segments.prompt_observation import Observation, PromptObservation
 from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.segment import Packed, Segment, View
 from sgl_kvevict.segments.sources import Range, Source, TokenRange
@@ -81,7 +81,7 @@ def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> Observat
     packer = compressor.packer
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     scale = float(queries.shape[2] ** -0.5)
-    prompt = compressor.new_observation()
+    prompt = PromptObservation(compressor.observes)
     prompt.begin_chunk(0, num_tokens, is_last=True, token_slots=slots)
     for layer in range(packer.geometry.num_layers):
         prompt.record(layer, queries, lse, packer.k_arena[layer], scale)

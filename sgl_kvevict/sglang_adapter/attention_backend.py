@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,10 +108,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.tree: KVEvictTree | None = None
         self._num_new: int | None = None
         self._observed: list[tuple[slice, Recorder]] = []
-
-    def attach(self, tree: KVEvictTree) -> None:
-        """Connect the tree, which has the spans that each request reads."""
-        self.tree = tree
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan one forward: spans of each request, and which prompts are observed.
@@ -341,13 +336,12 @@ class KVEvictAttentionBackend(AttentionBackend):
         """
         return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
-    def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Return the length of a row of no request, for SGLang's CPU path of data-parallel attention."""
-        return 1
-
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of SGLang's dummy requests, which also pad captured steps."""
         return 1
+
+    # And that of a row of no request, for SGLang's CPU path of data-parallel attention.
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
     def support_triton(self) -> bool:
         """Return whether SGLang may use its Triton writers: only on a GPU."""
@@ -374,8 +368,7 @@ def _neutral_statistics(arena: Arena) -> RowStatistics:
     """Statistics that change no number, until the model's are known."""
     num_layers, _, num_kv_heads, head_dim = arena.k.shape
     shape = num_layers, num_kv_heads, head_dim
-    zeros, ones = (partial(make, shape, device=arena.k.device) for make in (torch.zeros, torch.ones))
-    return RowStatistics(zeros(), ones(), zeros(), ones())
+    return RowStatistics(*(torch.full(shape, value, device=arena.k.device) for value in (0.0, 1.0, 0.0, 1.0)))
 
 
 def _build_attention(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
@@ -25,13 +26,12 @@ from sgl_kvevict.distill import (
     cached_file,
     load_learned,
     save_learned,
-    statistics_of_rank,
-    statistics_of_ranks,
     weights_folders,
 )
 from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.distill.learner import MIN_RECALL
 from sgl_kvevict.distill.row_sums import STATISTICS
+from sgl_kvevict.distill.weights import heads_of_rank, of_all_heads
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of
@@ -107,14 +107,6 @@ class Distilling:
         self._use(self._agreed(self._load(config.score_weights)))
 
     @property
-    def path(self) -> Path | None:
-        """Where what was learned is kept; None: nowhere (``score_weights: null``, or no safetensors files)."""
-        source = self._config.score_weights
-        if source is None or self._identity is None:
-            return None
-        return cached_file(self._identity) if source == AUTO else Path(source)
-
-    @property
     def lacks_scores(self) -> bool:
         """Whether scores are still to be learned."""
         return self._needs_scores and not self.learned.is_known
@@ -156,34 +148,39 @@ class Distilling:
         ``trial`` is a text not learned from, for the recall of scores.
         """
         scores = None if learner is None else self._scores(learner, trial)
-        statistics = None if sums is None else self._statistics_of_all(sums.solve())
+        statistics = None if sums is None else RowStatistics(*map(self._of_all, _parts(sums.solve())))
         self._use(Learned(scores, statistics).completed_by(self._known))
-        if (path := self.path) is not None:
-            self._save(path)
+        source = self._config.score_weights
+        if source is None or self._identity is None:
+            return
+        path = cached_file(self._identity) if source == AUTO else Path(source)
+        try:
+            # On every rank: ranks on other hosts have folders of their own.
+            save_learned(path, self._known, self._identity)
+        except OSError as error:
+            logger.warning("kvevict: %s cannot be written (%s): the next start learns anew", path, error.strerror)
 
     def _scores(self, learner: ScoreLearner, trial: Callable[[], ScoredText]) -> ScoreWeights:
         """Learned scores of all heads, and their recall: that of the rank with the least."""
         mine = learner.solve()
-        caches = self._ranks.gather_tensors(mine.cache)
-        windows = self._ranks.gather_tensors(mine.window)
-        parts = [ScoreWeights(*both, mine.num_prefixes) for both in zip(caches, windows, strict=True)]
-        weights = ScoreWeights.of_ranks(parts, self._num_heads)
+        weights = replace(mine, cache=self._of_all(mine.cache), window=self._of_all(mine.window))
         recall = learner.recall(self._of_rank(weights), trial(), self._config.budget)
         # The smallest, because the warning is about the worst rank; in thousandths, because ranks exchange integers.
         return replace(weights, recall=-self._ranks.largest(-int(1000 * recall)) / 1000)
 
-    def _statistics_of_all(self, mine: RowStatistics) -> RowStatistics:
-        """Statistics of all heads, from those of every rank."""
-        gathered = [self._ranks.gather_tensors(getattr(mine, name)) for name in STATISTICS]
-        parts = [RowStatistics(*tensors) for tensors in zip(*gathered, strict=True)]
-        return statistics_of_ranks(parts, self._num_heads)
+    def _of_all(self, mine: Tensor) -> Tensor:
+        """[num_layers, num_heads, columns] of all heads, from what each rank has of its own."""
+        return of_all_heads(self._ranks.gather_tensors(mine), self._num_heads)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """[num_layers, num_kv_heads, columns] of this rank's heads, on its device."""
+        return heads_of_rank(whole, self._ranks.rank, self._ranks.size, self._geometry.num_kv_heads).to(self._device)
 
     def _use(self, known: Learned) -> None:
         """Read this rank's part of what is known of all heads."""
         self._known = known
         if known.statistics is not None and self._statistics is not None:
-            place = (self._ranks.rank, self._ranks.size, self._geometry.num_kv_heads)
-            self._statistics.assign(statistics_of_rank(known.statistics, *place))
+            self._statistics.assign(RowStatistics(*map(self._own, _parts(known.statistics))))
         if known.scores is None or not self._needs_scores or self.learned.is_known:
             return
         self.learned.weights = self._of_rank(known.scores)
@@ -197,15 +194,7 @@ class Distilling:
             )
 
     def _of_rank(self, weights: ScoreWeights) -> ScoreWeights:
-        return weights.of_rank(self._ranks.rank, self._ranks.size, self._geometry.num_kv_heads).to(self._device)
-
-    def _save(self, path: Path) -> None:
-        """Write the file, on every rank: ranks on other hosts have folders of their own."""
-        assert self._identity is not None
-        try:
-            save_learned(path, self._known, self._identity)
-        except OSError as error:
-            logger.warning("kvevict: %s cannot be written (%s): the next start learns anew", path, error.strerror)
+        return replace(weights, cache=self._own(weights.cache), window=self._own(weights.window))
 
     def _load(self, source: str | None) -> Learned:
         """What files have of the model; of two, the first one that has a part of it."""
@@ -236,6 +225,10 @@ class Distilling:
         """Log a line, on the first rank only."""
         if self._ranks.is_first:
             logger.log(level, f"kvevict: {message}", *values)
+
+
+def _parts(statistics: RowStatistics) -> list[Tensor]:
+    return [getattr(statistics, name) for name in STATISTICS]
 
 
 def rotary_of(runner: ModelRunner) -> Rotary:

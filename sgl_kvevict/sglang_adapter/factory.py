@@ -24,7 +24,7 @@ from sgl_kvevict.sglang_adapter.host_memory import open_host
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of, window_pool_of
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
-from sgl_kvevict.sglang_adapter.settings import ServerSettings, published
+from sgl_kvevict.sglang_adapter.settings import published
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.support import SETTINGS, BeforeLoad, require
 
@@ -48,7 +48,6 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     config = load_config()
     policy = configured_policy(config)
     require(SETTINGS, BeforeLoad(published, config))
-    settings = ServerSettings.read()
     built = ctx.tp_worker.model_runner.attn_backend
     # SGLang wraps the full-attention backend if the model also has recurrent layers.
     backend = getattr(built, "full_attn_backend", built)
@@ -61,10 +60,10 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     drafts = draft_attention_of(full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()))
     tree = _assemble(ctx, config, policy, backend, drafts)
     # Both need each other, and SGLang builds the backend first.
-    backend.attach(tree)
+    backend.tree = tree
     if drafts is not None:
-        drafts.attach(tree)
-    start_monitoring(tree, config, settings, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
+        drafts.tree = tree
+    start_monitoring(tree, config, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
     if not tree.ranks.is_first:
         return tree
     logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))
@@ -102,16 +101,13 @@ def _assemble(
     distilling = access = None
     compressor = Compressor(config, NO_POLICY, packer)
     if policy is not None:
-        learned = None
         needs_scores = Signal.LEARNED_SCORES in policy.needs
         statistics = None if backend.coding is None else backend.coding.statistics
         if needs_scores or statistics is not None:
             distilling = Distilling(
                 config, ctx, geometry, arena.k.device, needs_scores=needs_scores, statistics=statistics
             )
-        if needs_scores:
-            assert distilling is not None
-            learned = distilling.learned
+        learned = distilling.learned if distilling is not None and needs_scores else None
         # A pool for windows may replace an uncompressed node's slots, which a choice would still be reading.
         is_alone = arena.k.is_cuda and window_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()) is None
         stream = SideStream(arena.k.device) if is_alone else None

@@ -36,7 +36,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
     """
     ranks = TensorRanks(ctx.params.attn_tp_cache_group)
     identity = host_identity(packer, config.min_prefix_tokens, ranks)
-    block_bytes = BLOCK_SLOTS * packer.slot_bytes
+    block_bytes = BLOCK_SLOTS * packer.slot_bytes()
     num_blocks = 0
     # A copy has full attention only. A prompt that found one would lack rows of the window pool, or a recurrent state.
     if config.policy != "none" and config.host_bytes != 0 and not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import KVEvictError
 from sgl_kvevict.policies.by_name import configured_policy
-from sgl_kvevict.sglang_adapter.settings import ValueOf, resolving
+from sgl_kvevict.sglang_adapter.settings import resolving
 from sgl_kvevict.sglang_adapter.start_facts import before_load
 from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, require
 
@@ -35,23 +35,13 @@ def after_first_step(server_args: ServerArgs, previous: Callable[[ServerArgs], N
         return
     is_command = Path(sys.argv[0]).name in _COMMANDS
     try:
-        check_start(value_of, is_command=is_command)
+        config = load_config()
+        # Wrong options of a policy would otherwise be found after the model is loaded.
+        configured_policy(config)
+        address = (str(value_of("host")), value_of("port")) if is_command else None  # it will listen there
+        require(BEFORE_LOAD, before_load(value_of, config, address=address))
     except KVEvictError as error:
         if not is_command:
             raise
         # In SGLang's own commands a traceback of its launcher would bury the reasons.
         raise SystemExit(f"sgl-kvevict: error: {error}") from error
-
-
-def check_start(value_of: ValueOf, *, is_command: bool) -> None:
-    """Check the settings after the first step, and the configuration; ``is_command``: it will listen on ``--port``.
-
-    Raises:
-        ConfigError: the configuration is invalid.
-        UnsupportedSetupError: lists every reason.
-    """
-    config = load_config()
-    # Wrong options of a policy would otherwise be found after the model is loaded.
-    configured_policy(config)
-    address = (str(value_of("host")), value_of("port")) if is_command else None
-    require(BEFORE_LOAD, before_load(value_of, config, address=address))

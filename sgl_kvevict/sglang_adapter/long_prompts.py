@@ -115,7 +115,9 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
     plan, most = admission.plan, admission.limit - 1
     got = f"input_ids: got {num_tokens} tokens, more than the pool's {plan.num_slots} token slots"
     if req.skip_radix_cache_insert:
-        return f"{got}, with {why_uncached(req)}; allowed: at most {most}, because nothing of it is cached, or shrinks"
+        has_overrides = req.positional_embed_overrides is not None
+        field = "positional_embed_overrides" if has_overrides else f"bootstrap_host {shown(req.bootstrap_host)}"
+        return f"{got}, with {field}; allowed: at most {most}, because nothing of it is cached, or shrinks"
     if tree.prefixes.readers[req].is_exact:
         return f"{got}, with exact; allowed: at most {most}, because an exact request reads nothing compressed"
     if num_tokens > plan.longest():
@@ -135,13 +137,6 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
     affordable = plan.affordable_share(num_tokens, num_new)
     tree.prefixes.readers[req].chunk_share = max(min(plan.config.budget, affordable), plan.config.shares[-1])
     return None
-
-
-def why_uncached(req: Req) -> str:
-    """The field of a request for which SGLang caches nothing of it."""
-    if req.positional_embed_overrides is not None:
-        return "positional_embed_overrides"
-    return f"bootstrap_host {shown(req.bootstrap_host)}"
 
 
 def around_check(

@@ -63,7 +63,6 @@ def after_load(runner: ModelRunner, config: KVEvictConfig, policy: Policy | None
         is_multimodal=model_config.is_multimodal,
         # SGLang calls it on models whose image tokens attend to each other.
         sees_later=hasattr(model, "prepare_attn_masks"),
-        has_axes=model_config.model_is_mrope,
         prefill_graphs=graphs[Phase.PREFILL].backend,
         decode_graphs=graphs[Phase.DECODE].backend,
         has_glue_graph=envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get(),

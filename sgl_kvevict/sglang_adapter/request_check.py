@@ -46,7 +46,9 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
         req.beam_group = None
         return BEAMS
     try:
-        check_tokens(_words(req), scheduler.model_config.vocab_size)
+        # Hashes of images lie outside the vocabulary on purpose.
+        words = req.origin_input_ids if req.multimodal_inputs is None else req.origin_input_ids_unpadded
+        check_tokens(words, scheduler.model_config.vocab_size)
         check_sampling(req, scheduler.model_config.vocab_size)
         _check_namespace(req, tree)
         options = parse_request_options(req.sampling_params.custom_params)
@@ -59,13 +61,6 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
         return str(error)
     # Last, because it reads whether the request is exact.
     return length_error(admission_of(tree.token_to_kv_pool_allocator), tree, req)
-
-
-def _words(req: Req) -> Sequence[int]:
-    """The prompt's token ids, with those of the vocabulary where SGLang has put the hashes of images."""
-    # The hashes lie outside the vocabulary on purpose.
-    words: Sequence[int] = req.origin_input_ids if req.multimodal_inputs is None else req.origin_input_ids_unpadded
-    return words
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

@@ -169,9 +169,7 @@ def without_waiting(original: Callable[..., Any], scheduler: Scheduler, *args: A
     """
     tree = scheduler.tree_cache
     loading = tree.prefixes.loading if isinstance(tree, KVEvictTree) else None
-    if loading is None:
-        return original(scheduler, *args, **kwargs)
-    waiting = loading.settle(scheduler.waiting_queue)
+    waiting = set() if loading is None else loading.settle(scheduler.waiting_queue)
     if not waiting:
         return original(scheduler, *args, **kwargs)
     queue = list(scheduler.waiting_queue)

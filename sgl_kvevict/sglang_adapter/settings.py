@@ -30,7 +30,6 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.runtime_context import get_context
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -55,8 +54,7 @@ def decide(server_args: ServerArgs, source: str, **values: Any) -> None:
 
 def architecture(server_args: ServerArgs) -> str:
     """Name of the model's class, while a record is resolved; reads the model's ``config.json``."""
-    config: ModelConfig = model_config_of(server_args)
-    return str(config.hf_config.architectures[0])
+    return str(model_config_of(server_args).hf_config.architectures[0])
 
 
 def is_graph_chosen(server_args: ServerArgs, phase: Any) -> bool:

@@ -58,8 +58,7 @@ class UnifiedTreePort:
         held: last node of the path that :meth:`holding` holds; None: it holds none.
     """
 
-    def __init__(self, cache: KVEvictTree, ranks: TensorRanks, adapters: LoRANameTable) -> None:
-        self.ranks = ranks
+    def __init__(self, cache: KVEvictTree, adapters: LoRANameTable) -> None:
         self.held: UnifiedTreeNode | None = None
         self._cache = cache
         self._adapters = adapters
@@ -149,14 +148,10 @@ class UnifiedTreePort:
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         return path_to(self._cache.tree_core.node_by_id(match.last_device_node))
 
-    def add(
-        self, tokens: Sequence[int], namespace: NamespaceKey, slots: torch.Tensor | None = None
-    ) -> UnifiedTreeNode | None:
-        """Insert a path, with padding slots before the last ``slots``; ``prev_prefix_len``: SGLang frees none."""
+    def add(self, tokens: Sequence[int], namespace: NamespaceKey) -> UnifiedTreeNode | None:
+        """Insert a path with padding slots; ``prev_prefix_len``: SGLang frees none."""
         key = self._key(tokens, namespace)
         fillers = torch.zeros(len(key), dtype=torch.int64, device=self._cache.device)
-        if slots is not None:
-            fillers[len(key) - slots.numel() :] = slots
         result = self._cache.insert(InsertParams(key=key, value=fillers, prev_prefix_len=len(key)))
         return None if result.rotation_tail_declined else self._cache.tree_core.node_by_id(result.last_device_node)
 
@@ -173,11 +168,11 @@ class UnifiedTreePort:
 
     def largest(self, value: int, *same: int) -> int:
         """The largest ``value`` of all ranks; InvariantError if one of ``same`` differs."""
-        return self.ranks.largest(value, *same)
+        return self._cache.ranks.largest(value, *same)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, by rank."""
-        return self.ranks.gather(numbers)
+        return self._cache.ranks.gather(numbers)
 
 
 class KVEvictTree(UnifiedRadixCache):
@@ -199,7 +194,8 @@ class KVEvictTree(UnifiedRadixCache):
         self.compressor = compressor
         self.answer_block = compressor.answer_block
         self.distilling = distilling
-        self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group), params.kv_event_lora_names)
+        self.ranks = TensorRanks(params.attn_tp_cache_group)
+        self.port = UnifiedTreePort(self, params.kv_event_lora_names)
         self.guard = Guard(self.ranks.size)
         states = state_slots(params, self.packer.k_arena)
         self.prefixes = PrefixCache(
@@ -216,11 +212,6 @@ class KVEvictTree(UnifiedRadixCache):
         self._weighs_recency = isinstance(self.tree_core.eviction_strategy, LRUStrategy)
         self._order_leaves()
         self.prefixes.totals.clears = 0  # SGLang's constructor has reset the empty tree
-
-    @property
-    def ranks(self) -> TensorRanks:
-        """The tensor-parallel ranks that hold the same tree."""
-        return self.port.ranks
 
     def release_host_resources(self) -> None:
         """SGLang shuts down, with no request left: segments that wait for the store are written."""
@@ -265,8 +256,7 @@ class KVEvictTree(UnifiedRadixCache):
         if span is None:
             return False
         parts = [child for child in node.children.values() if self.spans.has_part(child, span.segment)]
-        dropped = [self._blocking.drop_subtree(child) for child in parts]
-        return any(dropped)
+        return any(self._blocking.drop_subtree(child) for child in parts)  # at most one has a part
 
     # ---- nodes and sizes --------------------------------------------------------------------------------------
 
@@ -391,7 +381,7 @@ class KVEvictTree(UnifiedRadixCache):
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         node, options = self.tree_core.node_by_id(req.last_node), self._options_of(req)
-        if record.is_complete:
+        if record.observation is not None and record.observation.is_complete:  # the whole prompt was prefilled
             self._report_compressed(record, node)
             # The prompt is answered by now; an error costs its compression.
             with self.guard.at(Place.PROMPT) as attempt:
@@ -481,7 +471,6 @@ class KVEvictTree(UnifiedRadixCache):
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then report it."""
-        is_aborted = isinstance(req.finished_reason, FINISH_ABORT)
         # Taken before SGLang forgets the request's path.
         path = path_to(self.tree_core.node_by_id(req.last_node))
         if not checkpointed:
@@ -492,7 +481,7 @@ class KVEvictTree(UnifiedRadixCache):
             self._blocking.drop_unread(path[0])
         # After SGLang has unlocked the path: ranges that waited for this reader can be packed now.
         self.prefixes.released(req)
-        if is_aborted:
+        if isinstance(req.finished_reason, FINISH_ABORT):
             self.prefixes.aborted(path)
 
     def _options_of(self, req: Req) -> RequestOptions:
@@ -503,8 +492,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     def read_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Span runs that each request of a batch reads now; see :meth:`PrefixCache.reads`."""
-        node_by_id = self.tree_core.node_by_id
-        return self.prefixes.reads([node_by_id(req.last_node) for req in readers])
+        return self.prefixes.reads([self.tree_core.node_by_id(req.last_node) for req in readers])
 
     def draft_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Rows that the draft model reads of each request's compressed prefix, root first."""

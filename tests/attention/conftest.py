@@ -85,7 +85,7 @@ class World:
                 arena.view(-1, width)[rows] = numbers.to(self.dtype)
                 continue
             assert self.coding is not None
-            mean, scale = self.coding.statistics.of_runs(runs)[is_v]
+            mean, scale = self.coding.statistics.of_runs(runs, is_v=bool(is_v))
             write_rows(arena, rows, encode_rows(mean + scale * numbers, mean, scale), self.coding.steps(is_v))
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
         kept = [torch.randperm(num_tokens)[:length].sort().values for length in lens.flatten().tolist()]

@@ -14,10 +14,10 @@ from helpers.specialisations import recorded
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from helpers.torch_flashinfer import Plan
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention, build_attention
-from sgl_kvevict.attention.batch import MAX_TREE_TOKENS
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.support import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from conftest import Build, MakeWorld, World
@@ -108,7 +108,7 @@ def test_more_q_rows_than_the_split_kernel_takes(
     span = world.uneven_span(50)
     for num_own in lens:
         world.add((span,), num_own)
-    widest = [-1] + [max(node // 2 - 1, 0) for node in range(1, MAX_TREE_TOKENS)]
+    widest = [-1] + [max(node // 2 - 1, 0) for node in range(1, MAX_DRAFTS)]
     check(world, build(world), [widest, CHAIN][: len(lens)])
 
 
@@ -182,7 +182,7 @@ def test_a_warm_up_compiles_what_trees_need(make_world: MakeWorld, monkeypatch: 
     world.add((span,), 80)
     world.add((span,), 30)
     with recorded() as served:
-        for trees in ([CHAIN, TREE], [list(range(-1, MAX_TREE_TOKENS - 1)), TREE]):
+        for trees in ([CHAIN, TREE], [list(range(-1, MAX_DRAFTS - 1)), TREE]):
             attention.plan(batch_of(world, trees))
             for layer in range(2):
                 attention.run(layer, world.queries([len(tree) for tree in trees]), world.sm_scale)

@@ -10,7 +10,7 @@ from helpers.harness import Harness
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.cache.pressure import WITH_16_BITS, WITH_FEW_BITS
 from sgl_kvevict.policies.order import LARGEST
-from sgl_kvevict.segments import CacheObservation
+from sgl_kvevict.segments import CacheObservation, PromptObservation
 
 BELOW = {"budget": 0.25, "min_budget": 0.1}
 """Shares 0.25 and 0.1 in rows of 16 bits."""
@@ -168,7 +168,7 @@ def test_protected_tokens_stay_in_every_head_at_every_size(tail_tokens, sink_tok
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_chunk_of_a_prompt_that_goes_on_has_no_tail(goes_on):
     harness = cache(tail_tokens=2, min_budget=0.25)
-    observation = harness.tree.compressor.new_observation()
+    observation = PromptObservation(harness.tree.compressor.observes)
     observation.begin_chunk(0, 20, is_last=not goes_on)
     slots = torch.arange(1, 21)
     keys = harness.tree.compressor.rank(slots, 0, observation, 0).keys

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from helpers.statistics import normal
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill import CachedRange, ScoredText, ScoreLearner, ScoreWeights, window_features
+from sgl_kvevict.distill import CachedRange, ScoredText, ScoreLearner, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
 from sgl_kvevict.distill.learner import RIDGE, SAMPLED_TOKENS, SCORE_FLOOR, RidgeStatistics, top_recall
+from sgl_kvevict.distill.weights import heads_of_rank, of_all_heads
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, QueryWindow, Signal
 
@@ -106,9 +107,9 @@ def test_layers_with_a_window_are_not_learned_from_and_count_for_nothing() -> No
 def test_the_sums_stay_as_large_as_they_are_and_long_texts_count_no_more() -> None:
     learner = learner_of(Prefix(0))
     columns = num_cache_features(DIM) + NUM_WINDOW
-    assert learner.num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
+    assert learner._statistics.num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
     learner.add(Prefix(1, num_tokens=3000).text)
-    assert learner.num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
+    assert learner._statistics.num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
     statistics = learner._statistics
     counted = statistics._gram[0, 0, statistics.constant, statistics.constant]
     assert 146 + SAMPLED_TOKENS // 2 < counted <= 146 + SAMPLED_TOKENS  # the first 4 tokens are left out
@@ -124,19 +125,15 @@ def test_without_window_attention_the_cache_alone_is_learned_from() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (2, 1)])
-def test_weights_of_all_heads_are_put_together_from_those_of_ranks(num_ranks: int, num_heads: int) -> None:
-    whole = ScoreWeights(normal(0, 3, num_heads, 5), normal(1, 3, num_heads, 7), 16, 0.8)
-    per_rank = max(num_heads // num_ranks, 1)
-    parts = [whole.of_rank(rank, num_ranks, per_rank) for rank in range(num_ranks)]
-    again = ScoreWeights.of_ranks(parts, num_heads)
-    torch.testing.assert_close(again.cache, whole.cache)
-    torch.testing.assert_close(again.window, whole.window)
-    assert (again.num_prefixes, again.recall) == (16, 0.8)
+def test_what_is_learned_of_all_heads_is_put_together_from_what_ranks_have(num_ranks: int, num_heads: int) -> None:
+    whole, per_rank = normal(0, 3, num_heads, 5), max(num_heads // num_ranks, 1)
+    parts = [heads_of_rank(whole, rank, num_ranks, per_rank) for rank in range(num_ranks)]
+    assert all(part.shape == (3, per_rank, 5) for part in parts)
+    assert torch.equal(of_all_heads(parts, num_heads), whole)
 
 
 def test_ranks_with_one_head_agree_on_the_mean() -> None:
-    parts = [ScoreWeights(torch.full((2, 1, 5), value), torch.full((2, 1, 7), value), 16) for value in (1.0, 3.0)]
-    assert (ScoreWeights.of_ranks(parts, 1).cache == 2).all()
+    assert (of_all_heads([torch.full((2, 1, 5), value) for value in (1.0, 3.0)], 1) == 2).all()
 
 
 def test_recall_is_the_share_of_the_highest_scores_that_are_found() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvevict_kernels.checks import FP8
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill import CachedRange, RowSums, statistics_of_rank, statistics_of_ranks
+from sgl_kvevict.distill import CachedRange, RowSums
 from sgl_kvevict.distill.learner import NUM_SINKS
-from sgl_kvevict.distill.row_sums import MIN_SHARE, SPREAD_POSITIONS, STATISTICS
+from sgl_kvevict.distill.row_sums import MIN_SHARE, SPREAD_POSITIONS
 from sgl_kvevict.geometry import KVGeometry, KVScales
 
 LAYERS, SLOTS, HEADS, DIM = 3, 50, 4, 8
@@ -122,15 +122,3 @@ def test_rows_of_a_float8_pool_count_with_their_scale() -> None:
     scales = KVScales((4.0,) * LAYERS, (1.0,) * LAYERS)
     sums.add(replace(text, k_arena=stored, v_arena=text.v_arena.to(FP8), scales=scales))
     torch.testing.assert_close(sums.solve().k_mean, stored.float().mul(4)[:, :30].mean(1))
-
-
-@pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 4), (2, 4), (4, 4), (8, 4)])
-def test_those_of_all_heads_are_put_together_from_those_of_ranks(num_ranks: int, num_heads: int) -> None:
-    sums = RowSums(GEOMETRY, STILL)
-    sums.add(tokens(*range(40)))
-    whole, per_rank = sums.solve(), max(num_heads // num_ranks, 1)
-    parts = [statistics_of_rank(whole, rank, num_ranks, per_rank) for rank in range(num_ranks)]
-    assert all(part.k_mean.shape == (LAYERS, per_rank, DIM) for part in parts)
-    again = statistics_of_ranks(parts, num_heads)
-    for name in STATISTICS:
-        assert torch.equal(getattr(again, name), getattr(whole, name))

@@ -12,7 +12,7 @@ from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, LearnedScores, ScoreWeights, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
-from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, score_range
+from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, heads_of_rank, score_range
 from sgl_kvevict.geometry import KVGeometry, KVScales
 from sgl_kvevict.policies import LayerView, QueryWindow, Signal, build_policy
 from sgl_kvevict.segments import CacheObservation, Compressor, SegmentPacker
@@ -144,9 +144,9 @@ def test_window_features_are_logarithms_of_attention() -> None:
 
 
 def test_a_rank_has_its_own_heads() -> None:
-    weights = ScoreWeights(torch.arange(4.0).view(1, 4, 1), torch.arange(4.0).view(1, 4, 1), num_prefixes=1)
-    assert [weights.of_rank(rank, 2, 2).cache.flatten().tolist() for rank in range(2)] == [[0, 1], [2, 3]]
-    copies = [weights.of_rank(rank, 8, 1).cache.flatten().tolist() for rank in range(8)]
+    whole = torch.arange(4.0).view(1, 4, 1)
+    assert [heads_of_rank(whole, rank, 2, 2).flatten().tolist() for rank in range(2)] == [[0, 1], [2, 3]]
+    copies = [heads_of_rank(whole, rank, 8, 1).flatten().tolist() for rank in range(8)]
     assert copies == [[0], [0], [1], [1], [2], [2], [3], [3]]
 
 

@@ -475,7 +475,7 @@ class Harness:
                 assert coding is not None
                 of_run = torch.full_like(positions, layer * self.geometry.num_kv_heads + head)
                 found = coding.load(arena, runs.rows[entries], of_run, is_v=is_value)
-                assert read_as_near(found, wanted, *coding.statistics.of_runs(of_run)[is_value])
+                assert read_as_near(found, wanted, *coding.statistics.of_runs(of_run, is_v=bool(is_value)))
 
     def _check_rows(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
         """Check rows of 16 bits, [num_entries, head_dim], against what was written of their tokens."""

@@ -69,7 +69,7 @@ class Store:
         """Row numbers of new entries of these runs."""
         rows = self.places(count, bits)
         for is_v, arena in enumerate(self.arenas):
-            mean, scale = self.coding.statistics.of_runs(runs)[is_v]
+            mean, scale = self.coding.statistics.of_runs(runs, is_v=bool(is_v))
             x = (mean + scale * torch.randn(count, self.head_dim, device=self.device)).to(self.dtype)
             encoded = x.view(torch.uint8) if bits == 16 else encode_rows(x, mean, scale)
             write_rows(arena, rows, encoded, self.steps(is_v, bits))
@@ -98,7 +98,7 @@ class Store:
         """Of keys and of values of entries whose rows have so many bits."""
         both = []
         for is_v in (0, 1):
-            mean, scale = self.coding.statistics.of_runs(runs)[is_v]
+            mean, scale = self.coding.statistics.of_runs(runs, is_v=bool(is_v))
             encoded, numbers = self.read(is_v, rows, bits), None
             if bits == 16:
                 numbers = encoded.view(self.dtype)

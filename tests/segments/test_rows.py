@@ -83,7 +83,8 @@ class World:
                     continue
                 assert read_rows(arena, part.rows, self.coding.steps(is_v)).equal(self.coded[is_v][rows])
                 found = self.coding.load(arena, part.rows, runs, is_v=bool(is_v))
-                assert read_as_near(found, before.view(-1, 32)[rows], *self.coding.statistics.of_runs(runs)[is_v])
+                statistics = self.coding.statistics.of_runs(runs, is_v=bool(is_v))
+                assert read_as_near(found, before.view(-1, 32)[rows], *statistics)
         assert segment.num_entries == sum(segment.entries_by_bits.values())
         return segment.entries_by_bits
 
@@ -201,7 +202,7 @@ def test_a_part_of_a_segment_is_copied_with_its_sinks(world: World, cut: int) ->
 def test_what_was_evicted_comes_back_among_the_others(world: World) -> None:
     """In slots of its own, without a row that moves."""
     source = Source(world.geometry, world.tokens(num_sinks=2)).best(6, "auto")
-    evicted = world.packer.copy_entries(source.evicted(4))
+    evicted = world.packer.copied(source.evicted(4), 4)
     segment = world.segment(6, "auto", num_sinks=2)
     before = segment.packed.rows.rows
     assert evicted.num_entries == RUNS * (40 - 2 - 16)

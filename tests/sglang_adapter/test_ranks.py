@@ -48,7 +48,7 @@ def cache_of_rank(
     harness = Harness(
         num_slots=200, num_rows=6, config=config, policy=policy, group=group, bits=bits, waits=waits, windows=windows
     )
-    harness.tree.port.ranks = Recorded(group)
+    harness.tree.ranks = Recorded(group)
     return harness
 
 
@@ -195,7 +195,7 @@ def test_ranks_with_clocks_of_their_own_drop_the_same_leaves(monkeypatch):
 
     def run(rank: int, group: distributed.ProcessGroup) -> list[list[int]]:
         harness, rng = Harness(num_slots=200, config=CONFIG, group=group), random.Random(rank)
-        ranks, start, found, turn = harness.tree.port.ranks, [50_000, 0][rank], [], 0
+        ranks, start, found, turn = harness.tree.ranks, [50_000, 0][rank], [], 0
         now = lambda: ranks.largest(start + turn * 100 + rng.randrange(100))  # noqa: E731
         harness.tree.prefixes.recency._read_now = now
         for turn in range(40):

@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sgl_kvevict.attention.batch import MAX_TREE_TOKENS
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter import start_facts
 from sgl_kvevict.sglang_adapter.start_facts import before_load
-from sgl_kvevict.support import MAX_DRAFTS, RESOURCES, SETTINGS, BeforeLoad
+from sgl_kvevict.support import RESOURCES, SETTINGS, BeforeLoad
 from sgl_kvevict.support import reasons as reasons_of
 
 OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
@@ -112,7 +111,6 @@ def test_algorithms_that_speculate():
 def test_settings_that_speculation_cannot_have():
     (reason,) = speculation(speculative_algorithm="NGRAM", speculative_num_draft_tokens=65)
     assert reason == "--speculative-num-draft-tokens is 65; allowed: 1 to 64"
-    assert MAX_DRAFTS == MAX_TREE_TOKENS
     assert speculation(speculative_algorithm="STANDALONE", speculative_draft_attention_backend="kvevict") == []
     (reason,) = speculation(speculative_algorithm="STANDALONE", speculative_draft_attention_backend="triton")
     assert reason.startswith("--speculative-draft-attention-backend is 'triton', only 'kvevict' is supported")

@@ -41,16 +41,13 @@ def cut_runs_cpu(positions: Tensor, indptr: Tensor, start: int, end: int) -> tup
     low = indptr[:-1].long().expand(2, -1)
     high = indptr[1:].long().expand(2, -1)
     bounds = torch.tensor([[start], [end]], dtype=torch.int32)
-    if positions.numel():
-        # As many halvings as the longest possible run needs: its real length would have to be read first.
-        for _ in range(positions.numel().bit_length()):
-            middle = (low + high) // 2
-            # A search that has ended may point behind the last entry.
-            before = positions[middle.clamp(max=positions.numel() - 1)] < bounds
-            searching = low < high
-            low, high = (
-                torch.where(searching & before, middle + 1, low),
-                torch.where(searching & ~before, middle, high),
-            )
+    # As many halvings as the longest possible run needs: its real length would have to be read first.
+    for _ in range(positions.numel().bit_length()):
+        middle = (low + high) // 2
+        # A search that has ended may point behind the last entry.
+        before = positions[middle.clamp(max=positions.numel() - 1)] < bounds
+        searching = low < high
+        low = torch.where(searching & before, middle + 1, low)
+        high = torch.where(searching & ~before, middle, high)
     first, last = low.int()
     return first.contiguous(), last - first

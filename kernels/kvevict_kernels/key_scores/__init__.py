@@ -202,9 +202,7 @@ def key_scores_cpu(
     """
     (num_queries, num_qo_heads, _), num_kv_heads, num_keys = queries.shape, k_buffer.shape[1], token_slots.numel()
     group_size, halo = num_qo_heads // num_kv_heads, kernel_size // 2
-    num_seen = num_queries - first_key + halo
-    if num_seen > num_keys:
-        num_seen = num_keys
+    num_seen = min(num_queries - first_key + halo, num_keys)
     tile_keys = EARLIER_KEYS_PER_TILE
     if first_key + num_seen > 0:  # some keys are masked: small tiles, unless all queries fit with larger ones
         tile_keys = sorted((KEYS_PER_TILE, WEIGHTS_PER_TILE // (num_qo_heads * num_queries), tile_keys))[1]
@@ -216,9 +214,7 @@ def key_scores_cpu(
         # A pooling window reaches into the neighbouring tiles.
         low, end = start - halo if start else 0, start + tile_keys
         tiles += [(start, low, end, _key_columns(gather_rows(k_buffer, token_slots[low : end + halo]), dtype))]
-    tile_queries = WEIGHTS_PER_TILE // (num_qo_heads * tile_keys) or 1
-    if tile_queries > num_queries:
-        tile_queries = num_queries
+    tile_queries = min(WEIGHTS_PER_TILE // (num_qo_heads * tile_keys) or 1, num_queries)
     # One buffer for all tiles: memory that is touched again is in the caches.
     buffer = torch.empty(num_qo_heads * tile_queries * (tile_keys + 2 * halo))
     # Rows are summed by a product with ones, which adds to ``part`` without a temporary.

@@ -7,15 +7,13 @@ and the window maximum is built inside the tile by doubling (spans 1, 2, 4, then
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8
-from kvevict_kernels.key_scores import KEY_BLOCK, LATENT_KEYS, MAX_HEAD_DIM, MIN_VALID_KEYS
+from kvevict_kernels.key_scores import KEY_BLOCK, LATENT_KEYS, LOG2_E, MAX_HEAD_DIM, MIN_VALID_KEYS
 from kvevict_kernels.ragged_decode.triton_block import load_rows
 
 POWERS = {"sum": 1, "mean": 1, "squares": 2}
@@ -163,7 +161,7 @@ def key_scores_triton(
         H=num_kv_heads,
         G=group_size,
         D=head_dim,
-        LOG2_E=math.log2(math.e),
+        LOG2_E=LOG2_E,
         KERNEL=kernel_size,
         NUM_DOUBLINGS=(kernel_size - 1).bit_length(),
         **blocks,

@@ -43,8 +43,7 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
     _check(keys, counts)
     if keys.numel() == 0:
         return torch.zeros_like(keys, dtype=torch.bool)
-    run = implementation(keys.device, top_mask_cpu, "radix_select")
-    return run(keys if run is top_mask_cpu else _as_words(keys), counts)
+    return implementation(keys.device, top_mask_cpu, "radix_select")(keys, counts)
 
 
 def kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
@@ -60,8 +59,7 @@ def kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
         raise ValueError("keys: expected at least one key in a row, got n = 0")
     if keys.numel() == 0:
         return keys.new_zeros(0)
-    run = implementation(keys.device, kth_largest_cpu, "radix_select")
-    return run(keys if run is kth_largest_cpu else _as_words(keys), counts).to(keys.dtype)
+    return implementation(keys.device, kth_largest_cpu, "radix_select")(keys, counts).to(keys.dtype)
 
 
 def largest_entries(keys: Tensor, indptr: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
@@ -84,11 +82,6 @@ def largest_entries(keys: Tensor, indptr: Tensor, num_entries: int) -> tuple[Ten
     # The size is known, so the host does not wait for the device.
     numbers = torch.nonzero_static(top_mask(keys[None], num_entries)[0], size=num_entries).squeeze(-1)
     return numbers, torch.searchsorted(numbers, indptr.long()).diff().int()
-
-
-def _as_words(keys: Tensor) -> Tensor:
-    """Keys that kernels read."""
-    return keys.int() if keys.dtype == torch.int16 else keys
 
 
 def _check(keys: Tensor, counts: int | Tensor) -> None:

@@ -128,11 +128,13 @@ def top_mask_triton(keys: Tensor, counts: int | Tensor) -> Tensor:
 
 def kth_largest_triton(keys: Tensor, counts: int | Tensor) -> Tensor:
     """Device path of :func:`kvevict_kernels.radix_select.kth_largest`: two launches per byte of a key."""
-    return _select(keys, counts, None) ^ torch.iinfo(keys.dtype).min
+    thresholds = _select(keys, counts, None)
+    return thresholds ^ torch.iinfo(thresholds.dtype).min
 
 
 def _select(keys: Tensor, counts: int | Tensor, mask: Tensor | None) -> Tensor:
-    """Find the thresholds [num_rows], dtype of ``keys``, sign bit flipped; fill the mask if one is given."""
+    """Find the thresholds [num_rows], dtype of ``keys`` (int16: int32), sign bit flipped; fill a mask."""
+    keys = keys.int() if keys.dtype == torch.int16 else keys  # what kernels read
     num_rows, n = keys.shape
     device = keys.device
     key_bits = torch.iinfo(keys.dtype).bits

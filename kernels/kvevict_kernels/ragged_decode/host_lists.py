@@ -120,9 +120,7 @@ class HostLists:
 
     def _place_partials(self) -> int:
         """Partials of a layer: a bound for its spans, then the suffixes one after the other."""
-        total = 0
-        for span, rows in enumerate(self.span_rows):
-            total += self._max_chunks(span) * len(rows) * self.group_size
+        total = sum(self._max_chunks(span) * len(rows) * self.group_size for span, rows in enumerate(self.span_rows))
         self.suffix_partial = []
         for request, (new, is_split) in enumerate(zip(self.new_lens, self.is_split, strict=True)):
             self.suffix_partial.append(total)
@@ -192,7 +190,6 @@ class HostLists:
         ]
         tiles = [tile for bits in WIDTHS for tile in self._extend_tiles(bits)]
         request_of = [i for i, new in enumerate(self.new_lens) for _ in range(new)] if self.sizes.has_windows else []
-        row_ends = list(accumulate(self.new_lens))
         return {
             "span_members": num_rows,
             "span_member_start": list(accumulate(num_rows, initial=0))[:-1],
@@ -202,7 +199,7 @@ class HostLists:
             "span_bits": [span.bits for span in self.spans],
             "members": members + list(range(sum(self.new_lens))),
             "member_request": [request_of[row] for row in members] if self.sizes.has_windows else [],
-            "row_ends": row_ends if self.sizes.has_windows else [],
+            "row_ends": list(accumulate(self.new_lens)) if self.sizes.has_windows else [],
             "request_members": [len(members) + row for row in self.first_rows],
             "new_lens_device": list(self.new_lens),
             "compressed_lens": [compressed_len_of(path) for path in self.paths],

@@ -17,7 +17,6 @@ from kvevict_kernels.ragged_decode.tile_table import tiles_for
 from kvevict_kernels.ragged_decode.triton_impl import advance, run_split
 from kvevict_kernels.ragged_decode.triton_layout import lay_out
 from kvevict_kernels.ragged_extend.triton_impl import run_extend
-from kvevict_kernels.row_codec import check_coding
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 
@@ -219,7 +218,6 @@ def _check_layer(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) 
         raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")
     if inputs.sink_logits is not None:
         check_tensor("sink_logits", inputs.sink_logits, (num_qo_heads,), KV_DTYPES, q.device)
-    check_coding(inputs.k_arena, inputs.coding)
     check_int("window", inputs.window, 0, None if sizes.has_windows else 0)
     check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
     for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):

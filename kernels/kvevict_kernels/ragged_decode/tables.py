@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8
 from kvevict_kernels.ragged_decode.host_lists import Sizes
 from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.span_runs import SpanRuns
@@ -137,8 +136,3 @@ class LayerInputs:
     def steps(self) -> tuple[Tensor | None, Tensor | None]:
         """Steps of the rows of keys and of values that have 4 bits."""
         return (None, None) if self.coding is None else (self.coding.k_steps, self.coding.v_steps)
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the arenas hold float8, not the dtype of ``q``."""
-        return self.k_arena.dtype == FP8

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kvevict_kernels.checks import FP8
 from kvevict_kernels.device_limits import dependent_launch, limits_of
 from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode import triton_addresses as at
@@ -291,10 +292,9 @@ def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
 def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
-    has_window, has_few_bits = inputs.window > 0, inputs.coding is not None
-    tile = tiles_for(
-        limits_of(q.device), head_dim, has_window=has_window, has_few_bits=has_few_bits, is_fp8=inputs.is_fp8
-    )[which]
+    has_window, has_few_bits, is_fp8 = inputs.window > 0, inputs.coding is not None, inputs.k_arena.dtype == FP8
+    tiles = tiles_for(limits_of(q.device), head_dim, has_window=has_window, has_few_bits=has_few_bits, is_fp8=is_fp8)
+    tile = tiles[which]
     args = (
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, *inputs.steps),
         *(step.seq_lens, step.items[which], step.item_start[which], step.visible, inputs.statistics),

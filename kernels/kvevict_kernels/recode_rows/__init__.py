@@ -200,10 +200,9 @@ def _compiled_encode(encoding: Encoding) -> None:
     mean, scale = (found.v_mean, found.v_scale) if encoding.is_v else (found.k_mean, found.k_scale)
     read = [mean, scale, rotation(head_dim, arena.device), coding.steps(encoding.is_v)]
     encode, _, stamp = calls()
-    sources = [encoding.rows.contiguous(), encoding.runs.contiguous()]
     encode(
         *(stamp, arena.data_ptr(), KINDS[arena.dtype], head_dim, encoding.bits),
-        *(x.data_ptr() for x in (*sources, *read)),
+        *(x.data_ptr() for x in (encoding.rows, encoding.runs, *read)),
         *(out.data_ptr(), encoding.rows.numel()),
     )
 
@@ -225,5 +224,5 @@ def _encode(encoding: Encoding) -> None:
         return
     chunks = (torch.split(x, CHUNK_ROWS) for x in (encoding.rows.long(), encoding.runs, encoding.out))
     for rows, runs, out in zip(*chunks, strict=True):
-        own = coding.statistics.of_runs(runs)[encoding.is_v]
+        own = coding.statistics.of_runs(runs, is_v=bool(encoding.is_v))
         out.copy_(encode_rows(arena.view(-1, arena.shape[-1])[rows], *own))

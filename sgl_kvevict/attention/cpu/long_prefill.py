@@ -79,8 +79,6 @@ class LongPrefill:
     @staticmethod
     def plan(batch: AttentionBatch, requests: list[int]) -> list[PrefillRequest]:
         """Look up the token slots of some requests of a batch."""
-        if not requests:
-            return []
         ends = list(accumulate(batch.new_lens))
         plans = []
         for i in requests:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from kvevict_kernels.checks import check_arenas
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention.batch import MAX_BATCHES, AttentionBatch, BatchKey, RecentBatches, require_widths
 from sgl_kvevict.attention.flashinfer.lists import SpanLists, build_span_lists, merge_spans
-from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill, compiles_kernels, new_workspace
+from sgl_kvevict.attention.flashinfer.wrapper import WORKSPACE_BYTES, PagedPrefill, compiles_kernels
 from sgl_kvevict.attention.interface import with_sink_logits
 from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.errors import InvariantError
@@ -20,14 +18,6 @@ from sgl_kvevict.support import KERNELS, require
 
 SUFFIX_PREFILLS = 3
 """Used in turn, so that a forward's plan does not wait until the device has copied the previous one."""
-
-
-@dataclass(frozen=True)
-class _PlannedSpans:
-    """Spans of one batch, planned for all layers."""
-
-    lists: SpanLists
-    prefill: PagedPrefill
 
 
 class FlashInferAttention:
@@ -42,14 +32,15 @@ class FlashInferAttention:
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
-        require(KERNELS, kernels_for("flashinfer", k_arena.device, k_arena.dtype, geometry.head_dim))
+        pool = k_arena.device, k_arena.dtype, geometry.head_dim
+        require(KERNELS, kernels_for("flashinfer", *pool, is_latent=geometry.is_latent))
         if geometry.has_windows:
             raise ValueError(f"windows: spans are read whole here, got {geometry.windows}")
         check_arenas(k_arena, v_arena, geometry.arena_shape, (torch.bfloat16, torch.float16))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
-        workspace = new_workspace(k_arena.device)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=k_arena.device)
         with compiles_kernels():
             # fa2: without split-KV its plan does not depend on the rows' lengths.
             prefills = [
@@ -57,11 +48,12 @@ class FlashInferAttention:
                 for _ in range(SUFFIX_PREFILLS + MAX_BATCHES)
             ]
         self._suffix_prefills, self._span_prefills = prefills[:SUFFIX_PREFILLS], prefills[SUFFIX_PREFILLS:]
-        self._recent: RecentBatches[BatchKey, _PlannedSpans] = RecentBatches(
-            lambda dropped: self._span_prefills.append(dropped.prefill)
+        # Of each batch its spans and their prefill, planned for all layers.
+        self._recent: RecentBatches[BatchKey, tuple[SpanLists, PagedPrefill]] = RecentBatches(
+            lambda dropped: self._span_prefills.append(dropped[1])
         )
         self._num_new = -1
-        self._spans: _PlannedSpans | None = None
+        self._spans: tuple[SpanLists, PagedPrefill] | None = None
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
         """Compile and run both kernels once, on token slot 0 and head slot 0.
@@ -108,7 +100,7 @@ class FlashInferAttention:
         k, v = self.k_arena[layer].unsqueeze(1), self.v_arena[layer].unsqueeze(1)
         out, lse = self._suffix_prefills[-1].run(queries, k, v, sm_scale)
         if self._spans is not None:
-            lists, prefill = self._spans.lists, self._spans.prefill
+            lists, prefill = self._spans
             prefill.set_row_bounds(lists.kv_indptr[layer])
             stacked = queries.view(-1, geometry.group_size, geometry.head_dim).index_select(0, lists.q_rows)
             # The whole arena as pages of one head slot: an entry may lie in any layer's lane.
@@ -117,9 +109,9 @@ class FlashInferAttention:
             out, lse = merge_spans(lists, span_out, span_lse, out, lse)
         return with_sink_logits(out.to(q.dtype), lse, sink_logits)
 
-    def _plan_spans(self, batch: AttentionBatch) -> _PlannedSpans:
+    def _plan_spans(self, batch: AttentionBatch) -> tuple[SpanLists, PagedPrefill]:
         lists = build_span_lists(batch.paths, batch.new_lens, self.geometry, self.k_arena.device)
         # There is one: `RecentBatches` has given a dropped layout's back before it builds the next.
         prefill = self._span_prefills.pop()
         prefill.plan(lists.pages, self.geometry.group_size, 1, causal=False, disable_split_kv=True)
-        return _PlannedSpans(lists, prefill)
+        return lists, prefill

@@ -35,11 +35,6 @@ class PageLists:
     kv_indptr: Tensor  # [num_rows + 1], int32, on the host: starts in ``kv_indices``
     kv_indices: Tensor  # [num_pages], int32, on the device
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the batch."""
-        return self.qo_indptr.numel() - 1
-
 
 @dataclass(frozen=True)
 class SpanLists:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict import support
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill, compiles_kernels, new_workspace
+from sgl_kvevict.attention.flashinfer.wrapper import WORKSPACE_BYTES, PagedPrefill, compiles_kernels
 from sgl_kvevict.attention.interface import with_sink_logits
 from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -55,7 +55,7 @@ class PlainPrefill:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
-        workspace = new_workspace(k_arena.device)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=k_arena.device)
         self._prefills = {
             window: [PagedPrefill(workspace, geometry.head_dim, k_arena.dtype, kernels) for _ in range(NUM_PREFILLS)]
             for window in sorted({geometry.window(layer) for layer in range(geometry.num_layers)})

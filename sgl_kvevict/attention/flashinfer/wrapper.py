@@ -71,7 +71,7 @@ class PagedPrefill:
             lists.kv_indptr,
             lists.kv_indices,
             # A page is one row, so the last page of each is full.
-            torch.ones(lists.num_rows, dtype=torch.int32),
+            torch.ones(lists.qo_indptr.numel() - 1, dtype=torch.int32),
             num_qo_heads,
             num_kv_heads,
             self._head_dim,
@@ -122,8 +122,3 @@ class PagedPrefill:
             q, (k, v), k_scale=sm_scale, out=out, lse=lse, return_lse=True, lse_base="ln", enable_pdl=False
         )
         return result
-
-
-def new_workspace(device: torch.device) -> Tensor:
-    """Scratch memory for wrappers on one stream."""
-    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -17,12 +17,12 @@ from kvevict_kernels.row_codec import RowCoding, check_coding
 from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey, RecentBatches, require_widths
+from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, RecentBatches, require_widths
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
 from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.support import KERNELS, require
+from sgl_kvevict.support import KERNELS, MAX_DRAFTS, require
 
 WARM_UP_KEYS = 1024
 """Enough for the keys of a short prefill to be split."""
@@ -117,7 +117,7 @@ class TritonAttention:
         # A decode step has kernels of its own.
         batches = [batch, replace(batch, extend_lens=None)]
         if self._verifies:
-            news = [min(new, MAX_TREE_TOKENS) for new in new_lens]
+            news = [min(new, MAX_DRAFTS) for new in new_lens]
             trees = torch.ones(sum(news), dtype=torch.int64, device=device)
             batches.append(replace(batch, extend_lens=news, visible=trees))
         for chosen in batches:
@@ -134,7 +134,8 @@ class TritonAttention:
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare a forward; with ``device_seq_lens`` the host copies nothing while the tables stay the same."""
         # Bounds instead of lengths, so that the tables stay the same for many steps of a growing answer.
-        planned = self._planned_of(batch.key._replace(suffix_bounds=_suffix_bounds(batch)))
+        key = batch.key._replace(suffix_bounds=_suffix_bounds(batch))
+        planned = self._recent.get(key, lambda: self._build(key))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
@@ -184,7 +185,8 @@ class TritonAttention:
         bounds = _suffix_bounds(batch) + (new_len,) * padding
         # Padding attends to its own new tokens: a row without any key would have an lse of -inf.
         paths, news = batch.paths + ((),) * padding, (new_len,) * num_requests
-        planned = self._planned_of(BatchKey(paths, news, bounds, new_len > 1))
+        key = BatchKey(paths, news, bounds, new_len > 1)
+        planned = self._recent.get(key, lambda: self._build(key))
         # The recorded kernels find their tables through these addresses: one small copy gives them the new batch.
         self._captured_addresses.copy_(planned.addresses.on_device)
 
@@ -216,9 +218,6 @@ class TritonAttention:
         if self.plain_prefill is not None and planned.plain_requests:
             self.plain_prefill.run(layer, queries, sm_scale, out, lse, sink_logits)
         return out.to(q.dtype), lse
-
-    def _planned_of(self, key: BatchKey) -> _PlannedBatch:
-        return self._recent.get(key, lambda: self._build(key))
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
         require_widths(key.paths, has_coding=self._coding is not None)

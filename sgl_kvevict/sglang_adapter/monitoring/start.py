@@ -23,13 +23,11 @@ from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 logger = logging.getLogger(__name__)
 
 
-def start_monitoring(
-    tree: KVEvictTree, config: KVEvictConfig, settings: ServerSettings, *, enable_metrics: bool
-) -> None:
+def start_monitoring(tree: KVEvictTree, config: KVEvictConfig, *, enable_metrics: bool) -> None:
     """Start the event socket and metrics, as configured; :class:`ConfigError` if the socket cannot be bound."""
     events, started, watchers = config.events, time.time(), tree.prefixes.watchers
     if events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
-        service = _start_service(config, events, tree, settings, started)
+        service = _start_service(tree, config, events, started)
         watchers.append(Inspection(tree, service, started).each_turn)
     if enable_metrics:
         # Imported here: prometheus_client decides at import whether several processes share the metrics.
@@ -39,15 +37,8 @@ def start_monitoring(
         watchers.append(metrics.each_turn)
 
 
-def _start_service(
-    config: KVEvictConfig,
-    events: EventsConfig,
-    tree: KVEvictTree,
-    settings: ServerSettings,
-    started: float,
-) -> EventService:
-    parallel = get_parallel()
-    geometry = tree.packer.geometry
+def _start_service(tree: KVEvictTree, config: KVEvictConfig, events: EventsConfig, started: float) -> EventService:
+    parallel, settings, geometry = get_parallel(), ServerSettings.read(), tree.packer.geometry
     rank = select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank)
     events = events_of_rank(events, rank)
     description = Description(
