@@ -62,20 +62,20 @@ POLICIES = {
     ),
 }
 CEILINGS = {
-    "sgl_kvevict/attention": 1_763,
-    "sgl_kvevict/cache": 2_745,
-    "sgl_kvevict/cli": 1_802,
-    "sgl_kvevict/distill": 1_148,
-    "sgl_kvevict/events": 560,
-    "sgl_kvevict/policies": 2_174,
-    "sgl_kvevict/segments": 2_012,
-    "sgl_kvevict/sglang_adapter": 5_121,
+    "sgl_kvevict/attention": 1_726,
+    "sgl_kvevict/cache": 2_726,
+    "sgl_kvevict/cli": 1_767,
+    "sgl_kvevict/distill": 1_102,
+    "sgl_kvevict/events": 558,
+    "sgl_kvevict/policies": 2_158,
+    "sgl_kvevict/segments": 1_966,
+    "sgl_kvevict/sglang_adapter": 5_074,
     "sgl_kvevict/store": 2_051,
-    "kernels": 6_881,
-    "sgl_kvevict": 21_762,
-    "tests": 34_793,
+    "kernels": 6_846,
+    "sgl_kvevict": 21_496,
+    "tests": 34_790,
     "benchmarks": 10_770,
-    "tools": 6_842,
+    "tools": 6_841,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""
 FILES = 210

@@ -59,7 +59,7 @@ class Adoption:
         if record.splittable and record.start < compressed_len < record.end:
             # Entries that the tree has already would be read twice.
             record = record.after(compressed_len)
-        fewest = -self._tree.largest(-record.num_entries)  # among all ranks
+        fewest = -self._tree.largest(-record.kept.num_entries)  # among all ranks
         # The smallest of all ranks: what one rank cannot place none may, or their trees would differ.
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it

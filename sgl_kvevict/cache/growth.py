@@ -35,10 +35,14 @@ class Growth:
         dropped: the request would have to compute its tokens, in more slots than they had.
         """
         spans = (self._table.spans.at(node) for node in path)  # a range may become one while those before it grow
-        with self._tree.holding(path):
-            for segment, _ in groupby(span.segment for span in spans if span is not None):
-                while (part := self.next_of(segment)) and self._lacks(segment, share) and self.grow(segment, part):
-                    pass
+        self._table.growing = path
+        try:
+            with self._tree.holding(path):
+                for segment, _ in groupby(span.segment for span in spans if span is not None):
+                    while self.next_of(segment) is not None and self._lacks(segment, share) and self.grow(segment):
+                        pass
+        finally:
+            self._table.growing = ()
 
     def _lacks(self, segment: Segment, share: float) -> bool:
         """Whether a segment has less than a share of its entries, on some rank."""
@@ -51,14 +55,17 @@ class Growth:
             return None
         return next((part for part in reversed(segment.evicted) if part.blocks), None)
 
-    def grow(self, segment: Segment, part: EvictedPart) -> bool:
-        """Give a segment back the part that is next; if it cannot grow, nothing happens.
+    def grow(self, segment: Segment) -> bool:
+        """Give a segment back what was evicted from it last; if it cannot grow, nothing happens.
 
         Other prefixes may shrink or be dropped for it.
 
         Returns:
             Whether it came back, or was of tokens that had been cut off: then the part before it is next.
         """
+        part = self.next_of(segment)
+        if part is None:
+            return False
         entries, end = None, segment.live_end
         with self._guard.at(Place.HOST):
             entries = self._host.get_evicted(part.within(segment.start, end))

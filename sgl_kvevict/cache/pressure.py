@@ -82,7 +82,9 @@ class Pressure:
         nodes = self._readers.movable_nodes()
         num_reclaimable = self._resizer.reclaimable(nodes)
         for node in nodes:
-            if node in self._shrinking and (span := self._spans.at(node)) is not None and span.segment.keys is not None:
+            if node not in self._shrinking or node in self._table.growing:
+                continue
+            if (span := self._spans.at(node)) is not None and span.segment.keys is not None:
                 segment = span.segment
                 least = self._resizer.slots_at(segment, self._config.shares[-1])
                 num_reclaimable += max(segment.num_slots - least, 0)
@@ -150,6 +152,8 @@ class Pressure:
         span = self._spans.at(node)
         if span is None:
             return self._resizer.try_waiting(node)
+        if node in self._table.growing:
+            return 0
         segment = span.segment
         share = self._next_share(segment)
         if share is None:

@@ -166,6 +166,7 @@ class PrefixTable:
         open: the open ranges by their last nodes, oldest first. A split needs no action: the node that was there
             becomes the lower half.
         shrinking: what may shrink when slots are short: owners of segments, last nodes of open ranges that wait for it.
+        growing: path of which segments grow now; none of them shrinks for the others.
     """
 
     def __init__(self, *, shrinks: bool) -> None:
@@ -176,6 +177,7 @@ class PrefixTable:
         self.packed: dict[Segment, Node] = {}
         self.open: dict[Node, OpenRange] = {}
         self.shrinking = NodeSet()
+        self.growing: Sequence[Node] = ()
 
     def await_samples(self, node: Node, count: int) -> bool:
         """So many more samples of a prompt are to come; -1: one has begun. Return whether any more is to come."""
@@ -255,9 +257,10 @@ class PrefixTable:
         """
         start = segment.start
         for i, node in enumerate(nodes):
-            # What was open there is this segment now.
+            # What was open there is this segment now, and samples that are still to come begin with it.
             self.close(node)
             record = self._records.setdefault(node, PrefixRecord())
+            record.num_awaited = 0
             end = start + len(node.key)
             if record.span is None or record.span.segment is not segment:
                 if record.span is not None and record.span.is_owner:

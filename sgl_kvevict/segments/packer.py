@@ -177,11 +177,11 @@ class SegmentPacker(ArenaRows):
 
     def _placed(self, token_slots: Tensor, copied: CopiedRows, num_sinks: int = 0) -> Packed:
         """Storage in empty slots, with copied entries from any device behind the sinks."""
-        lens, positions, k, v = (
-            each.contiguous().to(token_slots.device)
-            for each in (copied.keep_lens, copied.positions, copied.k, copied.v)
-        )
-        keys = None if copied.order is None else copied.order.to(token_slots.device)
+        device = token_slots.device
+        lens, k, v = (each.contiguous().to(device) for each in (copied.keep_lens, copied.k, copied.v))
+        # Copies: from the host's memory they come as parts of one buffer, and would keep all its keys and values alive.
+        positions = copied.positions.to(device, copy=True)
+        keys = None if copied.order is None else copied.order.to(device, copy=True)
         packed = self._laid_out(token_slots, num_sinks, copied.bits, lens, positions, keys)
         if copied.bits != 16:
             write_encoded(*self._moved, packed.rows.rows, k, v, self._known_coding)

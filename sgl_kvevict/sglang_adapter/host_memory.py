@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
 
 from sgl_kvevict.cache.host import MIN_TOKENS
 from sgl_kvevict.config import HOST_PER_POOL, KVEvictConfig
@@ -43,7 +47,22 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
         num_blocks = _num_blocks(config, packer, ranks, block_bytes)
     if ranks.is_first and num_blocks:
         logger.info("kvevict: %.2f GiB of host memory for what the pool drops", num_blocks * block_bytes / GIB)
-    return HostSegments(num_blocks, block_bytes, packer.k_arena.device, identity, ranks.largest)
+    arena, device = torch.empty(num_blocks, block_bytes, dtype=torch.uint8), packer.k_arena.device
+    if device.type == "cuda" and num_blocks:
+        _lock(arena)
+    return HostSegments(arena, device, identity, ranks.largest)
+
+
+def _lock(memory: Tensor) -> None:
+    """Lock memory into RAM until it is freed: copies from pageable memory would make the host wait.
+
+    PyTorch's own pinned memory is rounded up to a power of two, up to twice the configured bytes.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
+        raise UnsupportedSetupError([f"host_bytes: CUDA cannot lock {memory.nbytes} bytes (error {code})"])
+    finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 def _num_blocks(config: KVEvictConfig, packer: SegmentPacker, ranks: TensorRanks, block_bytes: int) -> int:

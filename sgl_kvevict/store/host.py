@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from heapq import heapify, heappop, heappush
+from itertools import count, groupby, islice
 from math import prod
 
 import torch
@@ -17,8 +18,8 @@ from sgl_kvevict.store.tier import IndexEntry, Tier, num_shared
 
 MAX_NEAR = 64
 """Segments looked at that are listed under one name; the newest are."""
-
-
+SPARE_ENTRIES = 64
+"""The heap of segments is rebuilt if it has more than two entries for each, and these beside."""
 ALIGNMENT = 16
 """Bytes: tensors begin at multiples of it, in blocks one after the other, as kernels that read rows require."""
 
@@ -43,9 +44,14 @@ class HostSegment:
     in_pool: bool = False
     loose: int = 0
 
+    @property
+    def place(self) -> tuple[bool, bool, float]:
+        """Among all: the smallest goes, or shrinks, first."""
+        return not self.in_pool, not self.loose, self.credit
+
 
 class HostSegments(Tier):
-    """Segments of one pool in ``num_blocks`` blocks of ``block_bytes`` bytes, which are allocated once.
+    """Segments of one pool in an arena of ``num_blocks`` blocks of ``block_bytes`` bytes.
 
     As in the pool (``cache/recency.py``), what saves the fewest tokens of prefill per byte, and was not used for long,
     goes first (GreedyDual-Size). Segments that were loaded go before all others, until the pool drops them. Evicted
@@ -55,9 +61,10 @@ class HostSegments(Tier):
     The tokens of paths, which look-ups compare, lie beside the blocks and count as if they lay in them: many short
     segments may end long paths.
 
-    On a GPU the arena is pinned, and copies run on a stream of their own.
+    On a GPU copies run on a stream of their own.
 
     Args:
+        arena: [num_blocks, block_bytes], uint8, on the CPU; on a GPU locked into RAM.
         device: of the pool.
         identity: of this server's pool; segments of others never get here.
         largest: of all tensor-parallel ranks; the same segments then lie on each.
@@ -69,23 +76,16 @@ class HostSegments(Tier):
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_bytes: int,
-        device: torch.device,
-        identity: StoreIdentity,
-        largest: Callable[[int], int] = int,
+        self, arena: Tensor, device: torch.device, identity: StoreIdentity, largest: Callable[[int], int] = int
     ) -> None:
         super().__init__(identity)
-        self.block_bytes = block_bytes
-        self.num_blocks = num_blocks
+        self.num_blocks, self.block_bytes = arena.shape
         self.sizes: Callable[[SegmentRecord], Sequence[int]] = lambda record: ()
         self.num_evicted = 0
         self.evicted: dict[EvictedPart, None] = {}
         self._device = device
         self.largest = largest
-        # Pinned: copies from pageable memory would make the host wait.
-        self._arena = torch.empty(num_blocks, block_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._arena = arena
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.clear()
 
@@ -108,6 +108,9 @@ class HostSegments(Tier):
         self._num_spare = 0  # blocks of evicted entries, and of segments that are in the pool, too
         self._num_loose = 0  # what all other segments give up in their first steps
         self._level = 0.0
+        # A heap; entries of former places are skipped.
+        self._order: list[tuple[tuple[bool, bool, float], int, HostSegment]] = []
+        self._numbers = count()
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a segment of so many bytes fits before one that is not in the pool takes its last step, or goes."""
@@ -217,17 +220,14 @@ class HostSegments(Tier):
             return
         self._count(segment, -1)
         segment.in_pool = in_pool
-        self._count(segment, 1)
         saved = (segment.record.end - segment.record.start) / len(segment.copy.blocks)
         # GreedyDual-Size: the level rises with what goes, so that an old segment of high value goes, too, in the end.
         segment.credit = self._level + saved
+        self._count(segment, 1)
 
     def _evict(self) -> None:
-        """Remove a segment that is in the pool, else evicted entries; else that of least credit shrinks, or goes.
-
-        None takes its last step while others have earlier ones left.
-        """
-        segment = min(self._segments.values(), key=lambda it: (not it.in_pool, not it.loose, it.credit), default=None)
+        """Remove a copy of what the pool has, else evicted entries; else one shrinks, its last step last, or goes."""
+        segment = self._first()
         if segment is None or (not segment.in_pool and self.evicted):
             part = next(iter(self.evicted))
             del self.evicted[part]
@@ -242,12 +242,26 @@ class HostSegments(Tier):
                 self.num_evicted += 1
             self.delete(segment.record.key)
 
+    def _first(self) -> HostSegment | None:
+        """The segment that goes, or shrinks, first; None: there is none."""
+        while self._order:
+            place, _, segment = self._order[0]
+            if place == segment.place and self._segments.get(segment.record.key) is segment:
+                return segment
+            heappop(self._order)
+        return None
+
     def _count(self, segment: HostSegment, sign: int) -> None:
-        """Add (``sign`` 1) or take back (-1) the blocks that a segment leaves to others."""
+        """Add (``sign`` 1) or take back (-1) the blocks that a segment leaves to others; 1 also gives it its place."""
         if segment.in_pool:
             self._num_spare += sign * len(segment.copy.blocks)
         else:
             self._num_loose += sign * segment.loose
+        if sign > 0:
+            if len(self._order) > 2 * len(self._segments) + SPARE_ENTRIES:  # most are of former places
+                self._order = [(each.place, next(self._numbers), each) for each in self._segments.values()]
+                heapify(self._order)
+            heappush(self._order, (segment.place, next(self._numbers), segment))
 
     def _steps(self, segment: HostSegment) -> Iterator[tuple[int, int]]:
         """Numbers of entries to which a segment may shrink, descending, each with the blocks that they take."""

@@ -78,15 +78,10 @@ class SegmentRecord:
     parts: Sequence[EvictedPart] = ()
 
     @property
-    def num_entries(self) -> int:
-        """Entries stored as the pool has them."""
-        return self.kept.num_entries
-
-    @property
     def is_complete(self) -> bool:
         """Whether it has every entry of its tokens, evicted or not."""
         num_evicted = 0 if self.evicted is None else self.evicted.num_entries
-        return self.num_entries + num_evicted == (self.end - self.start) * self.kept.rows.keep_lens.numel()
+        return self.kept.num_entries + num_evicted == (self.end - self.start) * self.kept.rows.keep_lens.numel()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -291,11 +286,11 @@ def _check_values(record: SegmentRecord, sink_end: int) -> None:
     ``sink_end``: logical position after the last sink.
     """
     _require(record.start < record.end, f"start and end: got {record.start} and {record.end}; expected start < end")
-    _require(record.num_entries > 0, "keep_lens: sums to 0; expected more")
+    _require(record.kept.num_entries > 0, "keep_lens: sums to 0; expected more")
     groups = {"rows": record.kept.rows} | ({} if record.evicted is None else {"evicted": record.evicted})
     for name, group in groups.items():
         _check_runs(f"{name}.keep_lens", group.keep_lens, f"{name}.positions", group.positions, sink_end, record.end)
-    _check_distinct(record)
+    _check_distinct(*groups.values())
     if (shadow := record.shadow) is not None:
         bounds = record.start, record.end
         _check_runs("shadow.lens", shadow.lens, "shadow.positions", shadow.positions, *bounds)
@@ -321,17 +316,12 @@ def _check_runs(of_lens: str, lens: Tensor, of_positions: str, positions: Tensor
     _require(ascending, f"{of_positions}: expected ascending ones within a run")
 
 
-def _check_distinct(record: SegmentRecord) -> None:
-    """Check that no entry is also an evicted one: attention would read it twice."""
+def _check_distinct(*groups: CopiedRows) -> None:
+    """Check that no entry is in two groups: attention would read it twice."""
     import torch
 
-    if record.evicted is None:
-        return
     # Run and position in one int64: one sort finds every pair of equal entries.
-    coded = [
-        torch.repeat_interleave(part.keep_lens.flatten().long()) << 32 | part.positions
-        for part in (record.kept.rows, record.evicted)
-    ]
+    coded = [torch.repeat_interleave(each.keep_lens.flatten().long()) << 32 | each.positions for each in groups]
     entries = torch.cat(coded).sort().values
     twice = entries[1:][entries.diff() == 0]
     if twice.numel():

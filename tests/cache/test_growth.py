@@ -291,21 +291,24 @@ def test_reports_count_the_entries_of_every_part_that_came_back() -> None:
         assert sum(int(each.sum()) for each in counts.values()) == span.num_tokens * segment.geometry.num_runs
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3])
 @pytest.mark.parametrize("num_free", [0, 12, 20])
-def test_a_request_that_asks_loses_nothing_of_its_own_path(num_free):
-    """A path of two segments, and no other prefix that could make room for what the first one takes back."""
+def test_a_request_that_asks_loses_nothing_of_its_own_path(num_free, share):
+    """A path of two segments, of which the second may shrink further, and no other prefix that could make room."""
     harness = harness_of(bits="auto", num_slots=400)
     shrunk(harness, 0.3, 0.1)
     prefixes = harness.tree.prefixes
     text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
     second = packed(harness, text[:120], 0.3)
-    prefixes.resizer.resize(second, prefixes.resizer.slots_at(second, 0.1))
+    num_slots = min(prefixes.resizer.slots_at(second, share), second.num_slots)
+    if num_slots < second.num_slots:
+        prefixes.resizer.resize(second, num_slots)
     harness._alloc(harness.allocator.available_size() - num_free)
     req = harness.request([*text[:120], 5, 5], options={"complete": True})
     prefixes.readers[req].least_share = 1.0
     assert harness.admit(req)
-    assert req.prefix_len == 120 and len(prefixes.table.packed) == 2
+    assert req.prefix_len == 120 and len(prefixes.table.packed) == 2 and second.num_slots >= num_slots
     assert (prefixes.totals.growths > 0) is (num_free > 0)
     assert not any(harness.tree.guard.errors.values())
 

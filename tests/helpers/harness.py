@@ -38,10 +38,10 @@ from helpers.learned import LearnedCompressor
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from helpers.statistics import random_coding
 from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.cache.saving import StoreAccess
-from sgl_kvevict.cache_report import WIDTHS
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy
@@ -159,8 +159,8 @@ class Harness:
         compressor = kind(self.config, policy, store, stream=stream)
         ranks = TensorRanks(self.group)
         identity = host_identity(store, self.config.min_prefix_tokens, ranks)
-        block_bytes = 2 * store.slot_bytes
-        self.host = HostSegments(self.host_blocks, block_bytes, self.k.device, identity, ranks.largest)
+        arena = torch.empty(self.host_blocks, 2 * store.slot_bytes(), dtype=torch.uint8)
+        self.host = HostSegments(arena, self.k.device, identity, ranks.largest)
         self.tree = KVEvictTree(params, compressor, self.host, self.access)
         self._take, self.tree.port.alloc = self.tree.port.alloc, self._take_or_leave  # type: ignore[method-assign]
         if self.cache_grid > 1:

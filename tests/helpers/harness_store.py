@@ -15,18 +15,9 @@ from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.sglang_adapter.scheduler_store import fetch
-from sgl_kvevict.store import (
-    Backend,
-    Item,
-    ReadAhead,
-    SegmentRecord,
-    SegmentStore,
-    StoreIdentity,
-    WriteBehind,
-    decode_segment,
-    encode_segment,
-    open_backend,
-)
+from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind, open_backend
+from sgl_kvevict.store.backend import Backend, Item
+from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
 
 DRAFT = identity_of(num_layers=1, num_kv_heads=3, head_dim=2, own_value_dim=2)
 """The draft model of :class:`helpers.verify_machines.VerifyingHarness`."""

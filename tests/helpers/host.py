@@ -39,6 +39,8 @@ def check_host(host: HostSegments, in_pool: Iterable[Segment] = ()) -> None:
     spare = [each.copy for each in segments.values() if each.in_pool] + list(host.evicted)
     assert host._num_spare == sum(len(copy.blocks) for copy in spare)
     assert host._num_loose == sum(each.loose for each in segments.values() if not each.in_pool)
+    first = min((each.place for each in segments.values()), default=None)
+    assert (found.place if (found := host._first()) else None) == first
     listed = {(name, key) for key, each in segments.items() for name in each.names}
     assert {(name, key) for name, entries in host._index.items() for key in entries} == listed
     blocks, has = {id(part.blocks) for part in host.evicted}, []

@@ -263,8 +263,7 @@ class HostMachine(PressureMachine):
         prefixes = self.harness.tree.prefixes
         growing = [each for each in prefixes.table.packed if prefixes.growth.next_of(each) is not None]
         if growing:
-            segment = growing[number % len(growing)]
-            prefixes.growth.grow(segment, prefixes.growth.next_of(segment))
+            prefixes.growth.grow(growing[number % len(growing)])
         self._settle()
 
     @rule(name=st.sampled_from(["put_evicted", "get_evicted", "_gathered"]))

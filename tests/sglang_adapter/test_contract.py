@@ -275,6 +275,7 @@ OURS = {
         "is_parked",
         "least_share",
         "prefills",
+        "tree",
         "weights",
         "observation",
     ),

@@ -118,6 +118,15 @@ def test_what_comes_back_is_what_was_dropped(harness):
     assert harness.tree.packer.keys(after.rows).equal(keys) and order is not None and segment.keys.equal(order)
 
 
+def test_what_comes_back_keeps_nothing_alive_but_itself(harness):
+    """It is copied to the device as one buffer with all keys and values, which lie in the pool now."""
+    harness.drop_all()
+    serve(harness, [*DOCUMENTS[0], 1])
+    (segment,) = (span.segment for span in harness.tree.spans.values())
+    for part in (segment.packed.rows.positions, segment.keys):
+        assert part.untyped_storage().nbytes() == part.nbytes
+
+
 def test_a_segment_is_copied_once():
     harness = Harness(host_blocks=60)
     for _ in range(3):

@@ -153,6 +153,7 @@ def test_statistics_are_kept_of_all_heads_and_each_rank_reads_its_own():
         distilling = object.__new__(Distilling)
         distilling._ranks, distilling._geometry = TensorRanks(group), KVGeometry(2, 2, 2, 8, 50)
         distilling._num_heads, distilling._known, distilling._needs_scores = 4, Learned(), False
+        distilling._device = torch.device("cpu")
         distilling._config, distilling._identity = KVEvictConfig(score_weights=None), None
         read = distilling._statistics = RowStatistics(*(torch.full((2, 2, 8), n) for n in (0.0, 1.0, 0.0, 1.0)))
         k, v = (torch.randn(2, 50, 2, 8, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2))

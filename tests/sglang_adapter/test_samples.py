@@ -57,6 +57,15 @@ def test_a_prompt_is_compressed_with_its_last_sample_and_counted_once():
     assert (totals.prompts, totals.prompt_tokens, totals.found_tokens) == (1, 40, 0)
 
 
+def test_samples_that_never_come_are_not_awaited_once_their_prompt_is_compressed():
+    """Else later turns on the prompt would stay uncompressed, too."""
+    harness = begun()
+    prefixes, path = harness.tree.prefixes, harness.tree.port.find(DOCUMENT, (None, None))
+    assert prefixes.table.is_awaited(path)
+    assert prefixes.pressure.reclaim(None) and ranges(harness)
+    assert not prefixes.table.is_awaited(harness.tree.port.find(DOCUMENT, (None, None)))
+
+
 def test_exact_samples_share_one_uncompressed_prefix_while_they_run():
     harness, samples = make_harness(), []
     assert run(harness, ask(harness, num_new=0, is_exact=True)) == 0

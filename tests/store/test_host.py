@@ -22,7 +22,7 @@ ENTRIES = record(OURS, NAMES, tokens(40)).kept.rows
 
 
 def host(num_blocks=100, block_bytes=64, own=OURS) -> HostSegments:
-    return HostSegments(num_blocks, block_bytes, CPU, own)
+    return HostSegments(torch.empty(num_blocks, block_bytes, dtype=torch.uint8), CPU, own)
 
 
 def found(segments: HostSegments, path, namespace=NAMES):
@@ -208,7 +208,8 @@ def test_without_memory_for_a_copy_everything_stays_as_it_is(monkeypatch):
 
 def test_ranks_take_equally_many_blocks():
     alone = host().put(record(OURS, NAMES, tokens(40)), NAMES)
-    segments = HostSegments(100, 64, CPU, OURS, lambda blocks: blocks + 2)
+    segments = host()
+    segments.largest = lambda blocks: blocks + 2
     ours = record(OURS, NAMES, tokens(40))
     assert segments.put(ours, NAMES) == alone + 2 * 64
     assert_same(segments.get(ours.key), ours)

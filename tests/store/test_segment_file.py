@@ -13,9 +13,16 @@ from helpers.stored import SHADOW, assert_same, completed, identity, record, sea
 from kvevict_kernels.row_sizes import row_bytes
 from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow, CopiedSinks
 from sgl_kvevict.errors import CorruptSegmentError
-from sgl_kvevict.store import SegmentRecord, decode_segment, encode_segment
 from sgl_kvevict.store.identity import FORMAT_VERSION
-from sgl_kvevict.store.segment_file import MAX_HEADER_BYTES, PREFIX_BYTES, most_bytes, read_header
+from sgl_kvevict.store.segment_file import (
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    SegmentRecord,
+    decode_segment,
+    encode_segment,
+    most_bytes,
+    read_header,
+)
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
@@ -66,7 +73,7 @@ def test_rows_of_few_bits_are_bytes_and_sinks_a_group_of_their_own(start):
     assert shapes.get("sinks.v") == (["BF16", [2, 4 - start, 2, 64]] if start < 4 else None)
     assert_same(ours, decode_segment(data, ours.key, FEW_BITS))
     assert_same(ours, ours.with_tensors(load(data[PREFIX_BYTES:])))
-    assert ours.num_entries == 3 + 4 * (4 - start)
+    assert ours.kept.num_entries == 3 + 4 * (4 - start)
 
 
 def test_what_is_behind_a_position_has_the_sinks_behind_it():

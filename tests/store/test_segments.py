@@ -15,20 +15,13 @@ import pytest
 
 from helpers.stored import MIN_PREFIX, SHADOW, assert_same, completed, identity, keys_in, record, tokens, with_rows
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError, StoreError
-from sgl_kvevict.store import (
-    IndexEntry,
-    Lookup,
-    SegmentStore,
-    describe_identity,
-    encode_segment,
-    list_segments,
-    open_backend,
-)
+from sgl_kvevict.store import Lookup, SegmentStore, describe_identity, list_segments, open_backend
 from sgl_kvevict.store.directory import SCRATCH, DirectoryBackend
 from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.maintenance import copy_store, find_segments, verify_store
+from sgl_kvevict.store.segment_file import encode_segment
 from sgl_kvevict.store.segments import segment_name
-from sgl_kvevict.store.tier import listed_blocks
+from sgl_kvevict.store.tier import IndexEntry, listed_blocks
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)

@@ -17,8 +17,7 @@ from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.distill import Learned, ModelIdentity, ScoreWeights, load_learned, save_learned
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError
-from sgl_kvevict.store import decode_segment, encode_segment
-from sgl_kvevict.store.segment_file import PREFIX_BYTES
+from sgl_kvevict.store.segment_file import PREFIX_BYTES, decode_segment, encode_segment
 
 ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
 ROTARY = Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=-1), is_neox=True)

@@ -100,8 +100,8 @@ def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0) -> TreeSe
         compressor = LearnedCompressor(config, PseudoRandomPolicy(), packer)
     ranks = TensorRanks(None)
     identity = host_identity(packer, config.min_prefix_tokens, ranks)
-    blocks = host * num_slots // BLOCK_SLOTS
-    tier = HostSegments(blocks, BLOCK_SLOTS * packer.slot_bytes(), k.device, identity, ranks.largest)
+    arena = torch.empty(host * num_slots // BLOCK_SLOTS, BLOCK_SLOTS * packer.slot_bytes(), dtype=torch.uint8)
+    tier = HostSegments(arena, k.device, identity, ranks.largest)
     tree = KVEvictTree(params, compressor, tier)
     return TreeServer(tree, params.req_to_token_pool, params.token_to_kv_pool_allocator)
 
