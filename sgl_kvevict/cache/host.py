@@ -12,7 +12,7 @@ from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import CacheObservation, Segment, Source, TokenRange
+from sgl_kvevict.segments import CacheObservation, Segment, Source, TokenRange, View
 from sgl_kvevict.store import SegmentRecord
 from sgl_kvevict.store.host import HostSegments
 
@@ -52,6 +52,8 @@ class HostMemory:
         """Copy what a leaf holds that is about to be dropped: its segment, or its uncompressed tokens.
 
         Of uncompressed tokens the entries that the budget keeps are copied as a segment, the others as evicted from it.
+        What the path leaves in the middle of earlier segments, as a long system prompt, is one copy for all its
+        branches, if it and the branch are long enough to be found.
 
         Not copied: what is too short; the rest of an unsplittable segment; uncompressed tokens below other
         uncompressed ones, or without learned scores.
@@ -60,33 +62,44 @@ class HostMemory:
             return
         with self._guard.at(Place.HOST):
             path = path_to(node)
-            views, end = views_of(path, self._spans) if node in self._spans else [], length_of(path)
-            start = views[0].start if views else end - len(node.key)
-            if end - start < self._min_tokens or not self._is_usable(path):
-                return
-            namespace, parts = self.segments.identity.namespace(*namespace_of(node)), parts_of(views)
-            # A copy takes bandwidth, and the host may have had one since it loaded the segment.
-            there = self.segments.covering(tokens_of(path), start, namespace)
-            # Of two copies of a segment the one that has lost fewer parts is better.
-            num_lost = sum(not part.blocks for part in parts)
-            if there is not None and (not views or sum(not part.blocks for part in there.parts) <= num_lost):
-                # The pool loses it now, so the host's copy is no longer spare.
-                self.segments.use(there.key)
-                return
-            sources = [Source(self._packer.geometry, view) for view in views] or [self._best_of(node, start, end)]
-            # Copied before anything is written: they are in slots that are released next.
-            evicted = None if views else self._complements.evicted(sources[0])
-            num_evicted = self.segments.num_evicted
-            record = export(sources, path, self._packer, self.segments.identity, parts=parts).copied
-            num_bytes = self.segments.put(record, namespace)
-            if num_bytes:
-                # After the segment itself: evicted entries must not take the room that it needs. The stored record has
-                # this very list.
-                parts += self._complements.put(evicted, start, end)
-                totals = self._table.totals
-                totals.moved_out_segments += 1
-                totals.moved_out_bytes += num_bytes
-                totals.pushed_out_segments += self.segments.num_evicted - num_evicted
+            views = views_of(path, self._spans) if node in self._spans else []
+            if len(views) > 1:
+                *above, own = views
+                shortest = min(own.end - own.start, own.start - above[0].start)
+                if shortest >= self._min_tokens and above[-1].segment.splittable:
+                    self._copy([each for each in path if self._spans[each].segment is not own.segment], above)
+                    views = [own]
+            self._copy(path, views)
+
+    def _copy(self, path: Sequence[Node], views: Sequence[View]) -> None:
+        """Copy views of segments that end with a path; without any, the uncompressed tokens of its last node."""
+        node, end = path[-1], length_of(path)
+        start = views[0].start if views else end - len(node.key)
+        if end - start < self._min_tokens or not self._is_usable(path):
+            return
+        namespace, parts = self.segments.identity.namespace(*namespace_of(node)), parts_of(views)
+        # A copy takes bandwidth, and the host may have had one since it loaded the segment.
+        there = self.segments.covering(tokens_of(path), start, namespace)
+        # Of two copies of a segment the one that has lost fewer parts is better.
+        num_lost = sum(not part.blocks for part in parts)
+        if there is not None and (not views or sum(not part.blocks for part in there.parts) <= num_lost):
+            # The pool loses it now, so the host's copy is no longer spare.
+            self.segments.use(there.key)
+            return
+        sources = [Source(self._packer.geometry, view) for view in views] or [self._best_of(node, start, end)]
+        # Copied before anything is written: they are in slots that are released next.
+        evicted = None if views else self._complements.evicted(sources[0])
+        num_evicted = self.segments.num_evicted
+        record = export(sources, path, self._packer, self.segments.identity, parts=parts).copied
+        num_bytes = self.segments.put(record, namespace)
+        if num_bytes:
+            # After the segment itself: evicted entries must not take the room that it needs. The stored record has this
+            # very list.
+            parts += self._complements.put(evicted, start, end)
+            totals = self._table.totals
+            totals.moved_out_segments += 1
+            totals.moved_out_bytes += num_bytes
+            totals.pushed_out_segments += self.segments.num_evicted - num_evicted
 
     def _is_usable(self, path: Sequence[Node]) -> bool:
         """Whether a copy of what the last node of a path holds could come back."""

@@ -62,7 +62,7 @@ def _lock(memory: Tensor) -> None:
     code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code:
         raise UnsupportedSetupError([f"host_bytes: CUDA cannot lock {memory.nbytes} bytes (error {code})"])
-    finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
+    finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
 
 
 def _num_blocks(config: KVEvictConfig, packer: SegmentPacker, ranks: TensorRanks, block_bytes: int) -> int:

@@ -155,22 +155,23 @@ def test_what_is_dropped_comes_back_complete(bits):
         harness.check()
 
 
-def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path():
-    """The path leaves its first segment in the middle, so both become one segment of the host's memory."""
+@pytest.mark.parametrize(("shared", "ranges"), [(40, [(40, 60)]), (4, [(0, 4), (4, 24)])])
+def test_a_copy_has_what_was_evicted_from_every_segment_of_its_path(shared, ranges):
+    """The path leaves its first segment in the middle: early, both become one segment of the host's memory."""
     harness = harness_of(bits="auto", num_slots=400)
     shrunk(harness, 0.15)
     prefixes = harness.tree.prefixes
-    branch = [*TEXT[:40], *[9] * 20]
+    branch = [*TEXT[:shared], *[9] * 20]
     serve(harness, branch)
-    packed(harness, branch[:60], 0.15)
+    packed(harness, branch, 0.15)
     serve(harness, [*TEXT[:60], 5, 5])  # so that the branch goes first
     harness.drop_all()
     copies = {tuple(copy.record.tokens.tolist()): copy for copy in harness.host._segments.values()}
-    parts = copies[tuple(branch[:60])].record.parts
-    assert [(part.start, part.end) for part in parts] == [(0, 40), (40, 60)]
-    for text in (branch, TEXT):
-        assert serve(harness, [*text[:60], 5, 5], complete=True) == 60
-        assert prefixes.spans.compressed_read(prefixes._tree.find(text[:60], (None, None)), 60).share == 1.0
+    assert [(part.start, part.end) for part in copies[tuple(branch)].record.parts] == ranges
+    for text in (branch, TEXT[:60]):
+        assert serve(harness, [*text, 5, 5], complete=True) == len(text)
+        read = prefixes.spans.compressed_read(prefixes._tree.find(text, (None, None)), len(text))
+        assert read.share == pytest.approx(1.0)
     assert not any(harness.tree.guard.errors.values())
 
 

@@ -244,28 +244,22 @@ class Harness:
         if end < total:
             checkpoint_kv_cache(req, self.tree)
         else:
-            self._finish_prefill(req)
+            req.output_ids.append(self._next_token(req))
+            if len(req.output_ids) >= req.sampling_params.max_new_tokens:
+                self.finish(req)
+            else:
+                checkpoint_kv_cache(req, self.tree)
         self.check()
         return True
 
     def _record(self, req: Req, start: int, end: int) -> None:
         """Hand the chunk's queries to its observations."""
         for observation in self.tree.observe(req, start, end):
-            queries = self._queries(end - start)
+            # Zeros attend to all tokens alike.
+            queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim, dtype=self.k.dtype)
             lse = torch.log(torch.arange(start + 1, end + 1.0))[:, None].repeat(1, self.geometry.num_qo_heads)
             for layer in range(self.geometry.num_layers):
                 observation.record(layer, queries, lse, self.k[layer], 1.0)
-
-    def _queries(self, count: int) -> torch.Tensor:
-        """Zeros: they attend to all tokens alike."""
-        return torch.zeros(count, self.geometry.num_qo_heads, self.geometry.head_dim, dtype=self.k.dtype)
-
-    def _finish_prefill(self, req: Req) -> None:
-        req.output_ids.append(self._next_token(req))
-        if len(req.output_ids) >= req.sampling_params.max_new_tokens:
-            self.finish(req)
-        else:
-            checkpoint_kv_cache(req, self.tree)
 
     def run(
         self,

@@ -7,19 +7,11 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
-from helpers.machines import (
-    CacheMachine,
-    ExactMachine,
-    FrequencyPressureMachine,
-    PressureMachine,
-    SessionMachine,
-    StockMachine,
-    TailMachine,
-)
+from helpers import machines
 from helpers.states import SnapshotsHarness, StatesHarness
 
 
-class States(CacheMachine):
+class States(machines.CacheMachine):
     """Every machine's operations, and states that are taken away."""
 
     make_harness = StatesHarness
@@ -34,39 +26,39 @@ class States(CacheMachine):
         assert self.harness.rows.mamba_allocator.available_size() == self.harness.num_states
 
 
-class StatesMachine(States, CacheMachine):
+class StatesMachine(States, machines.CacheMachine):
     """A prompt is found where a state is."""
 
 
-class FewStatesMachine(States, CacheMachine):
+class FewStatesMachine(States, machines.CacheMachine):
     """States are what is short."""
 
     options: ClassVar[dict[str, Any]] = {"num_states": 14}
 
 
-class StatePressureMachine(States, PressureMachine):
+class StatePressureMachine(States, machines.PressureMachine):
     """Prefixes shrink under their readers."""
 
 
-class StateExactMachine(States, ExactMachine):
+class StateExactMachine(States, machines.ExactMachine):
     """Some requests read nothing compressed, and keep their state to themselves."""
 
 
-class StateTailMachine(States, TailMachine):
+class StateTailMachine(States, machines.TailMachine):
     """T-LRU decides which leaf goes."""
 
 
-class StateFrequencyMachine(States, FrequencyPressureMachine):
+class StateFrequencyMachine(States, machines.FrequencyPressureMachine):
     """So does an order that knows no states."""
 
     options: ClassVar[dict[str, Any]] = {"waits": True, "eviction_policy": "lfu"}
 
 
-class StateSessionMachine(States, SessionMachine):
+class StateSessionMachine(States, machines.SessionMachine):
     """Sessions hold states too."""
 
 
-class StateStockMachine(States, StockMachine):
+class StateStockMachine(States, machines.StockMachine):
     """Nothing is compressed."""
 
 
@@ -76,29 +68,29 @@ class Snapshots(States):
     make_harness: ClassVar = SnapshotsHarness
 
 
-class SnapshotsMachine(Snapshots, CacheMachine):
+class SnapshotsMachine(Snapshots, machines.CacheMachine):
     """A prompt is found where a snapshot is."""
 
 
-class FewSnapshotsMachine(Snapshots, CacheMachine):
+class FewSnapshotsMachine(Snapshots, machines.CacheMachine):
     """Snapshots are what is short."""
 
     options: ClassVar[dict[str, Any]] = {"num_states": 28}
 
 
-class SnapshotPressureMachine(Snapshots, PressureMachine):
+class SnapshotPressureMachine(Snapshots, machines.PressureMachine):
     """Prefixes shrink under their readers."""
 
 
-class SnapshotExactMachine(Snapshots, ExactMachine):
+class SnapshotExactMachine(Snapshots, machines.ExactMachine):
     """Some requests read nothing compressed, and keep their snapshots to themselves."""
 
 
-class SnapshotSessionMachine(Snapshots, SessionMachine):
+class SnapshotSessionMachine(Snapshots, machines.SessionMachine):
     """Sessions hold snapshots too."""
 
 
-class SnapshotStockMachine(Snapshots, StockMachine):
+class SnapshotStockMachine(Snapshots, machines.StockMachine):
     """Nothing is compressed."""
 
 

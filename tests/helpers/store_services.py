@@ -66,9 +66,8 @@ class Mooncake:
     def start(self) -> None:
         """Start both."""
         master = ["mooncake_master", "-port", str(self._port), "-metrics_port", str(self._listing)]
-        self._master = self._stack.enter_context(
-            process([*master, "-rpc_address", "127.0.0.1"], self._folder / "master.log", self._listens)
-        )
+        master += ["-rpc_address", "127.0.0.1"]
+        self._master = self._stack.enter_context(process(master, self._folder / "master.log", self._listens))
         client = ["mooncake_client", "-master_server_address", f"127.0.0.1:{self._port}"]
         client += ["-metadata_server", "P2PHANDSHAKE", "-host", "127.0.0.1", "-protocol", "tcp"]
         client += ["-port", str(free_port()), "-global_segment_size", "256MB"]

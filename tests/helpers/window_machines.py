@@ -7,18 +7,11 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
-from helpers.machines import (
-    CacheMachine,
-    ExactMachine,
-    PressureMachine,
-    SessionMachine,
-    StockMachine,
-    TailMachine,
-)
+from helpers import machines
 from helpers.two_pools import TwoPoolHarness
 
 
-class Windows(CacheMachine):
+class Windows(machines.CacheMachine):
     """Every machine's operations, and windows that are taken away."""
 
     make_harness = TwoPoolHarness
@@ -33,33 +26,33 @@ class Windows(CacheMachine):
         assert self.harness.allocator.swa_available_size() == self.harness._window_slots()
 
 
-class WindowPoolMachine(Windows, CacheMachine):
+class WindowPoolMachine(Windows, machines.CacheMachine):
     """Two pools of the same size."""
 
 
-class FewWindowsMachine(Windows, CacheMachine):
+class FewWindowsMachine(Windows, machines.CacheMachine):
     """Window slots are what is short: prompts just fit."""
 
     options: ClassVar[dict[str, Any]] = {"num_window_slots": 95}
 
 
-class WindowPressureMachine(Windows, PressureMachine):
+class WindowPressureMachine(Windows, machines.PressureMachine):
     """Prefixes shrink under their readers."""
 
 
-class WindowExactMachine(Windows, ExactMachine):
+class WindowExactMachine(Windows, machines.ExactMachine):
     """Some requests read nothing compressed."""
 
 
-class WindowTailMachine(Windows, TailMachine):
+class WindowTailMachine(Windows, machines.TailMachine):
     """T-LRU decides which leaf goes."""
 
 
-class WindowSessionMachine(Windows, SessionMachine):
+class WindowSessionMachine(Windows, machines.SessionMachine):
     """Sessions hold windows too."""
 
 
-class WindowStockMachine(Windows, StockMachine):
+class WindowStockMachine(Windows, machines.StockMachine):
     """Nothing is compressed."""
 
 

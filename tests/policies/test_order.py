@@ -131,11 +131,11 @@ def test_order_and_choice_read_nothing_from_a_device(
         assert order.shape == (4, 2, 100)
         chosen = Source(geometry, TokenRange(slots, 0, order, num_sinks)).best(20, bits)
         width = 16 if bits == 16 else 4
-        assert (chosen.kept.bits, chosen.num_entries) == (width, size)
+        assert (chosen.kept.bits, chosen.kept.num_entries) == (width, size)
         kept = chosen.entries
         assert kept.positions.shape == (size,) and kept.keys is not None
         indptr = torch.empty(9, dtype=torch.int32, device="meta")
         packed = Packed(slots[:20], Rows(width, kept.rows, kept.positions, indptr, kept.keys), num_sinks)
         chosen = Source(geometry, View(Segment(geometry, 0, 100, packed), 0, 100)).best(10, bits)
-        assert (chosen.kept.bits, chosen.num_entries) == (width, smaller)
+        assert (chosen.kept.bits, chosen.kept.num_entries) == (width, smaller)
         assert chosen.entries.positions.shape == (smaller,)

@@ -148,6 +148,26 @@ def test_a_prompt_that_leaves_a_segment_in_the_middle_uses_its_beginning(harness
     assert serve(harness, [*DOCUMENTS[0][:40], *[1] * 9]) == 40
 
 
+def test_what_branches_share_is_copied_once():
+    """A system prompt of 30 tokens below which four users asked; the first one's is a segment together with it."""
+    harness = Harness(host_blocks=200, num_slots=240)
+    prompts = [[*DOCUMENTS[0][:30], *document[:30]] for document in DOCUMENTS]
+    for prompt in prompts:
+        serve(harness, prompt)
+
+    def bounds():
+        while harness.evict(1):
+            pass
+        return sorted((each.record.start, each.record.end) for each in harness.host._segments.values())
+
+    reader = harness.run([*prompts[0], 1])
+    assert bounds() == [(0, 30), (30, 60), (30, 60), (30, 60)]
+    harness.finish(reader)
+    assert bounds() == [(0, 30), (0, 60), (30, 60), (30, 60), (30, 60)]
+    assert [serve(harness, [*prompt, 1]) for prompt in prompts] == [60] * 4
+    assert not any(harness.tree.guard.errors.values())
+
+
 def test_turns_come_back_one_after_the_other():
     harness = Harness(host_blocks=60, num_slots=240)
     turns = [*DOCUMENTS[0], *DOCUMENTS[1][:40]]

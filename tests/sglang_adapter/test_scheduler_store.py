@@ -283,7 +283,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
         done[share] = server.prefixes.totals.stored_segments
     assert done == {0.6: 0, 0.3: 1, 0.1: 1}
     (key,) = keys_in(server.segments)
-    assert server.segments.get(key).num_entries == 15 * 4
+    assert server.segments.get(key).kept.num_entries == 15 * 4
 
 
 def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):

@@ -81,9 +81,9 @@ def test_what_is_behind_a_position_has_the_sinks_behind_it():
     for position, left in ((1, 3), (3, 1)):
         later = ours.after(position)
         assert torch.equal(later.kept.sinks.k, ours.kept.sinks.k[:, position:]) and later.kept.num_sinks == left
-        assert later.num_entries == 3 + 4 * left
+        assert later.kept.num_entries == 3 + 4 * left
     later = ours.after(20)
-    assert later.kept.sinks is None and later.num_entries == len(later.kept.rows.order) == 1
+    assert later.kept.sinks is None and later.kept.num_entries == len(later.kept.rows.order) == 1
     assert later.kept.rows.positions.tolist() == [30] and later.kept.rows.keep_lens.tolist() == [[0, 0], [1, 0]]
     assert torch.equal(later.kept.rows.k, ours.kept.rows.k[2:]) and later.kept.rows.order.tolist() == [-3]
 
@@ -132,7 +132,7 @@ def test_evicted_entries_are_a_group_of_their_own():
     assert_same(COMPLETE, decode_segment(data, COMPLETE.key, OWN))
     assert_same(COMPLETE, COMPLETE.with_tensors(load(data[PREFIX_BYTES:])))
     later = COMPLETE.after(20)
-    assert later.is_complete and later.num_entries + later.evicted.positions.numel() == 20 * 4
+    assert later.is_complete and later.kept.num_entries + later.evicted.positions.numel() == 20 * 4
     assert int(later.evicted.positions.min()) >= 20 and later.evicted.k.shape == (len(later.evicted.order), 4)
     kept = COMPLETE.evicted.positions >= 20
     assert torch.equal(later.evicted.k, COMPLETE.evicted.k[kept])

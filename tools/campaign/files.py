@@ -87,7 +87,7 @@ def segment(change: Change) -> None:
         found = decode_segment(sealed(payload) if change.is_sealed else data[:PREFIX_BYTES] + payload, key, OWN, DRAFT)
         assert found.key == key and found.tokens.numel() == found.end > found.start >= 0
         rows = found.kept.rows
-        assert found.num_entries == len(rows.positions) == len(rows.k) == len(rows.v) == int(rows.keep_lens.sum()) > 0
+        assert rows.num_entries == len(rows.positions) == len(rows.k) == len(rows.v) == int(rows.keep_lens.sum()) > 0
         if (shadow := found.shadow) is not None:
             assert len(shadow.positions) == len(shadow.k) == len(shadow.v) == int(shadow.lens.sum())
             assert shadow.paid.isfinite().all() and len(shadow.paid) == len(shadow.k)
