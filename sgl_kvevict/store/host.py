@@ -108,8 +108,8 @@ class HostSegments(Tier):
         self._num_spare = 0  # blocks of evicted entries, and of segments that are in the pool, too
         self._num_loose = 0  # what all other segments give up in their first steps
         self._level = 0.0
-        # A heap; entries of former places are skipped.
-        self._order: list[tuple[tuple[bool, bool, float], int, HostSegment]] = []
+        # A heap of keys; those of former places are skipped.
+        self._order: list[tuple[tuple[bool, bool, float], int, str]] = []
         self._numbers = count()
 
     def has_room(self, num_bytes: int) -> bool:
@@ -245,8 +245,8 @@ class HostSegments(Tier):
     def _first(self) -> HostSegment | None:
         """The segment that goes, or shrinks, first; None: there is none."""
         while self._order:
-            place, _, segment = self._order[0]
-            if place == segment.place and self._segments.get(segment.record.key) is segment:
+            place, _, key = self._order[0]
+            if (segment := self._segments.get(key)) is not None and segment.place == place:
                 return segment
             heappop(self._order)
         return None
@@ -259,9 +259,9 @@ class HostSegments(Tier):
             self._num_loose += sign * segment.loose
         if sign > 0:
             if len(self._order) > 2 * len(self._segments) + SPARE_ENTRIES:  # most are of former places
-                self._order = [(each.place, next(self._numbers), each) for each in self._segments.values()]
+                self._order = [(each.place, next(self._numbers), key) for key, each in self._segments.items()]
                 heapify(self._order)
-            heappush(self._order, (segment.place, next(self._numbers), segment))
+            heappush(self._order, (segment.place, next(self._numbers), segment.record.key))
 
     def _steps(self, segment: HostSegment) -> Iterator[tuple[int, int]]:
         """Numbers of entries to which a segment may shrink, descending, each with the blocks that they take."""
