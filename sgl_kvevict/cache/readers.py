@@ -87,7 +87,10 @@ class ReaderTable:
 
     def __getitem__(self, reader: Reader) -> ReaderRecord:
         """The record of a reader, created if missing."""
-        return self._records.setdefault(reader, ReaderRecord())
+        # No `setdefault`: it would make a record for each look-up, several times a step.
+        if (record := self._records.get(reader)) is None:
+            record = self._records[reader] = ReaderRecord()
+        return record
 
     def chunk_share(self, record: ReaderRecord) -> float | None:
         """Share of their bytes that chunks of a prompt get while it is prefilled; None: they stay uncompressed."""

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
+from helpers import machines
 from helpers.harness import CONFIG
 from helpers.long_machine import LongMachine, PrefillBudgetMachine, RetainLongMachine
-from helpers.machines import (
-    BesideMachine,
-    BesidePressureMachine,
-    BesideRetainMachine,
-    CacheMachine,
-    CoarsePressureMachine,
-    ExactMachine,
-    GrowthMachine,
-    HostExactMachine,
-    HostMachine,
-    PressureMachine,
-    RetainMachine,
-    SessionMachine,
-)
 from helpers.verify_machines import PairsHostMachine, PairsStoreMachine, VerifyPressureMachine
 
 SHARES = {"": 0.15, "Whole": 0.3}
 """A share at which entries are evicted at once, and one at which all have a row of 4 bits, by the machines' names."""
 
 
-def with_few_bits(machine: type[CacheMachine], suffix: str = "") -> type[CacheMachine]:
+def with_few_bits(machine: type[machines.CacheMachine], suffix: str = "") -> type[machines.CacheMachine]:
     """A machine whose compressed rows have 4 bits, but the first tokens' 16."""
     config = machine.options.get("config", CONFIG).model_copy(update={"budget": SHARES[suffix]})
     fields = {"options": machine.options | {"bits": "auto", "config": config}, "__doc__": machine.__doc__}
@@ -35,18 +22,18 @@ BITS_MACHINES = (
     *(
         with_few_bits(machine)
         for machine in (
-            CacheMachine,
-            PressureMachine,
-            ExactMachine,
-            CoarsePressureMachine,
-            SessionMachine,
-            BesideMachine,
-            BesideRetainMachine,
-            BesidePressureMachine,
-            HostMachine,
-            GrowthMachine,
-            RetainMachine,
-            HostExactMachine,
+            machines.CacheMachine,
+            machines.PressureMachine,
+            machines.ExactMachine,
+            machines.CoarsePressureMachine,
+            machines.SessionMachine,
+            machines.BesideMachine,
+            machines.BesideRetainMachine,
+            machines.BesidePressureMachine,
+            machines.HostMachine,
+            machines.GrowthMachine,
+            machines.RetainMachine,
+            machines.HostExactMachine,
             LongMachine,
             RetainLongMachine,
             PrefillBudgetMachine,
@@ -55,5 +42,5 @@ BITS_MACHINES = (
             PairsStoreMachine,
         )
     ),
-    *(with_few_bits(machine, "Whole") for machine in (PressureMachine, GrowthMachine, LongMachine)),
+    *(with_few_bits(machine, "Whole") for machine in (machines.PressureMachine, machines.GrowthMachine, LongMachine)),
 )
