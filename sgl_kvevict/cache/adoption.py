@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from torch import Tensor
-
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, path_to
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.segments import Segment
+from sgl_kvevict.segments.segment import Segment
 from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
 
 
@@ -69,8 +67,14 @@ class Adoption:
             slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
-        segment = self._install(record, tokens, slots, namespace)
-        if segment is None:
+        try:
+            # Before anything changes: the device may lack the memory for it.
+            segment = self._packer.new_segment(slots, record.kept, record.start, record.end, shadow=record.shadow)
+        except Exception:
+            self._tree.free(slots)
+            raise
+        segment.splittable = record.splittable
+        if not self._install(segment, tokens, namespace):
             self._tree.free(slots)
             return 0
         # After the segment is in the tree: what a file has needs room in the host's memory, and is lost without harm.
@@ -78,32 +82,27 @@ class Adoption:
         return record.end - record.start
 
     @accounting()
-    def _install(
-        self, record: SegmentRecord, tokens: Sequence[int], slots: Tensor, namespace: NamespaceKey
-    ) -> Segment | None:
-        """Write a segment into ``slots``; None: the tree has no place for it any more, and nothing was written."""
+    def _install(self, segment: Segment, tokens: Sequence[int], namespace: NamespaceKey) -> bool:
+        """Put a written segment into the tree; False: the tree has no place for it any more."""
         # Looked up again: making room has changed the tree.
         there = self._tree.find(tokens, namespace)
-        if not self._fits(record, there):
-            return None
+        if not self._fits(segment, there):
+            return False
         ordinary = self._spans.uncompressed(there)
-        if not record.splittable and not self._is_whole(ordinary):
-            return None
+        if not segment.splittable and not self._is_whole(ordinary):
+            return False
         readers = self._readers.movable(ordinary[0]) if ordinary else []
         if readers is None:
-            return None
+            return False
         last = self._tree.add(tokens, namespace)
         if last is None:
-            return None
+            return False
         # Taken before the nodes hold a span, which replaces these numbers by fillers.
-        freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
-        nodes = self._spans.uncompressed(path_to(last))
-        segment = self._packer.new_segment(slots, record.kept, record.start, record.end, shadow=record.shadow)
-        segment.splittable = record.splittable
-        self._resizer.exchange(nodes, segment, readers)
+        freed = self._tree.token_slots(ordinary) if ordinary else segment.packed.token_slots[:0]
+        self._resizer.exchange(self._spans.uncompressed(path_to(last)), segment, readers)
         # Last, when no reader's row and no node names these slots any more.
         self._tree.free(freed)
-        return segment
+        return True
 
     def _is_whole(self, nodes: Sequence[Node]) -> bool:
         """Whether no request reads the last nodes of a path, and no prompt branches off from them.
@@ -115,6 +114,6 @@ class Adoption:
             for node, below in zip_longest(nodes, nodes[1:])
         )
 
-    def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
+    def _fits(self, record: SegmentRecord | Segment, there: Sequence[Node]) -> bool:
         """Whether a segment begins where the path's compressed tokens end and ends beyond the path."""
         return length_of(there) < record.end and self._spans.compressed_len(there) == record.start

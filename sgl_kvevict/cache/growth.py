@@ -10,7 +10,7 @@ from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.copies import EvictedPart
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import Segment
+from sgl_kvevict.segments.segment import Segment
 
 
 class Growth:
@@ -26,7 +26,7 @@ class Growth:
 
     def __init__(self, core: Core, resizer: Resizer) -> None:
         self._tree, self._table, self._guard = core.tree, core.table, core.guard
-        self._resizer, self._host = resizer, core.complements.host
+        self._packer, self._resizer, self._host = core.compressor.packer, resizer, core.complements.host
 
     def to_share(self, path: Sequence[Node], share: float) -> None:
         """Let the segments of a path grow until they have a share of their entries, for a request that asks for it.
@@ -82,6 +82,13 @@ class Growth:
             if self.next_of(segment) is not part or segment.live_end != end:  # it shrank, or was cut, for the slots
                 self._tree.free(slots)
                 return False
-            self._resizer.grow(segment, entries, slots)
+            packed = None
+            # Before anything changes: the device may lack the memory for it.
+            with self._guard.at(Place.HOST):
+                packed = self._packer.extended(segment.packed, entries, slots)
+            if packed is None:
+                self._tree.free(slots)
+                return False
+            self._resizer.grow(segment, packed)
         segment.evicted.remove(part)
         return True

@@ -16,17 +16,9 @@ from sgl_kvevict.cache.records import OpenRange
 from sgl_kvevict.copies import CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import Place, accounting
-from sgl_kvevict.segments import (
-    CacheObservation,
-    Observation,
-    Order,
-    Packed,
-    PromptObservation,
-    Segment,
-    Source,
-    TokenRange,
-    View,
-)
+from sgl_kvevict.segments.prompt_observation import CacheObservation, Observation, PromptObservation
+from sgl_kvevict.segments.segment import Order, Packed, Segment, View
+from sgl_kvevict.segments.sources import Source, TokenRange
 
 TURNS_OF_RANKING = 2
 """Turns of the scheduler's loop from launching a ranking beside the scheduler's stream to the use of its order; at
@@ -526,19 +518,20 @@ class Resizer:
             self.on_budget(last)
 
     @accounting()
-    def grow(self, segment: Segment, entries: CopiedRows, token_slots: Tensor) -> None:
-        """Give a packed segment entries back that had been evicted, in token slots ([n], int64) that are empty.
+    def grow(self, segment: Segment, packed: Packed) -> None:
+        """Give a packed segment its storage with entries that had been evicted: :meth:`SegmentPacker.extended`.
 
         Rows that it has stay where they are, so readers need not move: they read the new rows, too, from their next
-        step on. InvariantError if its entries have no order.
+        step on.
         """
-        owner = self._table.packed[segment]
-        segment.grow(self._packer.extended(segment.packed, entries, token_slots))
-        self._tree.charge(owner, token_slots.numel())
+        owner, totals = self._table.packed[segment], self._table.totals
+        num_slots, num_entries = segment.num_slots, segment.num_entries
+        segment.grow(packed)
+        self._tree.charge(owner, segment.num_slots - num_slots)
         self._table.resized(owner)
-        self._table.totals.growths += 1
-        self._table.totals.grown_slots += token_slots.numel()
-        self._table.totals.returned_entries += entries.num_entries
+        totals.growths += 1
+        totals.grown_slots += segment.num_slots - num_slots
+        totals.returned_entries += segment.num_entries - num_entries
 
     @accounting()
     def exchange(

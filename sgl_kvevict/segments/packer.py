@@ -190,11 +190,11 @@ class SegmentPacker(ArenaRows):
             as_moved(arena.flatten(0, 2))[packed.rows.rows.long()] = as_moved(each)
         return packed
 
-    @accounting()
     def extended(self, packed: Packed, copied: CopiedRows, token_slots: Tensor) -> Packed:
         """A segment's storage with further entries, from any device, in ``token_slots``.
 
-        The rows that it has are not touched. ``token_slots``, [n], int64, are empty, and at least as many as needed.
+        The rows that it has are not touched, so after an error it is as before. ``token_slots``, [n], int64, are empty,
+        and at least as many as needed.
         """
         rows = Rows.joined([packed.rows, self._placed(token_slots, copied).rows])
         return replace(packed, token_slots=torch.cat([packed.token_slots, token_slots]), rows=rows)
@@ -213,7 +213,6 @@ class SegmentPacker(ArenaRows):
         shadows = [(each.packed.shadow or self.drafts.absent(), (each.start, each.end)) for each in segments]
         return replace(packed, shadow=self.drafts.joined(shadows))
 
-    @accounting()
     def new_segment(
         self,
         token_slots: Tensor,

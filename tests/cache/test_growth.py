@@ -7,8 +7,10 @@ import torch
 
 from helpers.harness import Harness
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.segments import Source, View
+from sgl_kvevict.guard import Place
 from sgl_kvevict.segments.kept import entries_by_head
+from sgl_kvevict.segments.segment import View
+from sgl_kvevict.segments.sources import Source
 from sgl_kvevict.sglang_adapter.monitoring.inspection import tree_report
 
 TEXT = [i * 7 % 11 for i in range(60)]
@@ -265,6 +267,27 @@ def test_an_error_of_the_hosts_copy_is_that_prefixs(monkeypatch, fault):
     assert segment.num_entries == size and harness.tree.prefixes.growth.next_of(segment) is None
     assert sum(harness.tree.guard.errors.values()) == 1 and harness.allocator.available_size() <= free
     harness.check()
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_without_memory_of_the_device_entries_come_back_later(monkeypatch, is_dropped):
+    harness = harness_of(bits="auto")
+    segment, prefixes = shrunk(harness, 0.3), harness.tree.prefixes
+    if is_dropped:
+        harness.drop_all()
+    size, free = segment.num_entries, harness.allocator.available_size()
+    monkeypatch.setattr(prefixes.compressor.packer, "_placed", lambda *args: [].pop())
+    req = harness.request([*TEXT[:60], 5, 5])
+    prefixes.readers[req].least_share = 1.0
+    assert harness.admit(req) and req.prefix_len == 60 * (not is_dropped)
+    harness._cancel(req)
+    assert segment.num_entries == size and harness.allocator.available_size() == free
+    assert prefixes._guard.errors[Place.HOST] == 1
+    harness.check()
+    monkeypatch.undo()
+    assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
+    (segment,) = prefixes.table.packed
+    assert segment.num_entries == num_entries(segment)
 
 
 @pytest.mark.parametrize("empty", [Harness.flush, lambda harness: harness.tree.forget_compressed()])

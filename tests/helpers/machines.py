@@ -266,10 +266,11 @@ class HostMachine(PressureMachine):
             prefixes.growth.grow(growing[number % len(growing)])
         self._settle()
 
-    @rule(name=st.sampled_from(["put_evicted", "get_evicted", "_gathered"]))
+    @rule(name=st.sampled_from(["put_evicted", "get_evicted", "_gathered", "_placed"]))
     def break_host(self, name):
         """The next copy to or from the host fails: the prefix loses these entries, and nothing else happens."""
-        broken, guard = self.harness.host, self.harness.tree.guard
+        guard, prefixes = self.harness.tree.guard, self.harness.tree.prefixes
+        broken = prefixes.compressor.packer if name == "_placed" else self.harness.host
 
         def fail(*args):
             delattr(broken, name)
@@ -281,8 +282,8 @@ class HostMachine(PressureMachine):
     @rule(number=st.integers(0, 20), count=st.sampled_from([0, 20, 200]))
     def comes_from_a_file(self, number, count):
         """A segment is written to a file with what was evicted from it, may be dropped, and is read again."""
-        if "get_evicted" in vars(self.harness.host):
-            return  # the next copy fails: it would not be written
+        if {"get_evicted", "_placed"} & {*vars(self.harness.host), *vars(self.harness.tree.prefixes.compressor.packer)}:
+            return  # the next copy fails: it would not be written, or read
         records = exported(self.harness, is_complete=True)
         if records:
             self.harness.evict(count)
