@@ -237,13 +237,7 @@ class KVEvictConfig(BaseModel):
 
         ``ceil(share * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7 slots, not 8), or
         the sinks if they are more. A range with tokens has at least one slot.
-
-        Raises:
-            ValueError: a number is negative.
         """
-        for name, value in (("num_tokens", num_tokens), ("start", start)):
-            if value < 0:
-                raise ValueError(f"{name} must be >= 0, got {value}")
         numerator, denominator = _as_written(self.budget if share is None else share)
         slots = -(-numerator * num_tokens // denominator)
         return min(max(slots, self.sink_tokens - start, 1), num_tokens)

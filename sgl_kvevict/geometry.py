@@ -21,15 +21,13 @@ class KVScales:
     Fixed at the server's start, even if its weights change: rows are written and read with the same scales.
 
     Raises:
-        ValueError: a scale is not a finite number > 0, or keys and values differ in layers.
+        ValueError: a scale is not a finite number > 0.
     """
 
     k: tuple[float, ...] = ()
     v: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.k) != len(self.v):
-            raise ValueError(f"scales of keys and values: expected as many layers, got {len(self.k)} and {len(self.v)}")
         for scale in (*self.k, *self.v):
             if not math.isfinite(scale) or scale <= 0:
                 raise ValueError(f"a scale must be a finite number > 0, got {scale}")
@@ -58,8 +56,8 @@ class KVGeometry:
         itemsize: bytes of a number in the arena.
 
     Raises:
-        ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, a
-            window is negative, a latent wider than keys, or scales or windows do not match the number of layers.
+        ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, or a
+            latent is wider than keys.
     """
 
     num_layers: int
@@ -83,10 +81,6 @@ class KVGeometry:
         # Kernels read head slots as int32: twice as many indices fit a cache as with int64.
         if self.num_head_slots > 2**31 - 1:
             raise ValueError(f"head slot ids must fit int32, got {self.num_head_slots} head slots")
-        if len(self.scales.k) not in (0, self.num_layers):
-            raise ValueError(f"expected scales of {self.num_layers} layers, got {len(self.scales.k)}")
-        if len(self.windows) not in (0, self.num_layers) or any(window < 0 for window in self.windows):
-            raise ValueError(f"windows: expected {self.num_layers} numbers >= 0, or none, got {self.windows}")
         if not 0 <= self.latent_dim <= self.head_dim:
             raise ValueError(f"latent_dim: expected 0 to {self.head_dim} (head_dim), got {self.latent_dim}")
 

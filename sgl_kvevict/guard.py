@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 from contextlib import ContextDecorator
+from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
 
@@ -91,15 +92,13 @@ class Guard:
         )
 
 
+@dataclass
 class Attempt:
     """The context that :meth:`Guard.at` returns; ``failed``: the block ended with an exception."""
 
-    __slots__ = ("_guard", "_place", "failed")
-
-    def __init__(self, guard: Guard, place: Place) -> None:
-        self._guard = guard
-        self._place = place
-        self.failed = False
+    _guard: Guard
+    _place: Place
+    failed: bool = False
 
     def __enter__(self) -> Attempt:
         self._guard.attempts[self._place] += 1

@@ -8,28 +8,12 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Kept entries of a range of tokens, or of what was kept of it before.
-
-    Attributes:
-        keep_lens: [num_layers, num_kv_heads], int32, entries kept per run.
-        indices: [num_entries], int32, run after run in (layer, head) order, ascending within a run: token indices
-            relative to the start of the range, or numbers of the entries of the run that are there.
-        num_entries: ``keep_lens.sum()``, known on the host without reading the device.
-    """
-
-    keep_lens: Tensor
-    indices: Tensor
-    num_entries: int
-
-
 @dataclass(frozen=True, eq=False)
 class MergePlan:
     """Source rows and weights whose weighted sum replaces each kept entry, the same for keys and values.
 
-    Entry ``e`` of the selection is the sum over ``j`` in ``indptr[e]:indptr[e + 1]`` of ``weights[j]`` times the
-    row ``indices[j]`` (as in :class:`Selection`) of ``layers[j]``, ``heads[j]``. Its own row comes first.
+    Kept entry ``e`` is the sum over ``j`` in ``indptr[e]:indptr[e + 1]`` of ``weights[j]`` times the row of the token
+    ``indices[j]`` (relative to the start of the range) in ``layers[j]``, ``heads[j]``. Its own row comes first.
 
     Attributes:
         indptr: [num_entries + 1], int32.

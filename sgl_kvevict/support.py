@@ -2,18 +2,17 @@
 
 A row has a name, a condition and a sentence, which names the field, its value and what is allowed; ``{f.x}`` in it is
 what the facts say of x. Facts are gathered by :mod:`sgl_kvevict.sglang_adapter.start_facts`, ``model_facts`` beside it
-and :mod:`sgl_kvevict.attention.kernel_facts`, so that this module needs neither SGLang nor torch. There are three
+and :mod:`sgl_kvevict.attention.kernel_facts`, so that this module needs neither SGLang nor torch. There are two
 moments, each with a record of what is known by then:
 
-=============  ===================  ==================================================================================
-table          facts                evaluated by
-=============  ===================  ==================================================================================
-BEFORE_LOAD    :class:`BeforeLoad`  ``sgl-kvevict serve``; the process that starts servers; and SETTINGS, a part of
-                                    it, by each scheduler, because SGLang may override what was given
-AFTER_LOAD     :class:`AfterLoad`   the attention of the model, before it compiles kernels; and ATTENTION, a part of
-                                    it, by that of a draft model
-FIRST_FORWARD  :class:`LayerCall`   every layer, in SGLang's warm-up
-=============  ===================  ==================================================================================
+===========  ===================  ==================================================================================
+table        facts                evaluated by
+===========  ===================  ==================================================================================
+BEFORE_LOAD  :class:`BeforeLoad`  ``sgl-kvevict serve``; the process that starts servers; and SETTINGS, a part of
+                                  it, by each scheduler, because SGLang may override what was given
+AFTER_LOAD   :class:`AfterLoad`   the attention of the model, before it compiles kernels; and ATTENTION, a part of
+                                  it, by that of a draft model
+===========  ===================  ==================================================================================
 
 KERNELS, the part of AFTER_LOAD that needs no SGLang, also guards each implementation of attention; MACHINE is what
 ``sgl-kvevict check`` asks of a machine.
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvevict_kernels.row_sizes import GROUP, MAX_ROWS, ROWS_IN_PLACE
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -32,7 +31,6 @@ from sgl_kvevict.machine import FP8_CAPABILITY, Check
 if TYPE_CHECKING:
     from sgl_kvevict.config import Bits, KVEvictConfig
     from sgl_kvevict.policies.policy import Policy
-    from sgl_kvevict.sglang_adapter.settings import ServerSettings
 
 F = TypeVar("F")
 Table = Mapping[str, tuple[Callable[[F], object], str]]
@@ -146,7 +144,7 @@ class AfterLoad(Kernels, HasTraits):
     Attributes:
         config: the plugin's configuration, as its policy spells it out.
         policy: None: nothing is compressed.
-        settings: SGLang's.
+        value_of: as in :class:`BeforeLoad`.
         is_selected: our radix cache is selected, too.
         pool_class: of the full-attention pool, and whether its buffers are one arena.
         windows_class: of the pool of layers with a window, the same; None: they have no pool of their own.
@@ -169,7 +167,7 @@ class AfterLoad(Kernels, HasTraits):
 
     config: KVEvictConfig = field(kw_only=True)
     policy: Policy | None = field(kw_only=True)
-    settings: ServerSettings = field(kw_only=True)
+    value_of: Callable[[str], Any] = field(kw_only=True)
     is_selected: bool = True
     pool_class: tuple[str, bool] = ("ArenaKVPool", True)
     windows_class: tuple[str, bool] | None = None
@@ -188,6 +186,9 @@ class AfterLoad(Kernels, HasTraits):
     has_weights: bool = True
     has_texts: bool = True
     machine: tuple[Check, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.value_of(name)
 
     @property
     def why_16_bits(self) -> list[str]:
@@ -217,7 +218,7 @@ class AfterLoad(Kernels, HasTraits):
     @property
     def speculates(self) -> bool:
         """There are drafts."""
-        return self.settings.speculative_algorithm is not None
+        return self["speculative_algorithm"] is not None
 
     @property
     def narrowest(self) -> int:
@@ -228,13 +229,6 @@ class AfterLoad(Kernels, HasTraits):
     def missing(self) -> str:
         """What the machine lacks, one sentence per line."""
         return "\n".join(reason for check in self.machine for reason in reasons(MACHINE, check))
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """What only a layer's call shows; ``extras``: other arguments that it passes to attention, quoted."""
-
-    extras: str
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -464,8 +458,8 @@ ATTENTION: Table[AfterLoad] = {
         "--speculative-algorithm: the model has a KV pool for layers with a sliding window, whose steps are planned "
         "for one new token a request, not for drafts"),
     "speculative_num_draft_tokens with windows": (
-        lambda f: f.speculates and 0 < f.narrowest < (f.settings.speculative_num_draft_tokens or 0),
-        "--speculative-num-draft-tokens is {f.settings.speculative_num_draft_tokens}; allowed: at most "
+        lambda f: f.speculates and 0 < f.narrowest < (f["speculative_num_draft_tokens"] or 0),
+        "--speculative-num-draft-tokens is {f[speculative_num_draft_tokens]}; allowed: at most "
         "{f.narrowest}, the narrowest window"),
 }
 """What attention needs, of a model and of its draft model."""
@@ -500,7 +494,7 @@ ANSWERS: Table[AfterLoad] = {
         "policy {f.policy.name!r} ranks entries by queries of a prompt"),
     "windows": (lambda f: f.narrowest, "layers with sliding windows share the pool, and nothing may end in a segment"),
     "places": (lambda f: f.has_places, "the model has {f.kind}, whose part of a prefix is at the end of a prompt"),
-    "strip_thinking_cache": (lambda f: f.settings.strips_thinking,
+    "strip_thinking_cache": (lambda f: f["strip_thinking_cache"],
         "--strip-thinking-cache is set, which keeps answers out of the cache"),
 }
 """Why answers stay uncompressed until the prompt of the next turn: ends of sentences."""
@@ -513,7 +507,8 @@ AFTER_LOAD: Table[AfterLoad] = {
         "--language-model-only serves the model's text"),
     "windows only": (lambda f: f.windows_class is not None and not f.has_full_layers,
         "every layer of the model has a sliding window and one KV pool: there is nothing to compress"),
-    "mamba_radix_cache_strategy": (lambda f: f.has_states and f.settings.state_strategy == "extra_buffer_lazy",
+    "mamba_radix_cache_strategy": (
+        lambda f: f.has_states and f["mamba_radix_cache_strategy"] == "extra_buffer_lazy",
         "--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and 'extra_buffer': in its "
         "decode steps a request gives up the state of the prefix that it reads"),
     "speculative_algorithm with states": (lambda f: f.has_states and f.speculates,
@@ -538,13 +533,13 @@ AFTER_LOAD: Table[AfterLoad] = {
         "prefill_budget ends segments between chunks, and models with sliding windows or recurrent layers keep a "
         "window, or a state, at the end of a prompt"),
     "prefill_budget without chunks": (
-        lambda f: f.config.prefill_budget is not None and f.settings.chunked_prefill_size is None,
+        lambda f: f.config.prefill_budget is not None and (f["chunked_prefill_size"] or -1) < 0,
         "prefill_budget: --chunked-prefill-size is off, so a prompt is prefilled in one piece"),
-    "attn_dp_size with states": (lambda f: f.settings.attn_dp_size != 1 and f.has_states,
+    "attn_dp_size with states": (lambda f: f["attn_dp_size"] != 1 and f.has_states,
         "--attn-dp-size: the model has recurrent layers, and SGLang makes up requests for ranks that have none, "
         "whose states the tree does not know"),
     "attn_dp_size with captured steps": (
-        lambda f: f.settings.attn_dp_size != 1 and f.device == "cuda" and f.decode_graphs != "disabled",
+        lambda f: f["attn_dp_size"] != 1 and f.device == "cuda" and f.decode_graphs != "disabled",
         "--attn-dp-size: a rank without requests replays the captured step of the others, and our layout of a step "
         "has at least one request: start with --cuda-graph-backend-decode disabled"),
     "prefill_budget with latents": (lambda f: f.is_latent and f.config.prefill_budget is not None,
@@ -552,7 +547,4 @@ AFTER_LOAD: Table[AfterLoad] = {
     "speculative_algorithm with latents": (lambda f: f.is_latent and f.speculates,
         "--speculative-algorithm: drafts of a model with latents (MLA) keep latents, too, and a segment's slots "
         "hold a draft's keys and values"),
-}
-FIRST_FORWARD: Table[LayerCall] = {
-    "extras": (lambda f: f.extras, "a layer passes {f.extras} to attention"),
 }

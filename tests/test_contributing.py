@@ -1,7 +1,8 @@
-"""Documents for contributors name files and targets that exist; versions and hooks agree."""
+"""Documents name files and targets that exist, and their Python code can be compiled (links: `make docs`)."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -44,3 +45,18 @@ def test_one_version_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
     assert project["version"] in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_python_code_of_all_pages_can_be_compiled() -> None:
+    blocks = []
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        blocks += re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 5
+    for code in blocks:
+        compile(code, "code of a page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_no_two_entries_of_the_navigation_share_a_name() -> None:
+    navigation = (ROOT / "tools" / "docs" / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    names = [name.strip() for name in re.findall(r"^ *- (.+?):", navigation, re.MULTILINE)]
+    assert len(names) > 30 and len(set(names)) == len(names)

@@ -8,26 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.command_line import COMPLETE, H100
 from sgl_kvevict import machine as checks
-from sgl_kvevict.machine import Gpu, Machine, check_environment, check_machine, check_packages, read_machine
-
-H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 227, 79.0, 79.6)
-COMPLETE = Machine(
-    packages={
-        "sglang": "0.5.23",
-        "torch": "2.14.1",
-        "triton": "3.8.0",
-        "flashinfer-python": "0.7.2",
-        "numba": "0.65.1",
-    },
-    plugins=frozenset({"kvevict", "kvevict_cpu"}),
-    cpu_flags=frozenset({"avx2", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile"}),
-    host_gib=60.0,
-    torch_cuda="13.0",
-    gpus=(H100, H100),
-    home="/home/somebody",
-    cache="/home/somebody/.cache/sglang",
-)
+from sgl_kvevict.machine import check_environment, check_machine, check_packages, read_machine
 
 
 def test_a_complete_machine_needs_nothing() -> None:

@@ -20,7 +20,6 @@ from sgl_kvevict.support import (
     ATTENTION,
     BEFORE_LOAD,
     BITS,
-    FIRST_FORWARD,
     FLAGS,
     IMPLEMENTATION,
     KERNELS,
@@ -32,7 +31,6 @@ from sgl_kvevict.support import (
     SETTINGS,
     AfterLoad,
     BeforeLoad,
-    LayerCall,
     Table,
     reasons,
 )
@@ -102,7 +100,7 @@ AFTER = {
     "speculative_num_draft_tokens with windows": loaded(own=DRAFTS, windows=(0, 11)),
     "images that see later tokens": loaded(is_multimodal=True, sees_later=True),
     "windows only": loaded(windows_class=WINDOWS, has_full_layers=False),
-    "mamba_radix_cache_strategy": loaded(own=settings(state_strategy="extra_buffer_lazy"), has_states=True),
+    "mamba_radix_cache_strategy": loaded(own=settings(mamba_radix_cache_strategy="extra_buffer_lazy"), has_states=True),
     "speculative_algorithm with states": loaded(own=DRAFTS, has_states=True),
     "store of places": loaded(KVEvictConfig(store="memory://x"), windows_class=WINDOWS),
     "host_bytes of places": loaded(KVEvictConfig(host_bytes=10**9), has_states=True),
@@ -134,7 +132,7 @@ WHOLE_ANSWERS = {
     "policy": loaded(policy=build_policy("snapkv", {})),
     "windows": loaded(windows=(8, 0)),
     "places": loaded(has_states=True),
-    "strip_thinking_cache": loaded(own=settings(strips_thinking=True)),
+    "strip_thinking_cache": loaded(own=settings(strip_thinking_cache=True)),
 }
 MACHINES = {
     "part": Check("GPU", "missing", "torch sees none", "see driver"),
@@ -145,7 +143,6 @@ MOMENTS: list[tuple[str, Table[Any], dict[str, Any]]] = [
     ("bits", BITS, SIXTEEN),
     ("answers", ANSWERS, WHOLE_ANSWERS),
     ("machine", MACHINE, MACHINES),
-    ("first forward", FIRST_FORWARD, {"extras": LayerCall("'sinks'")}),
 ]
 ROWS = [
     pytest.param(name, table, facts[name], id=f"{moment}: {name}") for moment, table, facts in MOMENTS for name in facts
@@ -159,7 +156,7 @@ def test_each_row_has_facts_to_which_it_alone_applies(name: str, table: Table[An
     found = reasons(table, facts)
     assert found[0] and (found[1:] == [support.WHAT_WORKS]) == (name in MODELS)
     assert not [sentence for sentence in found if EMPTY.search(sentence)]  # it says what would break
-    assert len(found[0].split()) >= 4 or name in ("store URL", "extras")
+    assert len(found[0].split()) >= 4 or name == "store URL"
 
 
 @pytest.mark.parametrize(("table", "facts"), [(table, facts) for _, table, facts in MOMENTS])
@@ -178,7 +175,7 @@ def test_no_name_stands_for_two_rows() -> None:
 
 def test_nothing_is_refused_of_a_plain_model() -> None:
     assert reasons(AFTER_LOAD, loaded()) == reasons(BEFORE_LOAD, before()) == []
-    assert reasons(AFTER_LOAD, loaded(**ON_CPU, dtype="float32")) == reasons(FIRST_FORWARD, LayerCall("")) == []
+    assert reasons(AFTER_LOAD, loaded(**ON_CPU, dtype="float32")) == []
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from helpers.bits_machines import BITS_MACHINES
 from helpers.harness import publish_server_args
 from helpers.image_machines import IMAGE_MACHINES
-from helpers.latent_machines import LATENT_MACHINES
 from helpers.long_machine import LONG_MACHINES
-from helpers.machines import MACHINES, SETTINGS, CacheMachine, HostMachine
+from helpers.machines import LATENT_MACHINES, MACHINES, SETTINGS, CacheMachine, HostMachine
 from helpers.state_machines import STATE_MACHINES
 from helpers.verify_machines import VERIFY_MACHINES
 from helpers.window_machines import WINDOW_MACHINES

@@ -23,10 +23,11 @@ from pydantic_core import PydanticUndefined
 
 from sgl_kvevict.cache.pressure import WITH_FEW_BITS
 from sgl_kvevict.cli.output import mean_bits
-from sgl_kvevict.cli.size import ModelSizes, fits, parse_bytes, show_bytes
+from sgl_kvevict.cli.size import fits, parse_bytes, show_bytes
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.totals import ENTRIES, REFUSED, Gauges, Totals, descriptions
 from sgl_kvevict.fields import allowed
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.hooks import FEATURES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,11 +40,11 @@ LABELLED = {
         for name, text in descriptions(Totals).items()
         if name.startswith(REFUSED)
     ),
-    "errors_total": "exceptions held, by `place` ([reliability.md](reliability.md))",
+    "errors_total": "exceptions caught, by `place` ([reliability.md](reliability.md))",
 }
 FLOWS = ROOT / "docs" / "results" / "flows.json"
 SMALL = "SmolLM2-135M-Instruct"
-LLAMA_8B = ModelSizes(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+LLAMA_8B = KVGeometry(num_layers=32, num_qo_heads=8, num_kv_heads=8, head_dim=128, num_token_slots=1)
 
 
 def field_table(model: type[BaseModel]) -> str:
@@ -130,12 +131,11 @@ def flow_table() -> str:
 
 
 def hook_table() -> str:
-    """One row per feature: functions of SGLang that it wraps, and what SGLang would have to offer instead."""
-    lines = ["|feature|functions of SGLang that are wrapped|what would replace them|", "|---|---|---|"]
+    """One row per feature: functions of SGLang that it wraps."""
+    lines = ["|feature|functions of SGLang that are wrapped|", "|---|---|"]
     for feature in FEATURES:
         targets = [".".join(hook.target.rsplit(".", 2)[-2:]) for hook in feature.hooks]
-        instead = dict.fromkeys(hook.until for hook in feature.hooks)
-        lines.append(f"|{feature.name}|{' '.join(f'`{target}`' for target in targets)}|{'; '.join(instead)}|")
+        lines.append(f"|{feature.name}|{' '.join(f'`{target}`' for target in targets)}|")
     return "\n".join(lines)
 
 

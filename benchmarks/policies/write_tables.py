@@ -107,11 +107,7 @@ def read_costs() -> dict[str, str]:
 
 def with_tables(text: str) -> str:
     """The document with its generated parts replaced."""
-    tables = {
-        "policies": policies_table,
-        "options": options_table,
-        "refusals": refusals_table,
-    }
+    tables = {"policies": policies_table, "options": options_table, "refusals": refusals_table}
     for name, make in tables.items():
         pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end of {name} -->)"
         found = re.search(pattern, text, re.DOTALL)

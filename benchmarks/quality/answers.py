@@ -33,7 +33,7 @@ from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.models import made_model
 from sgl_kvevict.cache.resize import JOINED
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange
+from sgl_kvevict.distill.features import CachedRange
 from sgl_kvevict.policies.methods.distilled import relative_norms
 from sgl_kvevict.segments.ranker import END_OF_A_TEXT_THAT_GOES_ON
 

@@ -35,8 +35,10 @@ from kvevict_kernels.row_codec import RowStatistics, decode_rows, encode_rows
 from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.models import made_model
 from sgl_kvevict.config import Bits, KVEvictConfig
-from sgl_kvevict.distill import CachedRange, ModelIdentity, ScoreWeights, all_weights, load_learned, weights_folders
+from sgl_kvevict.distill.features import CachedRange
+from sgl_kvevict.distill.files import ModelIdentity, files_of, load_learned
 from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.policies.methods.distilled import relative_norms
 
 RESULTS = ROOT / "docs" / "results" / "quality" / "bits.csv"
@@ -152,7 +154,7 @@ def learned(reader: Reader) -> tuple[ScoreWeights, RowStatistics]:
     sizes = reader.num_layers, reader.num_kv_heads, reader.head_dim
     fingerprint = fingerprint_of(reader.folder) or ""
     identity = ModelIdentity(reader.folder.name, fingerprint, *sizes, reader.rotary())
-    known = next((load_learned(path, identity) for path in all_weights(identity, weights_folders()[-1:])), None)
+    known = next((load_learned(path, identity) for path in files_of(identity)[-1:] if path.is_file()), None)
     if known is None or known.scores is None or known.statistics is None:
         raise SystemExit(f"models: got {reader.folder.name}; allowed: models of which the package has learned")
     return known.scores, known.statistics

@@ -31,7 +31,10 @@ from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.segments import Compressor, PromptObservation, SegmentPacker, Source, TokenRange
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.prompt_observation import PromptObservation
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.sources import Source, TokenRange
 
 SYSTEMS = {
     "stock UnifiedRadixCache": StockDriver,

@@ -42,30 +42,6 @@ def check_tensor(
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()} for {_show_shape(x.shape)}")
 
 
-def check_positions(positions: object, rows: torch.Tensor) -> None:
-    """Require a span's positions, one per row: layers with a window read them."""
-    if positions is None:
-        raise ValueError("positions: a layer with a window needs the positions of every span, got None")
-    check_tensor("positions", positions, tuple(rows.shape), torch.int32, rows.device)
-
-
-def check_arenas(
-    k_arena: torch.Tensor,
-    v_arena: torch.Tensor,
-    shape: Sequence[int | None],
-    dtype: torch.dtype | tuple[torch.dtype, ...],
-    device: torch.device | None = None,
-) -> None:
-    """Require arenas that attention can read. Called once per attention object, not per layer and step.
-
-    ``v_arena`` is like ``k_arena``, or the first columns of its rows (latent attention). Other arguments as for
-    :func:`check_tensor`.
-    """
-    check_tensor("k_arena", k_arena, shape, dtype, device)
-    if not is_latent(k_arena, v_arena):
-        check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
-
-
 def is_latent(k_arena: torch.Tensor, v_arena: torch.Tensor) -> bool:
     """Whether values are the first numbers of the keys' rows."""
     width = v_arena.shape[-1]

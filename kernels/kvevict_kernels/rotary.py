@@ -14,9 +14,8 @@ class Rotary:
 
     cos_sin: Tensor  # [num_positions, rotary_dim]: cosines in the first half of the columns, sines in the second
     is_neox: bool  # rotation pairs dimension i with i + rotary_dim / 2; otherwise 2i with 2i + 1
-    axis_of: Tensor | None = (
-        None  # [rotary_dim / 2], int64: axis whose position turns each pair (M-RoPE); None: one axis
-    )
+    # [rotary_dim / 2], int64: axis whose position turns each pair (M-RoPE); None: one axis
+    axis_of: Tensor | None = None
     start: int = 0  # first rotated column; columns outside [start, start + rotary_dim) are unchanged
 
     @property

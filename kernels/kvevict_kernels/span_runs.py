@@ -25,9 +25,7 @@ class SpanRuns:
     starts: Tensor  # [num_layers, num_kv_heads], int32, first entry of each run
     lens: Tensor  # [num_layers, num_kv_heads], int32, entries of each run; may be 0
     num_tokens: int  # logical tokens that were compressed into the span: no run is longer
-    # [segment_entries], int32, logical position of each entry's token, ascending within a run. None: unknown, and only
-    # layers without a window may read the span.
-    positions: Tensor | None = None
+    positions: Tensor  # [segment_entries], int32, logical position of each entry's token, ascending within a run
     bits: int = 16  # width of a number in a row: 16 (as the pool stores it) or 4
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
-from sgl_kvevict.attention.interface import Attention, CapturableAttention, CompiledAttention
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.attention.kernel_facts import resolve_attention
 from sgl_kvevict.geometry import KVGeometry
 
@@ -31,6 +30,7 @@ def build_attention(
     *,
     verifies: bool = False,
     coding: RowCoding | None = None,
+    sink_dtype: torch.dtype | None = None,
 ) -> Attention:
     """Build the configured implementation on the arenas' device.
 
@@ -43,6 +43,7 @@ def build_attention(
         on_all_ranks: whether a condition holds on all tensor-parallel ranks; default: there is one rank.
         verifies: some batches are trees of draft tokens (:attr:`AttentionBatch.visible`).
         coding: of the arenas' rows of 4 bits; None: no span has such rows.
+        sink_dtype: of the layers' sink logits, with which kernels are warmed up, too; None: there are none.
 
     Raises:
         UnsupportedSetupError: see :func:`resolve_attention`; or 'flashinfer' is configured, and the model keeps latents
@@ -57,37 +58,27 @@ def build_attention(
         return NumbaAttention(geometry, k_arena, v_arena, coding)
     if chosen == "torch":
         return TorchAttention(geometry, k_arena, v_arena, coding)
-    triton = partial(_build_triton, geometry, k_arena, v_arena, q_dtype, on_all_ranks, verifies, coding)
+    plain: Attention | None = None
     # FlashInfer would have no layer to attend in where all have windows.
-    if chosen == "triton" or not geometry.full_layers:
-        return triton()
-    from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
+    if chosen == "flashinfer" and geometry.full_layers:
+        from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
-    plain = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
-    # FlashInfer compiles at the first plan: now, not while a request waits.
-    plain.warm_up()
-    # Layers with a window, and trees, are for our own attention.
-    return ByWindow(plain, triton()) if geometry.has_windows or verifies else plain
-
-
-def _build_triton(
-    geometry: KVGeometry,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    q_dtype: torch.dtype | None,
-    on_all_ranks: Callable[[bool], bool],
-    verifies: bool,
-    coding: RowCoding | None,
-) -> CapturableAttention:
+        of_spans = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
+        # FlashInfer compiles at the first plan: now, not while a request waits.
+        of_spans.warm_up()
+        if not (geometry.has_windows or verifies):
+            return of_spans
+        plain = of_spans
     from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
     from sgl_kvevict.attention.triton.attention import TritonAttention
 
     on_gpu = k_arena.is_cuda
     plain_prefill = find_plain_prefill(geometry, k_arena, v_arena, on_all_ranks) if on_gpu else None
-    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, verifies=verifies, coding=coding)
+    masked = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, verifies=verifies, coding=coding)
     if on_gpu:
-        attention.warm_up()
-    return attention
+        masked.warm_up(sink_dtype)
+    # Layers with a window, and trees, are for our own attention.
+    return masked if plain is None else ByWindow(plain, masked)
 
 
 class ByWindow:
@@ -102,15 +93,11 @@ class ByWindow:
         masked: for everything else, over the same arena; its geometry has all layers.
     """
 
-    def __init__(self, plain: Attention, masked: CompiledAttention) -> None:
-        self.geometry: KVGeometry = masked.geometry
+    def __init__(self, plain: Attention, masked: Attention) -> None:
+        self.geometry = masked.geometry
         self._plain = plain
         self._masked = masked
         self._is_tree = False
-
-    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Launch the kernels with masks once."""
-        self._masked.warm_up(sink_dtype)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward."""

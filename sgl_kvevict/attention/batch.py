@@ -128,9 +128,6 @@ class RecentBatches(Generic[K, V]):
         self._on_drop = on_drop
         self._kept: OrderedDict[K, V] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def get(self, key: K, build: Callable[[], V]) -> V:
         """Return the layout of a batch; if it is not kept, drop the least recently used one and ``build`` it."""
         # Taken out and put back: the order of the dictionary is that of the last use.

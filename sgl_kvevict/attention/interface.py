@@ -42,18 +42,7 @@ class Attention(Protocol):
 
 
 @runtime_checkable
-class CompiledAttention(Attention, Protocol):
-    """Attention by kernels that are compiled at their first launch."""
-
-    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Launch every kernel once as serving does, so that none is compiled while requests wait.
-
-        ``sink_dtype`` is the dtype of the layers' sink logits; None: there are none.
-        """
-
-
-@runtime_checkable
-class CapturableAttention(CompiledAttention, Protocol):
+class CapturableAttention(Attention, Protocol):
     """Attention whose decode and verification steps a CUDA graph may record.
 
     Call :meth:`start_capture` before the recording; record one :meth:`start_step` and :meth:`Attention.run` of every

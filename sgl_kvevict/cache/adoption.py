@@ -11,7 +11,9 @@ from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, path_to
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.segments.segment import Segment
-from sgl_kvevict.store import Lookup, SegmentRecord, StoreIdentity
+from sgl_kvevict.store.identity import StoreIdentity
+from sgl_kvevict.store.segment_file import SegmentRecord
+from sgl_kvevict.store.tier import Lookup
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,12 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.prefills import Prefills
 from sgl_kvevict.cache.pressure import Pressure
 from sgl_kvevict.cache.readers import ReaderRecord, ReaderTable
-from sgl_kvevict.cache.recency import MS, CostAwareRecency, StatefulRecency
+from sgl_kvevict.cache.recency import MS, CostAwareRecency
 from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.cache.resize import Occasion, Resizer
+from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.cache.saving import Saving, StoreAccess
-from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.segments import Compressor
+from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.store.host import HostSegments
 
 
@@ -42,7 +41,7 @@ class PrefixCache:
         clock: see :class:`CostAwareRecency`.
         access: None without a store.
         host: the tier of the host's memory; it may have no blocks.
-        state_slots: see :class:`StatefulRecency`; None: the model has no recurrent layers.
+        state_slots: see :class:`CostAwareRecency`.
 
     Attributes:
         saving: None without a store.
@@ -63,13 +62,11 @@ class PrefixCache:
     ) -> None:
         self._tree, self._guard, self.compressor, self.access = tree, guard, compressor, access
         table = self.table = PrefixTable(shrinks=compressor.config.budget < 1)
-        self.spans = table.spans
+        self.spans, self.totals = table.spans, table.totals
         self.readers = ReaderTable(tree, compressor.config.prefill_budget)
         self.complements = Complements(compressor, guard, host)
         core = self.core = Core(tree, table, self.readers, compressor, guard, self.complements)
-        self.recency = CostAwareRecency(table, clock, self._now)
-        if state_slots is not None:
-            self.recency = StatefulRecency(table, clock, self._now, state_slots)
+        self.recency = CostAwareRecency(table, clock, self._now, state_slots)
         resizer = self.resizer = Resizer(core)
         self.pressure = Pressure(core, resizer, self.recency)
         self.growth = Growth(core, resizer)
@@ -88,11 +85,6 @@ class PrefixCache:
         self.watchers: list[Callable[[], None]] = []
         self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
 
-    @property
-    def totals(self) -> Totals:
-        """Counters of what the cache has done."""
-        return self.table.totals
-
     def _now(self) -> int:
         """Milliseconds, the same on all ranks, whose clocks differ: the largest reading of theirs."""
         return self._tree.largest(int(time.monotonic() * MS))
@@ -105,7 +97,7 @@ class PrefixCache:
         record.observation, record.is_live, record.room = None, False, -1
         # The request is gone: an error here must not fail the step of others.
         with self._guard.at(Place.RELEASE):
-            self.resizer.try_open(Occasion.RELEASED)
+            self.resizer.try_open()
 
     def aborted(self, path: Sequence[Node]) -> None:
         """A reader of a path was aborted: samples that were to come may not come, so no prompt of it waits for them."""

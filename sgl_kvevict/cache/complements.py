@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from sgl_kvevict.copies import CopiedRows, EvictedPart
 from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.segments import Compressor, Segment, Source, View
-from sgl_kvevict.store import SegmentRecord
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.segment import Segment, View
+from sgl_kvevict.segments.sources import Source
 from sgl_kvevict.store.host import HostSegments
+from sgl_kvevict.store.segment_file import SegmentRecord
 
 
 class Complements:

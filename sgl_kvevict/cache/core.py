@@ -9,7 +9,7 @@ from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache.readers import ReaderTable
 from sgl_kvevict.cache.records import PrefixTable
 from sgl_kvevict.guard import Guard
-from sgl_kvevict.segments import Compressor
+from sgl_kvevict.segments.ranker import Compressor
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ class Growth:
         Other prefixes shrink or are dropped for it, as for a prompt that is computed. No node of the path itself is
         dropped: the request would have to compute its tokens, in more slots than they had.
         """
-        spans = (self._table.spans.at(node) for node in path)  # a range may become one while those before it grow
+        spans = (self._table.spans.get(node) for node in path)  # a range may become one while those before it grow
         self._table.growing = path
         try:
             with self._tree.holding(path):

@@ -12,9 +12,11 @@ from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import CacheObservation, Segment, Source, TokenRange, View
-from sgl_kvevict.store import SegmentRecord
+from sgl_kvevict.segments.prompt_observation import CacheObservation
+from sgl_kvevict.segments.segment import Segment, View
+from sgl_kvevict.segments.sources import Source, TokenRange
 from sgl_kvevict.store.host import HostSegments
+from sgl_kvevict.store.segment_file import SegmentRecord
 
 MIN_TOKENS = 64
 """Fewer tokens are computed again: looking them up would take as long."""
@@ -35,11 +37,6 @@ class HostMemory:
         self._min_tokens = segments.identity.min_prefix_tokens
         segments.sizes = self._sizes
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there is memory for it (``host_bytes``)."""
-        return self.segments.num_blocks > 0
-
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment would be here once it was dropped, and push out nothing that the pool does not have."""
         is_found = segment.num_tokens >= self._min_tokens
@@ -58,7 +55,7 @@ class HostMemory:
         Not copied: what is too short; the rest of an unsplittable segment; uncompressed tokens below other
         uncompressed ones, or without learned scores.
         """
-        if not self.is_on:
+        if not self.segments.num_blocks:
             return
         with self._guard.at(Place.HOST):
             path = path_to(node)
@@ -90,7 +87,7 @@ class HostMemory:
         # Copied before anything is written: they are in slots that are released next.
         evicted = None if views else self._complements.evicted(sources[0])
         num_evicted = self.segments.num_evicted
-        record = export(sources, path, self._packer, self.segments.identity, parts=parts).copied
+        record = export(sources, path, self._packer, self.segments.identity, parts=parts)
         num_bytes = self.segments.put(record, namespace)
         if num_bytes:
             # After the segment itself: evicted entries must not take the room that it needs. The stored record has this
@@ -103,7 +100,7 @@ class HostMemory:
 
     def _is_usable(self, path: Sequence[Node]) -> bool:
         """Whether a copy of what the last node of a path holds could come back."""
-        span = self._spans.at(path[-1])
+        span = self._spans.get(path[-1])
         if span is not None:
             return span.segment.splittable or span.end == span.segment.end
         # A stored segment continues compressed tokens; below uncompressed ones none could be placed.

@@ -13,7 +13,8 @@ from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.host import HostMemory
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.guard import Place
-from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord
+from sgl_kvevict.store.reader import Fetch, ReadAhead
+from sgl_kvevict.store.segment_file import SegmentRecord
 
 READ_AHEAD = 16
 """Requests at the head of the queue whose prefixes are fetched: a prefix loaded much too early would be evicted."""

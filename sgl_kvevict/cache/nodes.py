@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-FIRST_IMAGE_TOKEN = 1_000_000
-"""SGLang replaces the tokens of images (and of videos and sound) by hashes, which begin here."""
-
 Reader: TypeAlias = Any
 """A request that attends to a prefix: the object itself, because clients choose request ids."""
 
@@ -116,11 +113,6 @@ class NodeSet(set[Node]):
         if node in self:
             super().discard(node)
             self._new.pop(node, None)
-
-    def remove(self, node: Node) -> None:
-        """As :meth:`discard`; the node must be there."""
-        super().remove(node)
-        self._new.pop(node, None)
 
     def take_new(self) -> list[Node]:
         """Nodes added since the last call, in order; some may have been removed again."""

@@ -10,7 +10,7 @@ from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.cache.resize import Resizer
 from sgl_kvevict.guard import Place
 from sgl_kvevict.request import RequestOptions
-from sgl_kvevict.segments import PromptObservation, Recorder
+from sgl_kvevict.segments.prompt_observation import PromptObservation, Recorder
 
 
 class Prefills:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
-from sgl_kvevict.cache.resize import Occasion, Resizer
-from sgl_kvevict.segments import Segment
+from sgl_kvevict.cache.resize import Resizer
+from sgl_kvevict.segments.segment import Segment
 
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
@@ -84,7 +84,7 @@ class Pressure:
         for node in nodes:
             if node not in self._shrinking or node in self._table.growing:
                 continue
-            if (span := self._spans.at(node)) is not None and span.segment.keys is not None:
+            if (span := self._spans.get(node)) is not None and span.segment.keys is not None:
                 segment = span.segment
                 least = self._resizer.slots_at(segment, self._config.shares[-1])
                 num_reclaimable += max(segment.num_slots - least, 0)
@@ -104,7 +104,7 @@ class Pressure:
         Returns:
             Token slots released.
         """
-        num_released = self._resizer.try_open(Occasion.SHORT)
+        num_released = self._resizer.try_open(is_short=True)
         rest: list[Node] = []
         # More than was asked for: each round walks readers and paths, and the next request needs room, too.
         while num_released < self._round and (top := self._heap.top()) is not None:
@@ -130,7 +130,7 @@ class Pressure:
 
     def _priority(self, node: Node) -> Priority:
         """Priority of a node's next step, on the scale of dropping a leaf."""
-        span, share = self._spans.at(node), self._config.budget
+        span, share = self._spans.get(node), self._config.budget
         if span is not None:
             share = self._next_share(span.segment) or self._config.shares[-1]
         by_share = {self._config.shares[-1]: self._losses.least, self._config.budget: self._losses.budget}
@@ -149,7 +149,7 @@ class Pressure:
 
         0: it cannot shrink now; if the node has left ``shrinking``, it never can.
         """
-        span = self._spans.at(node)
+        span = self._spans.get(node)
         if span is None:
             return self._resizer.try_waiting(node)
         if node in self._table.growing:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from sgl_kvevict.cache.nodes import Node, Reader, path_to
 from sgl_kvevict.cache.ports import TreePort
 from sgl_kvevict.cache_report import CacheReport, CompressedRead
-from sgl_kvevict.segments import PromptObservation
+from sgl_kvevict.segments.prompt_observation import PromptObservation
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from sgl_kvevict.cache.nodes import Node, NodeSet
 from sgl_kvevict.cache.records import PrefixTable
-from sgl_kvevict.segments import Segment
+from sgl_kvevict.segments.segment import Segment
 
 MAX_LEVELS = 1024
 """Remembered levels; a node that was last used before the oldest one counts as used then."""
@@ -40,13 +40,22 @@ class CostAwareRecency:
     with the same credit it goes last. Nothing is kept from others: what is worth more a slot stays longer all the same.
 
     ``clock`` gives the number of the last access, as nodes note it. ``now``: milliseconds, the same on all ranks.
+    ``state_slots`` gives the memory of a node's recurrent state in token slots, None if the node has none; it is None
+    for models without recurrent layers.
 
     Attributes:
         has_host_room: whether a segment would be in the host's memory once it was dropped.
     """
 
-    def __init__(self, table: PrefixTable, clock: Callable[[], float], now: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        table: PrefixTable,
+        clock: Callable[[], float],
+        now: Callable[[], int],
+        state_slots: Callable[[Node], float | None] | None = None,
+    ) -> None:
         self.has_host_room: Callable[[Segment], bool] = lambda segment: False
+        self._state_slots = state_slots
         self._table = table
         self._spans = table.spans
         self._clock = clock
@@ -62,9 +71,33 @@ class CostAwareRecency:
 
     def _loss_of_dropping(self, node: Node) -> float:
         """Tokens of prefill, per slot released, that dropping a leaf loses."""
+        if self._state_slots is not None:
+            return self._loss_of_state(node, self._state_slots)
         saved = self.saved(node)
         comes_back = node in self._spans and self.has_host_room(self._spans[node].segment)
         return saved * LOSS_OF_LOADING if comes_back else saved
+
+    def _loss_of_state(self, node: Node, state_slots: Callable[[Node], float | None]) -> float:
+        """Tokens of prefill that a leaf's state saves, per slot released with it; a prompt is found only at a state.
+
+        Dropping a leaf without a state loses nothing: no prompt matches it. Dropping a state loses the tokens since the
+        state above it; it releases the state's memory and the slots of nodes that only this leaf needs. Steps in which
+        a segment shrinks lose the same as without states, because the state stays. A priority falls when a state is
+        inserted above the leaf's. :class:`NodeHeap` notices only when the leaf reaches its top, so the leaf may be
+        dropped late.
+        """
+        tokens, slots, is_alone = 0, state_slots(node), True
+        if slots is None:
+            return 0.0
+        while True:
+            tokens += len(node.key)
+            if is_alone:
+                slots += self._spans[node].charged_slots if node in self._spans else len(node.key)
+            above = node.parent
+            if above is None or above.parent is None or state_slots(above) is not None:
+                return tokens / slots
+            is_alone = is_alone and len(above.children) == 1
+            node = above
 
     def loss_below_budget(self, segment: Segment, loss: float) -> float:
         """Loss per slot released of a step below the budget that by itself loses ``loss``.
@@ -111,43 +144,6 @@ class CostAwareRecency:
         if until and (kept := bisect_right(self._moments, until)) >= used:
             return self._levels[kept] + loss, math.inf
         return self._levels[used] + loss, accessed
-
-
-class StatefulRecency(CostAwareRecency):
-    """The order for models with recurrent layers, where a prompt is found only at a node that holds their state.
-
-    Dropping a leaf without a state loses nothing: no prompt matches it. Dropping a state loses the tokens since the
-    state above it; it releases the state's memory and the slots of nodes that only this leaf needs. Steps in which a
-    segment shrinks lose the same as without states, because the state stays. A priority falls when a state is inserted
-    above the leaf's. :class:`NodeHeap` notices only when the leaf reaches its top, so the leaf may be dropped late.
-
-    ``state_slots`` gives the memory of a node's state in token slots; None: the node has no state.
-    """
-
-    def __init__(
-        self,
-        table: PrefixTable,
-        clock: Callable[[], float],
-        now: Callable[[], int],
-        state_slots: Callable[[Node], float | None],
-    ) -> None:
-        super().__init__(table, clock, now)
-        self._state_slots = state_slots
-
-    def _loss_of_dropping(self, node: Node) -> float:
-        """Tokens of prefill that a leaf's state saves, per slot released with it."""
-        tokens, slots, is_alone = 0, self._state_slots(node), True
-        if slots is None:
-            return 0.0
-        while True:
-            tokens += len(node.key)
-            if is_alone:
-                slots += self._spans[node].charged_slots if node in self._spans else len(node.key)
-            above = node.parent
-            if above is None or above.parent is None or self._state_slots(above) is not None:
-                return tokens / slots
-            is_alone = is_alone and len(above.children) == 1
-            node = above
 
 
 class NodeHeap:

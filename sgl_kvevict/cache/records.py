@@ -1,8 +1,8 @@
-"""The table of prefixes: one record per tree node, the segments of nodes, and what changes of the tree do to them."""
+"""The table of prefixes: what is known of tree nodes, their segments, and what changes of the tree do to them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvevict_kernels.row_sizes import WIDTHS
@@ -11,66 +11,30 @@ from sgl_kvevict.cache.nodes import Node, NodeSet, length_of
 from sgl_kvevict.cache_report import CompressedRead
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.segments import Observation, Order, Segment, Span
+from sgl_kvevict.segments.prompt_observation import Observation
+from sgl_kvevict.segments.segment import Order, Segment, Span
 
 
-@dataclass(eq=False, slots=True)
-class PrefixRecord:
-    """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
-
-    Attributes:
-        span: the node's part of a segment; None: its tokens are uncompressed.
-        retained_until: it counts as used until then (:meth:`CostAwareRecency.retain`); 0: it is not retained.
-        num_awaited: samples (``n``) of the prompt that ends with the node which have not begun.
-    """
-
-    span: Span | None = None
-    retained_until: int = 0
-    num_awaited: int = 0
-
-
-class Spans(Mapping[Node, Span]):
-    """A read-only view of the spans by node, with functions on paths.
+class Spans(dict[Node, Span]):
+    """The spans by node, with functions on paths; written only by :class:`PrefixTable`.
 
     On every path nodes with spans come first, then uncompressed ones. All spans of a segment lie on consecutive nodes
     of one path. No request reads only some of the spans of an unsplittable segment, and they are dropped together.
     """
 
-    def __init__(self, records: Mapping[Node, PrefixRecord]) -> None:
-        self._records = records
-
-    def __getitem__(self, node: Node) -> Span:
-        span = self.at(node)
-        if span is None:
-            raise KeyError(node)
-        return span
-
-    def __contains__(self, node: object) -> bool:
-        return self.at(node) is not None  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Node]:
-        return (node for node in self._records if self.at(node) is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def at(self, node: Node | None) -> Span | None:
-        """A node's part of a segment; None if its tokens are in ordinary slots."""
-        return None if node is None or node not in self._records else self._records[node].span
-
     def compressed_len(self, path: Sequence[Node]) -> int:
         """Number of compressed tokens of a path: where its last span ends."""
         for node in reversed(path):
-            if (span := self.at(node)) is not None:
+            if (span := self.get(node)) is not None:
                 return span.end
         return 0
 
     def open_part(self, last: Node) -> tuple[list[Node], int, int]:
         """Nodes without spans at the end of the path to ``last``, root side first, and their bounds (logical)."""
-        nodes, node, span = [], last, self.at(last)
+        nodes, node, span = [], last, self.get(last)
         while span is None and (above := node.parent) is not None:
             nodes.append(node)
-            node, span = above, self.at(above)
+            node, span = above, self.get(above)
         nodes.reverse()
         start = 0 if span is None else span.end
         return nodes, start, start + length_of(nodes)
@@ -81,7 +45,7 @@ class Spans(Mapping[Node, Span]):
 
     def first_uncompressed(self, last: Node, beside: Collection[Node] = ()) -> Node:
         """The first node without a span, and not ``beside``, on the path to such a node."""
-        while (above := last.parent) and above.parent and above not in beside and self.at(above) is None:
+        while (above := last.parent) and above.parent and above not in beside and self.get(above) is None:
             last = above
         return last
 
@@ -97,7 +61,7 @@ class Spans(Mapping[Node, Span]):
         """
         compressed, shares = 0, dict.fromkeys(WIDTHS, 0.0)
         for node in path:
-            span = self.at(node)
+            span = self.get(node)
             if span is None or span.start >= num_tokens:
                 break
             segment, num_read = span.segment, min(span.end, num_tokens) - span.start
@@ -108,12 +72,12 @@ class Spans(Mapping[Node, Span]):
 
     def blocks(self, node: Node) -> bool:
         """Whether no request may stop right after a node: it would read only a part of an unsplittable segment."""
-        span = self.at(node)
+        span = self.get(node)
         return span is not None and not span.segment.splittable and span.end < span.segment.end
 
     def views_of(self, owner: Node) -> list[Node]:
         """All nodes with spans of the segment that a node owns, root side first."""
-        span = self.at(owner)
+        span = self.get(owner)
         assert span is not None
         segment, views = span.segment, [owner]
         while len(views) < segment.num_spans:
@@ -122,7 +86,7 @@ class Spans(Mapping[Node, Span]):
 
     def has_part(self, node: Node, segment: Segment) -> bool:
         """Whether a node holds a part of a segment."""
-        span = self.at(node)
+        span = self.get(node)
         return span is not None and span.segment is segment
 
 
@@ -171,9 +135,10 @@ class PrefixTable:
 
     def __init__(self, *, shrinks: bool) -> None:
         self._shrinks = shrinks
-        self._records: dict[Node, PrefixRecord] = {}
+        self._retained: dict[Node, int] = {}
+        self._awaited: dict[Node, int] = {}  # samples (``n``) of the prompt that ends there which have not begun
         self.totals = Totals()
-        self.spans = Spans(self._records)
+        self.spans = Spans()
         self.packed: dict[Segment, Node] = {}
         self.open: dict[Node, OpenRange] = {}
         self.shrinking = NodeSet()
@@ -181,30 +146,24 @@ class PrefixTable:
 
     def await_samples(self, node: Node, count: int) -> bool:
         """So many more samples of a prompt are to come; -1: one has begun. Return whether any more is to come."""
-        record = self._records.setdefault(node, PrefixRecord())
-        record.num_awaited = max(record.num_awaited + count, 0)
-        return record.num_awaited > 0
+        self._awaited[node] = max(self._awaited.get(node, 0) + count, 0)
+        return self._awaited[node] > 0
 
     def is_awaited(self, path: Sequence[Node]) -> bool:
         """Whether samples of a prompt on a path are to come, which begin with it uncompressed."""
-        return any(node in self._records and self._records[node].num_awaited for node in path)
+        return any(self._awaited.get(node) for node in path)
 
     def stop_awaiting(self, path: Sequence[Node]) -> list[Node]:
         """No more samples of prompts on a path come; return the last nodes of those prompts that had some to come."""
-        found = [node for node in path if node in self._records and self._records[node].num_awaited]
-        for node in found:
-            self._records[node].num_awaited = 0
-        return found
+        return [node for node in path if self._awaited.pop(node, 0)]
 
     def retain(self, node: Node, until: int) -> None:
-        """Let a node count as used until then, or as long as it already does; see :class:`PrefixRecord`."""
-        record = self._records.setdefault(node, PrefixRecord())
-        record.retained_until = max(record.retained_until, until)
+        """Let a node count as used until then, or as long as it already does (:meth:`CostAwareRecency.retain`)."""
+        self._retained[node] = max(self._retained.get(node, 0), until)
 
     def retained_until(self, node: Node) -> int:
-        """See :class:`PrefixRecord`."""
-        record = self._records.get(node)
-        return 0 if record is None else record.retained_until
+        """Until when a node counts as used; 0: it is not retained."""
+        return self._retained.get(node, 0)
 
     # ---- open ranges ------------------------------------------------------------------------------------------
 
@@ -259,14 +218,13 @@ class PrefixTable:
         for i, node in enumerate(nodes):
             # What was open there is this segment now, and samples that are still to come begin with it.
             self.close(node)
-            record = self._records.setdefault(node, PrefixRecord())
-            record.num_awaited = 0
-            end = start + len(node.key)
-            if record.span is None or record.span.segment is not segment:
-                if record.span is not None and record.span.is_owner:
-                    del self.packed[record.span.segment]
+            self._awaited.pop(node, None)
+            span, end = self.spans.get(node), start + len(node.key)
+            if span is None or span.segment is not segment:
+                if span is not None and span.is_owner:
+                    del self.packed[span.segment]
                     self.shrinking.discard(node)
-                record.span = Span(segment, start, end, is_owner=i == 0)
+                self.spans[node] = Span(segment, start, end, is_owner=i == 0)
             start = end
         self.packed[segment] = nodes[0]
         self.resized(nodes[0])
@@ -281,33 +239,33 @@ class PrefixTable:
 
     @accounting()
     def split(self, upper: Node, lower: Node) -> None:
-        """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node."""
-        below = self._records.get(lower)
-        if below is None:
-            return
-        above = self._records[upper] = PrefixRecord(retained_until=below.retained_until)
-        if below.span is not None:
+        """Divide what is known of a node that was cut, ``lower``; ``upper`` is the new node."""
+        if lower in self._retained:
+            self._retained[upper] = self._retained[lower]
+        span = self.spans.get(lower)
+        if span is not None:
             self.totals.splits += 1
-            above.span, below.span = below.span.split(below.span.start + len(upper.key))
-            if above.span.is_owner:
-                self.packed[above.span.segment] = upper
+            self.spans[upper], self.spans[lower] = span.split(span.start + len(upper.key))
+            if span.is_owner:
+                self.packed[span.segment] = upper
                 if lower in self.shrinking:
                     self.shrinking.discard(lower)
                     self.shrinking.add(upper)
 
     @accounting()
     def drop(self, node: Node) -> Span | None:
-        """Remove the record of a leaf that left the tree; return its span, None if it had ordinary slots.
+        """Remove what is known of a leaf that left the tree; return its span, None if it had ordinary slots.
 
         With an owner its segment goes. With a lower span the rest of its segment stays, for fewer slots. The rest of an
         unsplittable segment saves nothing any more, so it is dropped next.
         """
         self._shorten(node)
-        record = self._records.pop(node, None)
         self.shrinking.discard(node)
-        if record is None or record.span is None:
+        for known in (self._retained, self._awaited):
+            known.pop(node, None)
+        span = self.spans.pop(node, None)
+        if span is None:
             return None
-        span = record.span
         span.drop()
         if span.is_owner:
             del self.packed[span.segment]
@@ -316,8 +274,9 @@ class PrefixTable:
         return span
 
     def clear(self) -> None:
-        """Remove all records: the tree was flushed, and :meth:`forget` was called before."""
-        self._records.clear()
+        """Remove everything: the tree was flushed, and :meth:`forget` was called before."""
+        self.spans.clear()
+        self._retained.clear()
         self.packed.clear()
         # One by one, because `clear` would leave them among the set's new nodes.
         for node in list(self.shrinking):
@@ -327,5 +286,4 @@ class PrefixTable:
         """Close open ranges, and await no samples: the weights have changed."""
         for last in list(self.open):
             self.close(last)
-        for record in self._records.values():
-            record.num_awaited = 0
+        self._awaited.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -32,17 +31,6 @@ MOST_JOINED = 2**14
 """Tokens of :data:`JOINED` segments that are small, at most: larger ones are few."""
 OBSERVATION_BYTES = 256 * 1024**2
 """Memory outside the pool for observations of open ranges; beyond it the oldest is given up."""
-
-
-class Occasion(Enum):
-    """Why open ranges are tried."""
-
-    RELEASED = auto()
-    """A reader was released, or a prompt is complete."""
-    TURN = auto()
-    """The scheduler is between two steps."""
-    SHORT = auto()
-    """Token slots are short."""
 
 
 class _Written(NamedTuple):
@@ -129,7 +117,7 @@ class Resizer:
         # A prompt that has computed at most the last token of the range, as SGLang always does, is no better.
         if prompt is not None and (opened.prompt is None or prompt.first_query < end - 1):
             opened.prompt, opened.num_bytes = prompt, prompt.num_bytes
-        if not opened.waits and self._try(last, Occasion.RELEASED) is None:
+        if not opened.waits and self._try(last) is None:
             self._table.totals.refused_in_use += 1
         if last in self._table.open:
             self._trim()
@@ -156,7 +144,7 @@ class Resizer:
             num_bytes -= opened.num_bytes
             if opened.waits and not self._compressor.scores_any_range:
                 # It could not be ranked later, so it is packed while its prompt is still there.
-                self._try(last, Occasion.SHORT)
+                self._try(last, is_short=True)
             opened.prompt, opened.num_bytes = None, 0
             if last in self._table.open and opened.order is None and not self._can_rank(opened):
                 self._table.close(last)
@@ -166,22 +154,23 @@ class Resizer:
         """Use the orders that were computed beside the last step; return whether slots were released since then."""
         self._turn += 1
         if any(opened.is_launched for opened in self._table.open.values()):
-            self.try_open(Occasion.TURN)
-            self.try_open(Occasion.RELEASED)  # ranges that waited because they begin with the same tokens
+            self.try_open()
         has_released, self._has_released = self._has_released, False
         return has_released
 
-    def try_open(self, occasion: Occasion) -> int:
-        """Compress open ranges but those that wait until slots are short, oldest first.
+    def try_open(self, *, is_short: bool = False) -> int:
+        """Compress open ranges but those that wait until slots are short, oldest first; ``is_short``: slots are.
 
         Returns the token slots released.
         """
         num_released = 0
         # A copy: a range that is packed leaves the table.
-        for last, opened in list(self._table.open.items()):
-            is_due = occasion is not Occasion.TURN or opened.is_launched
-            if is_due and not opened.waits:
-                num_released += self._try(last, occasion) or 0
+        ranges = list(self._table.open.items())
+        if not is_short:  # ranges that are not ranked yet may have waited because they begin with the tokens of these
+            ranges.sort(key=lambda each: not each[1].is_launched)
+        for last, opened in ranges:
+            if not opened.waits:
+                num_released += self._try(last, is_short=is_short) or 0
         return num_released
 
     def try_waiting(self, last: Node) -> int:
@@ -197,7 +186,7 @@ class Resizer:
         if (first := first_of(last)) in locked:
             alike = [each for each, opened in self._table.open.items() if opened.waits and first_of(each) is first]
         for each in sorted(alike, key=lambda each: each not in locked):
-            num_released = self._try(each, Occasion.SHORT)
+            num_released = self._try(each, is_short=True)
             if num_released or each is last:
                 return num_released or 0
         return 0
@@ -287,8 +276,8 @@ class Resizer:
         order = opened.order
         return order is not None and order.turn is not None and self._turn < order.turn + TURNS_OF_RANKING
 
-    def _try(self, last: Node, occasion: Occasion) -> int | None:
-        """Compress an open range if that is possible now.
+    def _try(self, last: Node, *, is_short: bool = False) -> int | None:
+        """Compress an open range if that is possible now; ``is_short``: token slots are short.
 
         Returns the token slots released. None: a reader that must not move holds it.
         """
@@ -302,7 +291,6 @@ class Resizer:
         readers = self._readers.movable(nodes[0])
         if readers is None:
             return None
-        is_short = occasion is Occasion.SHORT
         locked = set(self._readers.movable_nodes()) if is_short else set()
         if is_short and self._gain(opened, nodes, start, locked) is None:
             return 0
@@ -410,12 +398,7 @@ class Resizer:
 
         Returns:
             Token slots released.
-
-        Raises:
-            InvariantError: more slots than the segment has, see :meth:`grow`.
         """
-        if num_slots > segment.num_slots:
-            raise InvariantError(f"a resize cannot give a segment of {segment.num_slots} token slots {num_slots}")
         nodes = self._spans.views_of(self._table.packed[segment])
         readers, num_live = self._readers.movable(nodes[0]), segment.num_live_entries
         if readers is None:
@@ -552,7 +535,7 @@ class Resizer:
             end: logical position after the last token of the new storage.
         """
         # Read first: the charges below are differences to what the tree counts now.
-        spans = [self._spans.at(node) for node in nodes]
+        spans = [self._spans.get(node) for node in nodes]
         before = [span.charged_slots if span else len(node.key) for node, span in zip(nodes, spans, strict=True)]
         if packed is not None:
             segment.pack(packed, end)

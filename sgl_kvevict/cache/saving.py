@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
+
+import torch
 
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.nodes import Node, namespace_of
 from sgl_kvevict.guard import Place
-from sgl_kvevict.store import ReadAhead, SegmentStore, WriteBehind
+from sgl_kvevict.store.reader import ReadAhead
+from sgl_kvevict.store.segment_file import SegmentRecord
+from sgl_kvevict.store.segments import SegmentStore
+from sgl_kvevict.store.writer import WriteBehind
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +73,11 @@ class Saving:
             if not writer.has_room(packer.bytes_of(segment) + num_evicted):
                 self._table.totals.not_stored += 1
                 return
-            leaving = export_segment(last, spans, packer, self._access.segments.identity, complements)
-            if leaving is not None:
-                writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
+            identity = self._access.segments.identity
+            record = export_segment(last, spans, packer, identity, complements)
+            if record is not None:
+                num_bytes = sum(part.nbytes for part in record.tensors.values())
+                writer.write(on_host(record), identity.namespace(*namespace_of(last)), num_bytes)
 
     def between_steps(self) -> None:
         """Count the results of writes since the last call."""
@@ -80,3 +88,21 @@ class Saving:
             totals.already_stored += num_bytes == 0
             totals.stored_segments += bool(num_bytes)
             totals.stored_bytes += num_bytes or 0
+
+
+def on_host(record: SegmentRecord) -> Callable[[], SegmentRecord]:
+    """What returns a copy in the host's memory; called by another thread, because it waits for the device."""
+    device = record.kept.rows.k.device
+    if device.type != "cuda":
+        return lambda: record
+    launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # The writer's thread waits for this, and not for all that the device has to do.
+    launched.record()
+
+    def moved() -> SegmentRecord:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_event(launched)
+        with torch.cuda.stream(stream):
+            return record.with_tensors({name: part.cpu() for name, part in record.tensors.items()})
+
+    return moved

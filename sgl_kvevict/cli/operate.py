@@ -44,10 +44,11 @@ def top(
             typer.echo(f"http://127.0.0.1:{server.server_port} shows the cache of {server.endpoint}; Ctrl-C ends it")
             server.serve_forever()
         return
-    from sgl_kvevict.cli.top import TopOptions, run_top
+    from sgl_kvevict.cli.top import TopState, run_top
+    from sgl_kvevict.events.client import check_endpoint
 
-    options = TopOptions(endpoint, interval, rows, sort, timeout, count, is_long)
-    run_top(options, as_json=as_json)
+    state = TopState(check_endpoint(endpoint), sort, is_long=is_long)
+    run_top(state, as_json=as_json, interval_s=interval, rows=rows, timeout_s=timeout, count=count)
 
 
 def inspect(
@@ -175,7 +176,9 @@ def size(
     rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens, host_bytes)
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
-        figures = {"model": asdict(sizes) | {"slot_bytes": sizes.slot_bytes}, "pool_slots": pool_slots}
+        fields = "num_layers", "num_kv_heads", "head_dim", "is_latent", "slot_bytes"
+        about = {name: getattr(sizes, name) for name in fields} | {"dtype_bytes": sizes.itemsize}
+        figures = {"model": about, "pool_slots": pool_slots}
         figures |= {"longest_prompt": longest, "bits": config.bits, "shares": [asdict(row) for row in rows]}
         typer.echo(json.dumps(figures))
         return

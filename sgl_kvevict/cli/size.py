@@ -24,29 +24,6 @@ KNOWN_HERE = ("latents", "head_dim")
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """Sizes that determine the KV of one token; recurrent layers (``linear_attention``) have none and do not count."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
-    is_latent: bool = False
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one token slot: K and V of all layers and heads; a latent is both."""
-        return self.geometry.slot_bytes
-
-    @property
-    def geometry(self) -> KVGeometry:
-        """Of a pool whose number of slots does not matter."""
-        latent_dim = self.head_dim if self.is_latent else 0
-        sizes = self.num_layers, self.num_kv_heads, self.num_kv_heads, self.head_dim, 1
-        return KVGeometry(*sizes, latent_dim=latent_dim, itemsize=self.dtype_bytes)
-
-
-@dataclass(frozen=True)
 class Fit:
     """Number of prefixes that fit at one share of their bytes.
 
@@ -77,8 +54,10 @@ class Fit:
     tokens_per_slot: float
 
 
-def read_model_sizes(model: str) -> ModelSizes:
+def read_model_sizes(model: str) -> KVGeometry:
     """Read the sizes from a model's configuration; ``model`` is a folder, a hub name or a name here.
+
+    They are those of a pool of one slot. Recurrent layers (``linear_attention``) have no KV, and do not count.
 
     Raises:
         ConfigError: no such model, or it has no plain attention.
@@ -107,12 +86,14 @@ def read_model_sizes(model: str) -> ModelSizes:
     latent_dim = values.get("kv_lora_rank")
     if latent_dim:
         num_kv_heads, head_dim = 1, latent_dim + values["qk_rope_head_dim"]
-    return ModelSizes(
+    return KVGeometry(
         num_layers=sum(kind != "linear_attention" for kind in kinds),
+        num_qo_heads=num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype_bytes=4 if dtype == "float32" else 2,
-        is_latent=bool(latent_dim),
+        num_token_slots=1,
+        latent_dim=head_dim if latent_dim else 0,
+        itemsize=4 if dtype == "float32" else 2,
     )
 
 
@@ -140,7 +121,7 @@ def parse_bytes(text: str, name: str = "--kv-memory", *, least: int = 1) -> int:
     return amount
 
 
-def with_bits_of(config: KVEvictConfig, sizes: ModelSizes) -> tuple[KVEvictConfig, list[str]]:
+def with_bits_of(config: KVEvictConfig, sizes: KVGeometry) -> tuple[KVEvictConfig, list[str]]:
     """The configuration with the bits that a server's rows have, and why these are 16, if others were configured.
 
     A server knows more reasons (:data:`sgl_kvevict.support.BITS`): its log says what it has chosen.
@@ -159,7 +140,7 @@ def prefix_slots(config: KVEvictConfig, num_tokens: int, share: float | None = N
 
 def fits(
     config: KVEvictConfig,
-    sizes: ModelSizes,
+    sizes: KVGeometry,
     num_tokens: int,
     pool_slots: int,
     reserved_slots: int = 0,
@@ -182,9 +163,9 @@ def fits(
     rows = []
     for share in shares:
         slots = prefix_slots(config, num_tokens, share)
-        num_entries = num_tokens * sizes.geometry.num_runs
+        num_entries = num_tokens * sizes.num_runs
         by_head = config.tokens_kept(slots, num_tokens)
-        entries = {bits: count * sizes.geometry.num_runs for bits, count in by_head.items() if count}
+        entries = {bits: count * sizes.num_runs for bits, count in by_head.items() if count}
         kept, steps = sum(entries.values()), entries.get(4, 0) * 2 * STEP_BYTES
         load_bytes = slots * sizes.slot_bytes + kept * INDEX_BYTES + steps
         # The last prefix is prefilled beside the others, which are cached by then.

@@ -16,7 +16,7 @@ from sgl_kvevict.errors import ConfigError, StoreError
 from sgl_kvevict.paths import expanded
 
 if TYPE_CHECKING:
-    from sgl_kvevict.store import Backend
+    from sgl_kvevict.store.backend import Backend
 
 store = typer.Typer(name="store", help="List, check, copy and remove stored prefixes.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ _warn = partial(typer.echo, err=True)
 def list_all(url: Url, as_json: Json = False, is_long: Long = False) -> None:
     """List the segments, most recently used first."""
     from sgl_kvevict.cli.output import print_table, shorten
-    from sgl_kvevict.store import describe_identity, list_segments
+    from sgl_kvevict.store.segments import describe_identity, list_segments
 
     backend = _open(url)
     segments = sorted(list_segments(backend), key=lambda each: -each.item.used)
@@ -63,9 +63,9 @@ def list_all(url: Url, as_json: Json = False, is_long: Long = False) -> None:
 @store.command("show")
 def show(url: Url, keys: Keys) -> None:
     """Print number of tokens, shapes and origin of segments, without their token ids."""
-    from sgl_kvevict.store import describe_identity
     from sgl_kvevict.store.maintenance import find_segments
     from sgl_kvevict.store.segment_file import read_header
+    from sgl_kvevict.store.segments import describe_identity
 
     backend = _open(url)
     for each in find_segments(backend, keys):
@@ -125,7 +125,7 @@ def _place(url: str, name: str) -> str:
 
 def _open(url: str, name: str = "STORE") -> Backend:
     """Open an existing store without creating it."""
-    from sgl_kvevict.store import open_backend
+    from sgl_kvevict.store.segments import open_backend
 
     place = _place(url, name)
     if "://" not in url and not os.path.isdir(place):
@@ -134,8 +134,8 @@ def _open(url: str, name: str = "STORE") -> Backend:
 
 
 def _copy(source: str, target: str, source_name: str, target_name: str) -> None:
-    from sgl_kvevict.store import open_backend
     from sgl_kvevict.store.maintenance import copy_store
+    from sgl_kvevict.store.segments import open_backend
 
     copied_from = _open(source, source_name)
     # Most likely a mistyped name: copying nothing would look like success.

@@ -22,7 +22,7 @@ from rich.text import Text
 from sgl_kvevict.cli.output import mean_bits, short_model, show_entries
 from sgl_kvevict.cli.size import show_bytes
 from sgl_kvevict.errors import printable
-from sgl_kvevict.events.client import InspectClient, RequestFailedError, ServerSilentError, check_endpoint
+from sgl_kvevict.events.client import InspectClient, RequestFailedError, ServerSilentError
 from sgl_kvevict.events.questions import Describe, Description, Status, StatusReport
 from sgl_kvevict.events.totals import ENTRIES, Pool, Totals
 
@@ -48,35 +48,23 @@ _RATES = (
 )
 
 
-@dataclass(frozen=True)
-class TopOptions:
-    """Options of ``top``; ``count``: number of reports, 0: no end; ``is_long``: show the model's name in full."""
-
-    endpoint: str
-    interval_s: float = 1.0
-    rows: int = 50
-    sort: str = "slots"
-    timeout_s: float = 5.0
-    count: int = 0
-    is_long: bool = False
-
-
-def run_top(options: TopOptions, *, as_json: bool) -> None:
-    """Show reports until the count is reached, ``q`` or Ctrl-C.
+def run_top(
+    state: TopState, *, as_json: bool, interval_s: float = 1.0, rows: int = 50, timeout_s: float = 5.0, count: int = 0
+) -> None:
+    """Show reports until so many were shown (``count``; 0: no end), ``q`` or Ctrl-C.
 
     Raises:
         ServerSilentError: a count was given, and no report came at all.
-        ConfigError: the endpoint is not an address.
     """
-    watcher = _Watcher(options)
+    watcher = _Watcher(state, interval_s, rows, timeout_s, count)
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(watcher.print_json() if as_json else watcher.draw())
 
 
 class _Watcher:
-    def __init__(self, options: TopOptions) -> None:
-        self.options = options
-        self.state = TopState(check_endpoint(options.endpoint), options.sort, is_long=options.is_long)
+    def __init__(self, state: TopState, interval_s: float, rows: int, timeout_s: float, count: int) -> None:
+        self.state = state
+        self._interval_s, self._rows, self._timeout_s, self._count = interval_s, rows, timeout_s, count
         self._changed = asyncio.Event()
         self._quit = asyncio.Event()
 
@@ -100,23 +88,23 @@ class _Watcher:
     async def _reports(self) -> AsyncIterator[None]:
         """Yield after each report: one per interval, and one after each key; ends with the count or with ``q``."""
         num_reports = 0
-        async with InspectClient(self.state.endpoint, self.options.timeout_s) as client:
+        async with InspectClient(self.state.endpoint, self._timeout_s) as client:
             while not self._quit.is_set():
                 # Before the question: a key that is pressed while the server answers is not forgotten.
                 self._changed.clear()
                 await self._ask(client)
                 yield
                 num_reports += 1
-                if num_reports == self.options.count:
+                if num_reports == self._count:
                     if self.state.status is None:
                         raise ServerSilentError(f"no answer from {self.state.endpoint}")
                     return
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), self.options.interval_s)
+                    await asyncio.wait_for(self._changed.wait(), self._interval_s)
 
     async def _ask(self, client: InspectClient) -> None:
         state = self.state
-        fields = {"op": "status", "limit": self.options.rows, "sort": state.sort}
+        fields = {"op": "status", "limit": self._rows, "sort": state.sort}
         try:
             status = await client.ask(msgspec.convert(fields, Status), StatusReport)
             if state.description is None or state.description.started != status.started:
@@ -166,6 +154,7 @@ class TopState:
     Attributes:
         sort: order of the largest prefixes.
         silent: why there is no newer report; None while the server answers.
+        is_long: show the model's name in full.
     """
 
     endpoint: str

@@ -1,29 +1,26 @@
 """``sgl-kvevict top --web``: a page that shows the tree, live, on this machine's loopback only.
 
-All open pages ask the watched server over one connection to its event socket. ``/`` is the page; ``/tree``,
-``/node/ID`` and ``/text/ID`` are the JSON that it asks for. Nothing is read from disk by name, and nothing can be
-changed. Pages of other sites get no answer: neither one whose name leads here (DNS rebinding: another name in
-``Host``), nor one that embeds ours (``Sec-Fetch-Site``).
+``/`` is the page; ``/tree``, ``/node/ID`` and ``/text/ID`` are the JSON that it asks for. Nothing is read from disk by
+name, and nothing can be changed. Pages of other sites get no answer: neither one whose name leads here (DNS rebinding:
+another name in ``Host``), nor one that embeds ours (``Sec-Fetch-Site``).
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-import uvloop
 
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.events.client import InspectClient, check_endpoint
+from sgl_kvevict.events.client import check_endpoint
 
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 _NODE = re.compile(r"/(node|text)/(\d{1,18})")
@@ -32,41 +29,6 @@ MAX_CONNECTIONS = 32
 """Connections at once, each of which has a thread; a page uses one or two, and a browser opens at most six."""
 REQUEST_S = 10.0
 """Longest wait for the next bytes of a request, and for a client to take those of an answer."""
-T = TypeVar("T")
-
-
-class _Connection:
-    """One client of an event socket, for several threads: it asks in a thread of its own, one question at a time."""
-
-    def __init__(self, endpoint: str, timeout_s: float) -> None:
-        self._client: InspectClient | None = None
-        self._endpoint, self._timeout_s = endpoint, timeout_s
-        self._loop = uvloop.new_event_loop()
-        self._turn = asyncio.Lock()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def ask(self, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
-        """Return what ``ask`` returns. Raises :class:`ServerSilentError`: no answer in time."""
-        return asyncio.run_coroutine_threadsafe(self._ask(ask), self._loop).result()
-
-    async def _ask(self, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
-        # The client pairs answers with one call at a time.
-        async with self._turn:
-            if self._client is None:  # its socket belongs to the loop's thread
-                self._client = InspectClient(self._endpoint, self._timeout_s)
-            return await ask(self._client)
-
-    async def _close(self) -> None:
-        if self._client is not None:
-            await self._client.__aexit__(None, None, None)
-
-    def close(self) -> None:
-        """End the connection and its thread."""
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 class WebServer(ThreadingHTTPServer):
@@ -90,17 +52,12 @@ class WebServer(ThreadingHTTPServer):
         self.endpoint = check_endpoint(endpoint)
         self.interval_s = interval_s
         self._decoder = cache(inspection.load_decoder)
-        self._connection = _Connection(self.endpoint, timeout_s)
+        self._timeout_s = timeout_s
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         try:
             super().__init__(("127.0.0.1", port), _Handler)
-        except OSError as error:  # `server_close` was called
+        except OSError as error:
             raise ConfigError(f"--web: got {port}: {error.strerror}; allowed: a free port, or 0 to take one") from error
-
-    def server_close(self) -> None:
-        """Stop listening, and end the connection to the watched server."""
-        super().server_close()
-        self._connection.close()
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Whether a connection may have a thread; it is closed otherwise."""
@@ -122,11 +79,12 @@ class WebServer(ThreadingHTTPServer):
     def tree(self) -> Mapping[str, object]:
         """Return the whole tree, without what heads kept."""
         ask = partial(inspection.ask_snapshot, limit=_NUM_NODES)
-        return inspection.tree_content(self._connection.ask(ask))
+        return inspection.tree_content(inspection.asked(self.endpoint, self._timeout_s, ask))
 
     def node(self, number: int, *, bins: int = _NUM_BINS) -> Mapping[str, object]:
         """Return what heads kept of a node (None: everything, or it is gone), and its tokens if they are exposed."""
-        about, kept, ids = self._connection.ask(partial(inspection.ask_node, node=number, bins=bins))
+        ask = partial(inspection.ask_node, node=number, bins=bins)
+        about, kept, ids = inspection.asked(self.endpoint, self._timeout_s, ask)
         tokens = None if ids is None else (self._decoder(about.tokenizer) or inspection.as_numbers)(ids)
         return {"map": kept, "tokens": tokens}
 

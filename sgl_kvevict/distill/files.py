@@ -134,25 +134,10 @@ def load_learned(path: Path, model: ModelIdentity) -> Learned:
     return Learned(scores, statistics)
 
 
-def all_weights(model: ModelIdentity, folders: list[Path]) -> list[Path]:
-    """The weights files of a model, by folder."""
-    candidates = (folder / file_name(model) for folder in folders)
-    return [path for path in candidates if path.is_file()]
-
-
-def file_name(model: ModelIdentity) -> str:
-    """File name of a model's weights."""
-    return f"{model.fingerprint[:16]}.safetensors"
-
-
-def weights_folders() -> list[Path]:
-    """Folders to search: the user's cache, then the weights shipped with this package."""
-    return [cache_folder(_FOLDER), Path(__file__).with_name("known")]
-
-
-def cached_file(model: ModelIdentity) -> Path:
-    """The file in which servers keep the weights of a model."""
-    return cache_folder(_FOLDER) / file_name(model)
+def files_of(model: ModelIdentity) -> list[Path]:
+    """Where weights of a model may lie: in the user's cache, to which servers write, and in this package."""
+    name = f"{model.fingerprint[:16]}.safetensors"
+    return [cache_folder(_FOLDER) / name, Path(__file__).with_name("known") / name]
 
 
 def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: ModelIdentity) -> list[str]:

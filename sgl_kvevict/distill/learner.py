@@ -80,11 +80,6 @@ class RidgeStatistics:
         self._gram = torch.zeros(*shape, num_features, dtype=torch.float64, device=device)
         self._cross = torch.zeros(shape, dtype=torch.float64, device=device)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the sums."""
-        return (self._gram.numel() + self._cross.numel()) * 8
-
     def add(self, layer: int, features: Tensor, targets: Tensor) -> None:
         """Add tokens of one layer: features [num_heads, num_tokens, num_features], targets [num_heads, num_tokens]."""
         # float64: sums of products over 16 texts are differenced below, where float32 would leave noise.
@@ -116,10 +111,7 @@ class RidgeStatistics:
 
 
 class ScoreLearner:
-    """Learns the weights of one model from any number of texts; a text leaves only sums of products.
-
-    Memory does not grow with texts: ``RidgeStatistics.num_bytes``.
-    """
+    """Learns the weights of one model from any number of texts in constant memory: a text leaves sums of products."""
 
     def __init__(self, geometry: KVGeometry, rotary: Rotary, device: torch.device | None = None) -> None:
         self._geometry = geometry

@@ -57,10 +57,6 @@ class ScoreWeights:
         cache = torch.zeros(*heads, columns, device=device)
         return cls(cache, torch.zeros(*heads, columns + NUM_WINDOW, device=device), num_prefixes)
 
-    def score(self, tokens: CachedRange, rotary: Rotary, window: Tensor | None) -> Tensor:
-        """Score a range, with window attention unless ``window`` is None; see :func:`score_range`."""
-        return score_range(self.cache if window is None else self.window, tokens, rotary, window)
-
 
 def of_all_heads(parts: Sequence[Tensor], num_kv_heads: int) -> Tensor:
     """[num_layers, num_kv_heads, columns] of all heads, from the heads of each tensor-parallel rank, by rank.
@@ -132,7 +128,7 @@ def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, 
     window = None
     if seen is not None:  # layers with a sliding window are not observed; their weights are 0 and scores unused
         window = torch.stack([torch.zeros_like(seen) if part is None else part for part in windows])
-    learned = weights.score(tokens, rotary, window)
+    learned = score_range(weights.cache if window is None else weights.window, tokens, rotary, window)
     return lambda layer: shown[layer].with_signals({Signal.LEARNED_SCORES: learned[layer]})
 
 

@@ -21,7 +21,6 @@ from sgl_kvevict.policies.parts import (
     Trait,
 )
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.ragged import MergePlan, Selection, runs_of
 
 
 @dataclass(frozen=True)
@@ -101,19 +100,6 @@ class Policy:
         kept = self._keep(scores, geometry, total)
         keys = order_of(scores, kept, comparable=Trait.COMPARABLE in self.scorer.traits)
         return RangeOrder(self.name, keys, total, facts_of(scores, kept))
-
-    def merge(self, show: Show, geometry: KVGeometry, selection: Selection) -> MergePlan | None:
-        """How the other tokens of a range are merged into the selected ones; None without a merger.
-
-        ``show`` is called once per layer.
-        """
-        if self.merger is None:
-            return None
-        views = [show(layer) for layer in range(geometry.num_layers)]
-        runs = runs_of(selection.keep_lens, selection.num_entries)
-        kept = torch.zeros(geometry.num_runs, views[0].num_tokens, dtype=torch.bool, device=runs.device)
-        kept[runs, selection.indices] = True
-        return self.merger.merge(views, kept.view(geometry.num_layers, geometry.num_kv_heads, -1))
 
     def _score(self, views: list[LayerView], per_head: int, protected: int, protected_last: int = 0) -> RangeScores:
         first = views[0]

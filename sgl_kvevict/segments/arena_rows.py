@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.stored_rows import as_words
 from sgl_kvevict.geometry import KVGeometry
 
 
@@ -27,18 +26,6 @@ class ArenaRows:
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
         return self.k_arena.shape[:3].numel() * self.geometry.entry_dim * self.k_arena.element_size()
-
-    def keys(self, head_slots: Tensor) -> Tensor:
-        """[*head_slots.shape, head_dim]: copies of keys with 16 bits, in the arena's dtype."""
-        return self._gather(self.k_arena, head_slots)
-
-    def values(self, head_slots: Tensor) -> Tensor:
-        """[*head_slots.shape, v_head_dim]: copies of values with 16 bits, in the arena's dtype."""
-        return self._gather(self.v_arena, head_slots)
-
-    def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
-        rows = torch.index_select(as_words(arena.flatten(0, 2)), 0, head_slots.flatten())
-        return rows.view(arena.dtype).view(*head_slots.shape, arena.shape[-1])
 
 
 def entries_of_tokens(geometry: KVGeometry, token_slots: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:

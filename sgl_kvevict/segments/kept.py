@@ -18,7 +18,6 @@ def kept_share(span: Span, num_bins: int) -> Tensor:
         raise ValueError(f"num_bins must be between 1 and the span's {span.num_tokens} tokens, got {num_bins}")
     num_runs, kept = span.segment.geometry.num_runs, torch.zeros(0)
     for runs in span.runs():
-        assert runs.positions is not None
         lens = runs.lens.flatten().long()
         run_of_entry = torch.repeat_interleave(lens)
         tokens = runs.positions[run_entries(runs.starts, lens, len(run_of_entry))].long() - span.start

@@ -86,12 +86,12 @@ class SegmentPacker(ArenaRows):
             Where the kept entries lie now, and [num_freed], int64: token slots that are free now.
 
         Raises:
-            ValueError: more slots than the range holds, or fewer than the entries take.
-            InvariantError: rows of 4 bits without a coding.
+            InvariantError: more slots than the range holds, or fewer than the entries take; rows of 4 bits without a
+                coding.
         """
         held = source.token_slots
         if not source.fewest_slots <= num_slots <= held.numel():
-            raise ValueError(
+            raise InvariantError(
                 f"num_slots: got {num_slots} for {source.kept.num_entries} entries of a range of {held.numel()} slots; "
                 f"allowed: {source.fewest_slots} to {held.numel()}"
             )

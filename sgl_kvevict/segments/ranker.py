@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, LearnedScores, ScoredText, with_learned_scores
+from sgl_kvevict.distill.features import CachedRange
+from sgl_kvevict.distill.learner import ScoredText
+from sgl_kvevict.distill.weights import LearnedScores, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.order import RangeOrder
 from sgl_kvevict.policies.policy import Policy
@@ -19,7 +21,7 @@ from sgl_kvevict.segments.prompt_observation import Observation, ObservationSpec
 from sgl_kvevict.segments.segment import Order
 from sgl_kvevict.segments.sliding_windows import order_beside_windows
 from sgl_kvevict.segments.sources import Source
-from sgl_kvevict.segments.streams import ChoiceStream
+from sgl_kvevict.segments.streams import SideStream
 
 END_OF_A_TEXT_THAT_GOES_ON = 2**40
 """Learned scores see where a token lies in its text. So far from the end all tokens lie at the beginning alike."""
@@ -39,7 +41,7 @@ class Compressor:
     packer: SegmentPacker
     learned: LearnedScores | None = None
     slot_positions: Tensor | None = None
-    stream: ChoiceStream | None = None
+    stream: SideStream | None = None
 
     def __post_init__(self) -> None:
         policy, geometry = self.policy, self.packer.geometry
@@ -136,11 +138,11 @@ class Compressor:
         return Order(lambda: order.keys, start, end)
 
     def merge(self, source: Source, observation: Observation) -> MergePlan | None:
-        """How a range's other entries are merged into the kept ones: :meth:`Policy.merge`; None: they are not."""
-        if self.policy.merger is None or (selection := source.selection) is None:
+        """How a range's other entries are merged into the kept ones, by a :class:`Merger`; None: they are not."""
+        if self.policy.merger is None or (kept := source.mask) is None:
             return None
         show = self._show(observation, source.start, source.token_slots)
-        return self.policy.merge(show, self.packer.geometry, selection)
+        return self.policy.merger.merge([show(layer) for layer in range(self.packer.geometry.num_layers)], kept)
 
     def protected(self, num_tokens: int, start: int) -> tuple[int, int]:
         """First and last tokens of a range that every head keeps at every share: sinks, and ``tail_tokens``.

@@ -191,11 +191,6 @@ class Segment:
         return {bits: count for bits, count in entries.items() if count}
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of its token slots."""
-        return self.num_slots * self.geometry.slot_bytes
-
-    @property
     def tokens_per_slot(self) -> float:
         """Tokens of prefill that each of its slots saves."""
         # It saves nothing any more, so it goes before everything else.

@@ -20,7 +20,7 @@ from kvevict_kernels.transfer import to_device
 from sgl_kvevict.config import Bits
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import Selection, run_entries, runs_of
+from sgl_kvevict.ragged import run_entries, runs_of
 from sgl_kvevict.segments.segment import View
 
 _FIRST = 2**16
@@ -138,13 +138,14 @@ class Source:
         return self.token_slots[first : first + self.num_sinks]
 
     @property
-    def selection(self) -> Selection | None:
-        """The kept entries of an uncompressed range; None if others may not be merged into them."""
+    def mask(self) -> Tensor | None:
+        """[num_layers, num_kv_heads, num_tokens], bool: the kept entries; None if others may not merge into them."""
         kept = self.kept
         if kept.numbers is None or kept.bits != 16 or self.num_sinks or not isinstance(self.range, TokenRange):
             return None
-        indices = kept.numbers - kept.runs * (self.end - self.start)
-        return Selection(kept.lens, indices.int(), kept.num_entries)
+        mask = torch.zeros(self.count, dtype=torch.bool, device=self.token_slots.device)
+        mask[kept.numbers] = True
+        return mask.view(self.geometry.num_layers, self.geometry.num_kv_heads, -1)
 
     @cached_property
     def entries(self) -> Entries:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-class ChoiceStream(Protocol):
-    """A place to launch work that reads the arena and writes only what it allocates; the scheduler's stream goes on."""
-
-    def launch(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Launch work behind everything that the scheduler's stream has; the result, once called, is done."""
-
-
 class SideStream:
-    """A CUDA stream beside the scheduler's.
+    """A CUDA stream beside the scheduler's, for work that reads the arena and writes only what it allocates.
 
     The host waits for work where its result is called: an order is checked before entries move by it. That is two turns
     after the launch, when the work is done, or earlier if slots are short.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.row_codec import RowCoding
-from sgl_kvevict.distill import LearnedScores, ScoreWeights
+from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights
 from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.segments.prompt_observation import Observation, PromptObservation
 from sgl_kvevict.segments.ranker import Compressor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
-from sglang.srt.layers.attention.verify_mask import VerifyMask
+from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
@@ -17,32 +17,34 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8, is_latent
 from kvevict_kernels.row_codec import RowCoding, RowStatistics
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
-from sgl_kvevict.attention.interface import CompiledAttention
+from sgl_kvevict.attention.backend import build_attention
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.interface import Attention, CapturableAttention
 from sgl_kvevict.config import Bits, load_config
-from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.by_name import configured_policy
-from sgl_kvevict.segments import Recorder
+from sgl_kvevict.segments.prompt_observation import Recorder
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
-from sgl_kvevict.sglang_adapter.forward_readers import readers_of, replayed_readers
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_facts import after_load
-from sgl_kvevict.sglang_adapter.model_hook import use_absorbed_queries
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.platform import share_rows_on_cpu
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.resolution import use_absorbed_queries
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-from sgl_kvevict.sglang_adapter.verification import MASKS, drafts_of
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
-from sgl_kvevict.support import AFTER_LOAD, ATTENTION, FIRST_FORWARD, LayerCall, require
+from sgl_kvevict.support import AFTER_LOAD, ATTENTION, require
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+MASKS = VerifyMask(torch.empty(0, dtype=torch.bool), TreeMaskMode.QLEN_ONLY, max_bs=0)
+"""Asks SGLang for masks among drafts only, in new memory each step: all drafts see what is before them."""
 
 
 class KVEvictAttentionBackend(AttentionBackend):
@@ -87,21 +89,16 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.arena = arena
         # Neutral at first: attention is built here, before a file is looked for, and reads the same tensors later.
         self.coding = None if self.bits == 16 else RowCoding.of(arena.k, _neutral_statistics(arena))
+        sink_dtype = find_sink_dtype(model_runner.model)
         self.attention = _build_attention(
-            config.attention, self.geometry, arena, model_runner.dtype, verifies, self.coding
+            config.attention, self.geometry, arena, model_runner.dtype, verifies, self.coding, sink_dtype
         )
-        self._window_layers = _window_layers(model_runner, config.attention)
+        self._window_layers = _window_layers(model_runner, config.attention, sink_dtype)
         if device.type == "cpu" and get_parallel().attn_dp_size > 1:
             share_rows_on_cpu()
         if model_runner.model_config.attention_arch == AttentionArch.MLA:
             use_absorbed_queries()
         self._on_gpu: bool = device.type == "cuda"
-        sink_dtype = find_sink_dtype(model_runner.model)
-        for attention in (self.attention, None if self._window_layers is None else self._window_layers.attention):
-            # The kernels are compiled now, not when the first request reads a span; without sinks `build_attention` has
-            # done it.
-            if self._on_gpu and sink_dtype is not None and isinstance(attention, CompiledAttention):
-                attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
         if model_runner.model_config.model_is_mrope:  # time, height and width, see CachedRange
             self.slot_positions = torch.zeros(3, arena.k.shape[1], dtype=torch.int32, device=arena.k.device)
@@ -280,9 +277,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
-        if kwargs:  # found in SGLang's warm-up, which runs every layer
-            extras = (repr(name) for name, value in kwargs.items() if value is not None)
-            require(FIRST_FORWARD, LayerCall(", ".join(extras)))
+        if extras := [repr(name) for name, value in kwargs.items() if value is not None]:
+            # Found in SGLang's warm-up, which runs every layer.
+            raise UnsupportedSetupError([f"a layer passes {', '.join(extras)} to attention"])
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
         place = self.places.get(layer.layer_id)
@@ -298,30 +295,19 @@ class KVEvictAttentionBackend(AttentionBackend):
             out, lse = self.attention.run(place, queries, layer.scaling, sinks)
             # A copy: an observation that fails is removed meanwhile.
             for observed in tuple(self._observed):
-                self._record(observed, place, queries, lse, layer.scaling)
+                rows, observation = observed
+                assert self.tree is not None
+                # A failed observation may cost one prompt its order, and must not end the forward of a batch.
+                with self.tree.guard.at(Place.OBSERVATION) as attempt:
+                    observation.record(place, queries[rows], lse[rows], self.arena.k[place], layer.scaling)
+                if attempt.failed:
+                    observation.fail()
+                    self._observed.remove(observed)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
         """Attend with one new token per request: as :meth:`forward_extend`, but no prompt is observed."""
         return self.forward_extend(*args, **kwargs)
-
-    def _record(
-        self,
-        observed: tuple[slice, Recorder],
-        index: int,
-        queries: Tensor,
-        lse: Tensor,
-        scale: float,
-    ) -> None:
-        """Record one request's queries of one layer; a failure ends this observation."""
-        assert self.tree is not None
-        rows, observation = observed
-        # A failed observation may cost one prompt its order, and must not end the forward of a batch.
-        with self.tree.guard.at(Place.OBSERVATION) as attempt:
-            observation.record(index, queries[rows], lse[rows], self.arena.k[index], scale)
-        if attempt.failed:
-            observation.fail()
-            self._observed.remove(observed)
 
     @property
     def verify_mask(self) -> VerifyMask:
@@ -376,24 +362,101 @@ def _build_attention(
     geometry: KVGeometry,
     arena: Arena,
     q_dtype: torch.dtype,
-    verifies: bool = False,
-    coding: RowCoding | None = None,
+    verifies: bool,
+    coding: RowCoding | None,
+    sink_dtype: torch.dtype | None,
 ) -> Attention:
     ranks = TensorRanks(get_parallel().attn_tp_group.cpu_group)
-
-    def on_all_ranks(here: bool) -> bool:
-        # Kernels that one rank cannot compile are used by none, so that all ranks compute alike.
-        return all(there for (there,) in ranks.gather([here]))
-
-    return build_attention(name, geometry, arena.k, arena.v, q_dtype, on_all_ranks, verifies=verifies, coding=coding)
+    # Kernels that one rank cannot compile are used by none, so that all ranks compute alike.
+    pool = arena.k, arena.v, q_dtype, lambda here: all(there for (there,) in ranks.gather([here]))
+    return build_attention(name, geometry, *pool, verifies=verifies, coding=coding, sink_dtype=sink_dtype)
 
 
-def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:
+def _window_layers(model_runner: ModelRunner, name: str, sink_dtype: torch.dtype | None) -> WindowLayers | None:
     """Attention of the sliding-window pool; None if there is none."""
     pool = window_pool_of(model_runner.token_to_kv_pool)
     arena = None if pool is None else arena_of(pool)
     if arena is None:
         return None
     geometry = _geometry(model_runner, arena, window_layers_of(model_runner.token_to_kv_pool))
-    built = _build_attention(attention, geometry, arena, model_runner.dtype)
+    built = _build_attention(name, geometry, arena, model_runner.dtype, False, None, sink_dtype)
     return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
+
+
+# ---- requests of a forward -------------------------------------------------------------------------------------------
+
+
+class BatchReaders(list[str]):
+    """A forward's request ids together with the requests, because clients choose the ids: two may have the same."""
+
+    def __init__(self, reqs: Sequence[Req]) -> None:
+        super().__init__(req.rid for req in reqs)
+        self.reqs = tuple(reqs)
+
+
+def after_init_new(
+    forward: ForwardBatch, _cls: type, batch: ScheduleBatch, runner: ModelRunner, /, *_: Any, **__: Any
+) -> None:
+    """Hook after a forward is created from a scheduler's batch: attach the requests, and note them at the runner."""
+    if forward.rids is not None:
+        # A list still, because SGLang hands the ids on; None stays None, which marks a warm-up.
+        forward.rids = BatchReaders(batch.reqs)
+    # A captured step has no ``rids``. It is replayed before the runner's next forward, so the runner remembers them.
+    runner.kvevict_readers = forward.rids
+
+
+def readers_of(rids: list[str] | None) -> tuple[Req, ...] | None:
+    """Return the requests behind ``rids`` of a forward; None in warm-up.
+
+    Raises :class:`InvariantError` if ``rids`` has no requests, because the hook was not applied.
+    """
+    if rids is None:
+        return None
+    if not isinstance(rids, BatchReaders):
+        raise InvariantError("a forward does not know its requests (the hook on ForwardBatch.init_new was not applied)")
+    return rids.reqs
+
+
+def replayed_readers(runner: ModelRunner, num_requests: int) -> tuple[Req, ...] | None:
+    """Return the requests of the captured step that a runner is about to replay; None in warm-up.
+
+    Raises :class:`InvariantError` if the step has another number of requests.
+    """
+    readers = readers_of(getattr(runner, "kvevict_readers", None))
+    if readers is not None and len(readers) != num_requests:
+        raise InvariantError(f"a replay of {num_requests} requests follows a forward of {len(readers)}")
+    return readers
+
+
+# ---- verification steps of speculative decoding ----------------------------------------------------------------------
+
+
+def visible_drafts(mask: Tensor, seq_lens: Tensor, num_drafts: int) -> Tensor:
+    """:attr:`AttentionBatch.visible` of a batch of trees; no host sync.
+
+    Args:
+        mask: bool, SGLang's ``custom_mask``: request after request [num_drafts, seq_len + num_drafts], or
+            [num_drafts, num_drafts] for all of them.
+        seq_lens: [num_requests], int, tokens before the drafts.
+        num_drafts: draft tokens of each request, at most 64.
+
+    Returns:
+        [num_requests * num_drafts], int64.
+    """
+    num_requests, node = seq_lens.numel(), torch.arange(num_drafts, device=mask.device)
+    # SGLang may build either; the sizes differ, because every prompt has a token.
+    if mask.numel() == num_requests * num_drafts**2:
+        trees = mask.view(num_requests, num_drafts, num_drafts)
+    else:
+        widths = seq_lens.long() + num_drafts
+        # Trees of all requests by one index: a loop over requests would read their lengths from the device.
+        starts = num_drafts * (widths.cumsum(0) - widths) + seq_lens
+        trees = mask[starts[:, None, None] + node[:, None] * widths[:, None, None] + node]
+    # A draft's row becomes the bits of one int64, hence at most 64 drafts.
+    return (trees.long() << node).sum(-1).view(-1)
+
+
+def drafts_of(spec_info: Any, seq_lens: Tensor) -> tuple[int, Tensor]:
+    """Draft tokens of each request in a verification step, and what each of them sees; see :func:`visible_drafts`."""
+    num_drafts: int = spec_info.draft_token_num
+    return num_drafts, visible_drafts(spec_info.custom_mask, seq_lens, num_drafts)

@@ -41,7 +41,7 @@ class BlockingNodes:
             if self.drop_unread(top):
                 continue
             salt = self._retired + secrets.token_hex()
-            for node in _subtree(top):
+            for node in subtree(top):
                 # Taken out under the old name first: the salt is part of the name under which a parent knows its child.
                 del node.parent.children[node.key.child_key(cache.page_size)]
                 # A key of its own: the node may share the object with the request that inserted it, whose namespace
@@ -63,7 +63,7 @@ class BlockingNodes:
     def drop_unread(self, top: UnifiedTreeNode) -> bool:
         """Drop the nodes of a subtree that have no readers; return whether that was all of it."""
         # Leaves first: SGLang drops nothing else.
-        for node in reversed(_subtree(top)):
+        for node in reversed(subtree(top)):
             if node.component_data[FULL].lock_ref > 0:  # a reader locks all nodes above its last one
                 continue
             result = self._cache.tree_core.evict_device_leaf(node.id, is_write_back=False)
@@ -92,7 +92,7 @@ class BlockingNodes:
         last = self._cache.root_node
         for node, matched in self._walk(key):
             if matched < len(node.key):
-                span = self._spans.at(node)
+                span = self._spans.get(node)
                 return None if span is None or span.segment.splittable else self._owners[span.segment]
             last = node
         return self._owners[self._spans[last].segment] if self._spans.blocks(last) else None
@@ -112,8 +112,8 @@ class BlockingNodes:
                 return
 
 
-def _subtree(top: UnifiedTreeNode) -> list[UnifiedTreeNode]:
-    """A node and all its descendants, each after its parent."""
+def subtree(top: UnifiedTreeNode) -> list[UnifiedTreeNode]:
+    """A node and all its descendants, level by level."""
     nodes = [top]
     for node in nodes:
         nodes.extend(node.children.values())

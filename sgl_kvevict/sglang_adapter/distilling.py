@@ -14,30 +14,17 @@ from torch import Tensor
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import (
-    Learned,
-    LearnedScores,
-    ModelIdentity,
-    RowSums,
-    ScoredText,
-    ScoreLearner,
-    ScoreWeights,
-    all_weights,
-    cached_file,
-    load_learned,
-    save_learned,
-    weights_folders,
-)
+from sgl_kvevict.distill.files import Learned, ModelIdentity, files_of, load_learned, save_learned
 from sgl_kvevict.distill.fingerprint import fingerprint_of
-from sgl_kvevict.distill.learner import MIN_RECALL
-from sgl_kvevict.distill.row_sums import STATISTICS
-from sgl_kvevict.distill.weights import heads_of_rank, of_all_heads
+from sgl_kvevict.distill.learner import MIN_RECALL, ScoredText, ScoreLearner
+from sgl_kvevict.distill.row_sums import STATISTICS, RowSums
+from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights, heads_of_rank, of_all_heads
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of
 from sgl_kvevict.sglang_adapter.model_parts import find_rotary
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
-from sgl_kvevict.sglang_adapter.settings import ServerSettings, has_weights
+from sgl_kvevict.sglang_adapter.settings import has_weights
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -89,7 +76,7 @@ class Distilling:
         # A latent is one row for all heads, and every rank has it whole.
         self._num_heads = 1 if geometry.is_latent else model_config.get_total_num_kv_heads()
         runner = ctx.tp_worker.model_runner
-        self._has_weights = has_weights(runner, ServerSettings.read())
+        self._has_weights = has_weights(runner)
         rotary = rotary_of(runner)
         fingerprint = model_fingerprint(model_config.model_path, model_config.revision)
         self._identity = None
@@ -153,7 +140,7 @@ class Distilling:
         source = self._config.score_weights
         if source is None or self._identity is None:
             return
-        path = cached_file(self._identity) if source == AUTO else Path(source)
+        path = files_of(self._identity)[0] if source == AUTO else Path(source)
         try:
             # On every rank: ranks on other hosts have folders of their own.
             save_learned(path, self._known, self._identity)
@@ -200,7 +187,7 @@ class Distilling:
         """What files have of the model; of two, the first one that has a part of it."""
         if source is None or self._identity is None:
             return Learned()
-        paths = all_weights(self._identity, weights_folders()) if source == AUTO else [Path(source)]
+        paths = files_of(self._identity) if source == AUTO else [Path(source)]
         known = Learned()
         for path in paths:
             if not path.exists():
@@ -233,12 +220,12 @@ def _parts(statistics: RowStatistics) -> list[Tensor]:
 
 def rotary_of(runner: ModelRunner) -> Rotary:
     """Rotary embedding of the layers without a window; one that rotates nothing if there are none or several."""
-    try:
-        return find_rotary(runner.model, full_layers_of(runner.token_to_kv_pool))
-    except UnsupportedSetupError:
-        logger.warning("kvevict: no single rotary embedding was found; scores are learned from keys as they are cached")
-        no_pairs = torch.empty(0, dtype=torch.int64, device=runner.device)
-        return Rotary(torch.empty(runner.model_config.context_len, 0, device=runner.device), True, no_pairs)
+    found = find_rotary(runner.model, full_layers_of(runner.token_to_kv_pool))
+    if found is not None:
+        return found
+    logger.warning("kvevict: no single rotary embedding was found; scores are learned from keys as they are cached")
+    no_pairs = torch.empty(0, dtype=torch.int64, device=runner.device)
+    return Rotary(torch.empty(runner.model_config.context_len, 0, device=runner.device), True, no_pairs)
 
 
 def model_fingerprint(model_path: str, revision: str | None) -> str | None:

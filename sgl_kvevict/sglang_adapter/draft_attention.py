@@ -11,16 +11,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
-from sgl_kvevict.segments import DraftRows, Recorder
-from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
-from sgl_kvevict.sglang_adapter.forward_readers import readers_of
+from sgl_kvevict.segments.prompt_observation import Recorder
+from sgl_kvevict.segments.shadow import DraftRows
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, readers_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
 from sgl_kvevict.support import BACKEND_NAME
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
@@ -94,11 +93,6 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
         self._observed = []
         batch = self._batch(readers, seq_lens, None, rows, device_seq_lens)
         self.attention.plan(replace(batch, req_to_token=table))
-
-
-def draft_attention_of(pool: KVCache) -> DraftAttentionBackend | None:
-    """The attention of the draft model beside a target's full-attention pool; None if there is none."""
-    return getattr(pool, "kvevict_drafts", None)
 
 
 class DraftSteps:

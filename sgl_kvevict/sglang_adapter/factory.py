@@ -1,30 +1,43 @@
-"""Builds the tree, after checking that all of our parts are in place."""
+"""Builds the tree, after checking that all of our parts are in place, and opens the event socket and metrics."""
 
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.kv_events import (
+    ZmqEventPublisher,
+    is_kv_publisher_rank,
+    select_kv_publisher_dp_rank,
+)
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.runtime_context import get_parallel
 
 from kvevict_kernels.recode_rows import prepare_on_cpu
-from sgl_kvevict.config import KVEvictConfig, load_config
+from sgl_kvevict.config import EventsConfig, KVEvictConfig, load_config
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.events.questions import Description
+from sgl_kvevict.events.service import EventService
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import NO_POLICY, configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.segments import Compressor, SegmentPacker, SideStream, warm_up
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.streams import SideStream
+from sgl_kvevict.segments.warm_up import warm_up
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
-from sgl_kvevict.sglang_adapter.draft_attention import DraftAttentionBackend, draft_attention_of
+from sgl_kvevict.sglang_adapter.draft_attention import DraftAttentionBackend
 from sgl_kvevict.sglang_adapter.host_memory import open_host
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of, window_pool_of
-from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
+from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
-from sgl_kvevict.sglang_adapter.settings import published
+from sgl_kvevict.sglang_adapter.settings import published, tokenizer_path
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.support import SETTINGS, BeforeLoad, require
 
@@ -57,7 +70,8 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     config = config.model_copy(update={"bits": backend.bits})
     if backend.why_whole_answers:
         config = config.model_copy(update={"answer_block": None})
-    drafts = draft_attention_of(full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()))
+    pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
+    drafts: DraftAttentionBackend | None = getattr(pool, "kvevict_drafts", None)
     tree = _assemble(ctx, config, policy, backend, drafts)
     # Both need each other, and SGLang builds the backend first.
     backend.tree = tree
@@ -126,3 +140,50 @@ def _assemble(
     tree = create_unified_radix_cache(ctx, cache_class=ours)
     assert isinstance(tree, KVEvictTree)
     return tree
+
+
+def start_monitoring(tree: KVEvictTree, config: KVEvictConfig, *, enable_metrics: bool) -> None:
+    """Start the event socket and metrics, as configured; :class:`ConfigError` if the socket cannot be bound."""
+    events, started, watchers = config.events, time.time(), tree.prefixes.watchers
+    if events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
+        service = _start_service(tree, config, events, started)
+        watchers.append(Inspection(tree, service, started).each_turn)
+    if enable_metrics:
+        # Imported here: prometheus_client decides at import whether several processes share the metrics.
+        from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
+
+        metrics = Metrics(tree, {name: str(value) for name, value in tree.metrics_collector.labels.items()})
+        watchers.append(metrics.each_turn)
+
+
+def _start_service(tree: KVEvictTree, config: KVEvictConfig, events: EventsConfig, started: float) -> EventService:
+    parallel, geometry = get_parallel(), tree.packer.geometry
+    rank = select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank)
+    events = events_of_rank(events, rank)
+    description = Description(
+        started=started,
+        version=version("sgl-kvevict"),
+        policy=config.policy,
+        budget=config.budget,
+        bits=config.bits,
+        slot_bytes=geometry.slot_bytes,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        model=str(published("model_path")),
+        tokenizer=tokenizer_path(),
+        expose_tokens=events.expose_tokens,
+    )
+    service = EventService(events, description, tree.guard)
+    logger.info("kvevict: inspection on %s", events.endpoint)
+    return service
+
+
+def events_of_rank(events: EventsConfig, rank: int) -> EventsConfig:
+    """Return the configuration of one data-parallel scheduler: its rank is added to the port or the IPC path."""
+    endpoint = events.endpoint
+    if endpoint.startswith("ipc://"):
+        # Rank 0 keeps the configured name, so that a server without data parallelism has it.
+        endpoint = f"{endpoint}_dp{rank}" if rank else endpoint
+    else:
+        endpoint = ZmqEventPublisher.offset_endpoint_port(endpoint, rank)
+    return events.model_copy(update={"endpoint": endpoint})

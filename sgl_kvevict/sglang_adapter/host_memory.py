@@ -13,12 +13,12 @@ from sgl_kvevict.cache.host import MIN_TOKENS
 from sgl_kvevict.config import HOST_PER_POOL, KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.machine import GIB, free_host_gib
-from sgl_kvevict.segments import SegmentPacker
+from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
-from sgl_kvevict.sglang_adapter.settings import ServerSettings
+from sgl_kvevict.sglang_adapter.settings import ranks_per_host
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-from sgl_kvevict.store import StoreIdentity
 from sgl_kvevict.store.host import HostSegments
+from sgl_kvevict.store.identity import StoreIdentity
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -39,7 +39,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
         UnsupportedSetupError: ``host_bytes`` is less than one block, or more than is free, or CUDA cannot lock it.
     """
     ranks = TensorRanks(ctx.params.attn_tp_cache_group)
-    identity = host_identity(packer, config.min_prefix_tokens, ranks)
+    identity = host_identity(config.min_prefix_tokens)
     block_bytes = BLOCK_SLOTS * packer.slot_bytes()
     num_blocks = 0
     # A copy has full attention only. A prompt that found one would lack rows of the window pool, or a recurrent state.
@@ -68,7 +68,7 @@ def _lock(memory: Tensor) -> None:
 def _num_blocks(config: KVEvictConfig, packer: SegmentPacker, ranks: TensorRanks, block_bytes: int) -> int:
     """Blocks of host memory on each rank."""
     # All ranks of a host see the same free memory.
-    free = int(free_host_gib() * GIB) // ServerSettings.read().ranks_per_host
+    free = int(free_host_gib() * GIB) // ranks_per_host()
     wanted: int | None = config.host_bytes
     if wanted is not None and not block_bytes <= wanted <= free:
         raise UnsupportedSetupError(
@@ -80,29 +80,14 @@ def _num_blocks(config: KVEvictConfig, packer: SegmentPacker, ranks: TensorRanks
     return -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
 
 
-def host_identity(packer: SegmentPacker, min_prefix_tokens: int, ranks: TensorRanks) -> StoreIdentity:
+def host_identity(min_prefix_tokens: int) -> StoreIdentity:
     """The identity of segments that only this process reads: nothing of the model needs to be known."""
-    geometry = packer.geometry
-    return StoreIdentity(
-        model="",
-        architecture="",
-        dtype=str(packer.k_arena.dtype),
-        scales=(),
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        own_value_dim=geometry.own_value_dim,
-        rotary="",
-        rank=ranks.rank,
-        num_ranks=ranks.size,
-        policy="",
-        min_prefix_tokens=min(min_prefix_tokens, MIN_TOKENS),
-    )
+    return StoreIdentity(min(min_prefix_tokens, MIN_TOKENS))
 
 
 def before_matching(req: Req, tree_cache: Any = None, *_args: object, **_kwargs: object) -> None:
     """Hook before a request looks up its prompt to be admitted: what the host has of it is put into the tree."""
-    if not isinstance(tree_cache, KVEvictTree) or not tree_cache.prefixes.host.is_on:
+    if not isinstance(tree_cache, KVEvictTree) or not tree_cache.prefixes.host.segments.num_blocks:
         return
     if req.positional_embed_overrides is None:  # else SGLang matches nothing
         # A request that was retracted looks up its answer, too.

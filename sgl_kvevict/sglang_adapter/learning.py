@@ -20,15 +20,18 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from sgl_kvevict.cache.nodes import Node, key_of, length_of, path_to, tokens_of
 from sgl_kvevict.cache.prefills import Prefills
 from sgl_kvevict.cache.readers import ReaderRecord
-from sgl_kvevict.distill import CachedRange, RowSums, ScoredText
+from sgl_kvevict.distill.features import CachedRange
+from sgl_kvevict.distill.learner import ScoredText
+from sgl_kvevict.distill.row_sums import RowSums
 from sgl_kvevict.distill.texts import passages_of, repetitions, request_to_repeat
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.request import RequestOptions
-from sgl_kvevict.segments import ObservationSpec, PromptObservation, Recorder, TextAttention
+from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation, Recorder
+from sgl_kvevict.segments.text_attention import TextAttention
 from sgl_kvevict.sglang_adapter.scheduler_store import read_with
-from sgl_kvevict.sglang_adapter.settings import published
+from sgl_kvevict.sglang_adapter.settings import published, tokenizer_path
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -250,7 +253,7 @@ class TextReader:
 
     def _loaded_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer from its files; :class:`UnsupportedSetupError` if there is none."""
-        path = str(published("tokenizer_path") or published("model_path"))
+        path = tokenizer_path()
         try:
             tokenizer: PreTrainedTokenizerBase = get_tokenizer(
                 path,

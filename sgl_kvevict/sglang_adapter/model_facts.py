@@ -23,7 +23,7 @@ from sgl_kvevict.policies.scorers import WindowAttentionScorer
 from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_windows
-from sgl_kvevict.sglang_adapter.settings import ServerSettings, has_weights, published
+from sgl_kvevict.sglang_adapter.settings import has_tokenizer_files, has_weights, published
 from sgl_kvevict.support import MACHINE, AfterLoad, reasons
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def after_load(runner: ModelRunner, config: KVEvictConfig, policy: Policy | None
     head_dim = model_config.head_dim if arena is None else arena.k.shape[-1]
     is_latent = model_config.attention_arch == AttentionArch.MLA
     kernels = kernels_for(config.attention, device, pool.dtype, head_dim, is_latent=is_latent)
-    graphs, settings = published("cuda_graph_config"), ServerSettings.read()
+    graphs = published("cuda_graph_config")
     has_windows_pool = runner.is_hybrid_swa or windows_pool is not None
     windows_class = type(windows_pool).__name__, windows_pool is None or arena_of(windows_pool) is not None
     return AfterLoad(
         **vars(kernels),
         config=config,
         policy=policy,
-        settings=settings,
+        value_of=published,
         is_selected=kvevict_is_selected(),
         pool_class=(type(pool).__name__, arena is not None),
         windows_class=windows_class if has_windows_pool else None,
@@ -68,8 +68,8 @@ def after_load(runner: ModelRunner, config: KVEvictConfig, policy: Policy | None
         has_glue_graph=envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get(),
         pooling=pooling_of(policy, model_config.head_dim, device),
         num_head_slots=0 if arena is None else arena.k.shape[:3].numel(),
-        has_weights=has_weights(runner, settings),
-        has_texts=settings.has_tokenizer_files,
+        has_weights=has_weights(runner),
+        has_texts=has_tokenizer_files(),
         machine=machine_of(device, runner.dtype, pool.dtype),
     )
 

@@ -13,15 +13,14 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor, nn
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVScales
 
 
-def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
+def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary | None:
     """Return the rotary embedding that all layers without a window share.
 
-    Empty if only layers with a window rotate keys (Exaone 4, Command R7B). Raises :class:`UnsupportedSetupError` if
-    these layers have none, or different ones, or axes in an order that SGLang does not show (ERNIE 4.5 VL).
+    Empty if only layers with a window rotate keys (Exaone 4, Command R7B). None if these layers have none, or different
+    ones, or axes in an order that SGLang does not show (ERNIE 4.5 VL).
     """
     parts = [module for module in model.modules() if any(_is_full(child, places) for child in module.children())]
     found: list[Any] = [child for part in parts for child in part.children() if _is_rotary(child)]
@@ -31,17 +30,11 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     tables = {table.cos_sin_cache.data_ptr(): table for table in found}
     turned = {_turns_keys(part) for part in parts}
     if len(tables) != 1 or len(turned) > 1:
-        raise UnsupportedSetupError(
-            [
-                "the policy rotates queries, which needs one rotary embedding for all layers without a window; "
-                f"the model has {len(tables)}" + (", and layers without any" if len(turned) > 1 else "")
-            ]
-        )
+        return None
     (table,) = tables.values()
     axis_of = getattr(table, "axis_map", None)
     if axis_of is None and getattr(table, "mrope_section", None):
-        reason = f"{type(table).__name__} does not show which axis of the positions turns what"
-        raise UnsupportedSetupError([f"the policy rotates queries, and {reason}"])
+        return None
     # In latents the rotated part of a key comes after the part that is also the value.
     start = next((layer.v_head_dim for layer in _layers_of(model, places) if layer.v_head_dim != layer.qk_head_dim), 0)
     return Rotary(table.cos_sin_cache[:, : None if turned != {False} else 0], table.is_neox_style, axis_of, start)

@@ -1,10 +1,11 @@
-"""Hooks on a scheduler: its start, requests that it queues, turns of its loop, and changes of the weights."""
+"""Hooks on a scheduler: its start, requests that it queues and answers, turns of its loop, changes of the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sgl_kvevict.cache_report import CacheReport
 from sgl_kvevict.sglang_adapter.compat import is_on
 from sgl_kvevict.sglang_adapter.hooks import LONG_PROMPTS
 from sgl_kvevict.sglang_adapter.learning import learn_before_ready
@@ -16,7 +17,13 @@ from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+NOTHING_FOUND: dict[str, int | str] = {"device": 0, "host": 0}
+"""Places of a request that found nothing; SGLang reports none then."""
+NOTHING_READ = CacheReport().details
+"""Of a request that read nothing compressed, and asked for nothing."""
 
 
 def before_ready(scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
@@ -55,6 +62,22 @@ def after_ingest(_received: Sequence[object], scheduler: Scheduler, *_args: obje
             # SGLang looks for room again only when a request has ended. Here room comes without that, so requests
             # would wait beside free slots.
             scheduler.running_batch.batch_is_full = False
+
+
+def after_details(
+    found: dict[str, int | str] | None, streamer: SchedulerOutputStreamer, req: Req
+) -> dict[str, int | str] | None:
+    """Hook after the tokens that a request found were counted by place: add what it has read, if that was compressed.
+
+    Called for each part of an answer that is sent. SGLang's messages allow whole numbers and strings.
+    """
+    tree = streamer.tree_cache
+    report = tree.prefixes.readers[req].report if isinstance(tree, KVEvictTree) else None
+    if report is None:
+        return found
+    details = report.details
+    # A request that we have nothing to say about gets what stock SGLang would have sent.
+    return found if found is None and details == NOTHING_READ else {**(found or NOTHING_FOUND), **details}
 
 
 def after_flush(_result: Any, manager: SchedulerWeightUpdaterManager, *_args: Any, **_kwargs: Any) -> None:

@@ -12,9 +12,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.guard import Place
 from sgl_kvevict.request import parse_request_options
-from sgl_kvevict.sglang_adapter.adapters import namespace_of_request
 from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error
-from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree, namespace_of_request
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

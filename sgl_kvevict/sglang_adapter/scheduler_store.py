@@ -18,9 +18,12 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
-from sgl_kvevict.sglang_adapter.settings import ServerSettings, has_weights
+from sgl_kvevict.sglang_adapter.settings import has_weights
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind, open_backend
+from sgl_kvevict.store.identity import StoreIdentity
+from sgl_kvevict.store.reader import ReadAhead
+from sgl_kvevict.store.segments import SegmentStore, open_backend
+from sgl_kvevict.store.writer import WriteBehind
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -105,8 +108,7 @@ def identity_of(
     ``geometry`` and ``dtype`` are those of its pool. None: it has no files that identify it.
     """
     model, rotary = runner.model_config, rotary_of(runner)
-    has_files = has_weights(runner, ServerSettings.read())
-    fingerprint = model_fingerprint(model.model_path, model.revision) if has_files else None
+    fingerprint = model_fingerprint(model.model_path, model.revision) if has_weights(runner) else None
     if fingerprint is None:
         return None
     # Settings that decide which entries of a range are kept; a server with others would read segments that it would not
@@ -180,17 +182,7 @@ def without_waiting(original: Callable[..., Any], scheduler: Scheduler, *args: A
     try:
         return original(scheduler, *args, **kwargs)
     finally:
-        # Also after an exception: requests that were left out would never be answered.
-        scheduler.waiting_queue = in_order(queue, waiting, scheduler.waiting_queue)
-
-
-def in_order(before: list[Req], waiting: set[Req], left: list[Req]) -> list[Req]:
-    """The queue after an admission; requests that were skipped keep their place."""
-    order = {req: number for number, req in enumerate(before)}
-    rest = [req for req in before if req in waiting]
-    merged: list[Req] = []
-    for req in left:
-        while rest and order[rest[0]] < order.get(req, len(before)):
-            merged.append(rest.pop(0))
-        merged.append(req)
-    return merged + rest
+        # Also after an exception: requests that were left out would never be answered. All keep their places; what came
+        # meanwhile, as a request that was retracted, is behind them.
+        left = dict.fromkeys(scheduler.waiting_queue)
+        scheduler.waiting_queue = [req for req in dict.fromkeys([*queue, *left]) if req in waiting or req in left]

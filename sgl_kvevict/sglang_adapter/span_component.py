@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, FullComponent
 
-from sgl_kvevict.cache import PrefixCache
+from sgl_kvevict.cache.cache import PrefixCache
 from sgl_kvevict.cache.nodes import NodeSet
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap
 from sgl_kvevict.cache.records import Spans
@@ -40,7 +40,7 @@ class SpanComponent(FullComponent):
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
         """Token slots that a node has in the accounting."""
-        span = self._spans.at(node)
+        span = self._spans.get(node)
         if span is not None:
             return span.charged_slots
         value: torch.Tensor | None = node.component_data[FULL].value

@@ -55,7 +55,7 @@ def _errors(config: KVEvictConfig, address: tuple[str, object] | None) -> dict[s
     found = version_of("sglang")
     errors: dict[str, str | None] = {"drafts": found if found == NO_DRAFTS_ON_CPU else None}
     if config.store is not None and "://" in config.store:
-        from sgl_kvevict.store import open_backend
+        from sgl_kvevict.store.segments import open_backend
 
         errors["store URL"] = _refusal(partial(open_backend, config.store))
     elif config.store is not None:

@@ -25,16 +25,16 @@ from sglang.srt.mem_cache.unified_cache.components import get_and_increase_time_
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.cache import PrefixCache
 from sgl_kvevict.cache.adoption import Prompt
+from sgl_kvevict.cache.cache import PrefixCache
 from sgl_kvevict.cache.nodes import NamespaceKey, namespace_of, path_to, tokens_of
 from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.request import RequestOptions, parse_request_options
-from sgl_kvevict.segments import Compressor, Recorder
-from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
-from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
+from sgl_kvevict.segments.prompt_observation import Recorder
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.sglang_adapter.blocking import BlockingNodes, subtree
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.kv_pools import state_slots
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_ID_CHARS = 32
+"""Characters of the id of a LoRA adapter: a UUID in hexadecimal digits."""
+
 
 class UnifiedTreePort:
     """Implements :class:`sgl_kvevict.cache.ports.TreePort`, which describes the methods.
@@ -64,12 +67,17 @@ class UnifiedTreePort:
         self._adapters = adapters
 
     def adapter_of(self, namespace: NamespaceKey) -> str | None:
-        """Id of the LoRA adapter with which a namespace's prefixes were computed; None: the model alone."""
-        return adapter_of(namespace, self._adapters)
+        """Id of the LoRA adapter with which a namespace's prefixes were computed; None: the model alone.
+
+        Of adapters that SGLang has loaded, also those that it has unloaded since. A request without an adapter whose
+        client's key ends with such an id is refused (``request_check.py``), so that no namespace has both.
+        """
+        extra_key = namespace[0]
+        # SGLang appends the id without a separator, so only its length tells where it begins.
+        return None if extra_key is None or self._adapters.resolve(extra_key) is None else extra_key[-ADAPTER_ID_CHARS:]
 
     @property
     def lookahead(self) -> int:
-        """1 if SGLang's keys are pairs of tokens, else 0."""
         return int(self._cache.tree_core.is_eagle)
 
     def _key(self, tokens: Sequence[int], namespace: NamespaceKey) -> RadixKey:
@@ -83,7 +91,6 @@ class UnifiedTreePort:
         return int(node.component_data[FULL].lock_ref) - is_held
 
     def locked_by(self, reader: Req) -> UnifiedTreeNode | None:
-        """Last node of the path that a request locks."""
         return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
 
     def cut(self, node: UnifiedTreeNode, end: int) -> UnifiedTreeNode:
@@ -93,7 +100,6 @@ class UnifiedTreePort:
         return node.parent
 
     def token_slots(self, nodes: Sequence[UnifiedTreeNode]) -> torch.Tensor:
-        """[num_tokens], int64, ordinary slots of consecutive uncompressed nodes."""
         return torch.cat([node.component_data[FULL].value for node in nodes])
 
     def hold_span(self, node: UnifiedTreeNode) -> None:
@@ -105,7 +111,6 @@ class UnifiedTreePort:
         data.value = torch.zeros_like(data.value)
 
     def charge(self, node: UnifiedTreeNode, num_slots: int) -> None:
-        """Add ``num_slots`` to a node's size in SGLang's accounting."""
         self._cache.tree_core.adjust_component_size(node.id, FULL, num_slots)
 
     def free(self, token_slots: torch.Tensor) -> None:
@@ -139,7 +144,6 @@ class UnifiedTreePort:
 
     @property
     def num_available(self) -> int:
-        """What admission counts with: free and evictable token slots."""
         return int(self._cache.slot_allocator.available_size()) + self._cache.evictable_size()
 
     def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[UnifiedTreeNode]:
@@ -167,11 +171,9 @@ class UnifiedTreePort:
         self._cache.req_to_token_pool.write((reader.kv.req_pool_idx, slice(0, end)), 0)
 
     def largest(self, value: int, *same: int) -> int:
-        """The largest ``value`` of all ranks; InvariantError if one of ``same`` differs."""
         return self._cache.ranks.largest(value, *same)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, by rank."""
         return self._cache.ranks.gather(numbers)
 
 
@@ -252,7 +254,7 @@ class KVEvictTree(UnifiedRadixCache):
     def drop_unread_parts(self, req: Req) -> bool:
         """Drop what lies below a prompt's last found node, of the same segment, unread; False if there is nothing."""
         node = self.tree_core.node_by_id(req.last_node)
-        span = self.spans.at(node)
+        span = self.spans.get(node)
         if span is None:
             return False
         parts = [child for child in node.children.values() if self.spans.has_part(child, span.segment)]
@@ -260,13 +262,9 @@ class KVEvictTree(UnifiedRadixCache):
 
     # ---- nodes and sizes --------------------------------------------------------------------------------------
 
-    def nodes(self) -> Iterator[UnifiedTreeNode]:
-        """All nodes below the root, in no particular order."""
-        stack = list(self.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
+    def nodes(self) -> list[UnifiedTreeNode]:
+        """All nodes below the root, level by level."""
+        return subtree(self.root_node)[1:]
 
     def node_slots(self, node: UnifiedTreeNode) -> int:
         """Token slots that a node has in the accounting."""
@@ -509,6 +507,11 @@ class KVEvictTree(UnifiedRadixCache):
         """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`Prefills.observe`."""
         node = self.tree_core.node_by_id(req.last_node)
         return self.prefixes.prefills.observe(req, node, start, end, len(req.full_untruncated_fill_ids))
+
+
+def namespace_of_request(req: Req) -> NamespaceKey:
+    """The namespace of a request's prefixes; SGLang has appended the adapter's id to the client's ``extra_key``."""
+    return req.extra_key, req.cache_salt or None
 
 
 def _is_sample(req: Req) -> bool:

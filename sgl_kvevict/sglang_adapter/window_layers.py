@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention
-from sgl_kvevict.attention.batch import Path
+from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.interface import Attention, CapturableAttention
 from sgl_kvevict.sglang_adapter.kv_pools import window_layers_of
 
 if TYPE_CHECKING:

@@ -47,19 +47,19 @@ class StoreIdentity:
         sink_tokens: first tokens of a path that have rows of 16 bits beside others of 4.
     """
 
-    model: str
-    architecture: str
-    dtype: str
-    scales: tuple[float, ...]
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    own_value_dim: int
-    rotary: str
-    rank: int
-    num_ranks: int
-    policy: str
     min_prefix_tokens: int
+    model: str = ""
+    architecture: str = ""
+    dtype: str = ""
+    scales: tuple[float, ...] = ()
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    own_value_dim: int = 0
+    rotary: str = ""
+    rank: int = 0
+    num_ranks: int = 1
+    policy: str = ""
     sink_tokens: int = 0
     statistics: str = ""
 

@@ -19,8 +19,10 @@ from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.row_codec import RowCoding, RowStatistics, encode_rows, write_rows
 from kvevict_kernels.row_sizes import ROWS_PER_SLOT
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
-from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
+from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.support import MAX_HEAD_DIM
@@ -89,7 +91,7 @@ class World:
             write_rows(arena, rows, encode_rows(mean + scale * numbers, mean, scale), self.coding.steps(is_v))
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
         kept = [torch.randperm(num_tokens)[:length].sort().values for length in lens.flatten().tolist()]
-        positions = torch.cat(kept).int() + start if self.geometry.has_windows else None
+        positions = torch.cat(kept).int() + start
         return SpanRuns(rows.int(), starts.int(), lens.int(), num_tokens, positions, bits)
 
     def uneven_span(self, longest: int, start: int = 0, bits: int = 16) -> SpanRuns:
@@ -213,10 +215,7 @@ class World:
         k, v = (
             torch.cat([self._numbers(is_v, *of_span, layer, head) for of_span in (*runs, (own, 16))]) for is_v in (0, 1)
         )
-        of_runs = [
-            torch.zeros(len(rows)) if span.positions is None else span.positions[place]
-            for span, (rows, _), place in zip(self.paths[i], runs, places, strict=True)
-        ]
+        of_runs = [span.positions[place] for span, (rows, _), place in zip(self.paths[i], runs, places, strict=True)]
         positions = torch.cat([*of_runs, own_positions])
         return k, v, positions
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sgl_kvevict.attention import TorchAttention, build_attention, resolve_attention
+from sgl_kvevict.attention.backend import build_attention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
-from sgl_kvevict.attention.kernel_facts import kernels_for
+from sgl_kvevict.attention.kernel_facts import kernels_for, resolve_attention
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.support import KERNELS, reasons

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.graph_tape import GraphTape
+from helpers.graph_tape import GraphTape, recorded
 from helpers.tolerance import assert_same_bits
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 
@@ -45,16 +44,7 @@ class Captured:
         self.visible = torch.ones(num_requests * new_len, dtype=torch.int64, device=device)
         self.tape = GraphTape()
         self.attention.start_capture(num_requests, new_len)
-        self._step()  # warm-up
-        if device == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.results = self._step()
-            self._replay: Callable[[], None] = graph.replay
-        else:
-            with self.tape.record():
-                self.results = self._step()
-            self._replay = self.tape.replay
+        self.results, self._replay = recorded(self._step, self.tape, device)
 
     def _step(self) -> list[tuple[Tensor, Tensor]]:
         ends, visible = (self.seq_lens, None) if self.new_len == 1 else (self.seq_lens + self.new_len, self.visible)
@@ -106,8 +96,10 @@ class Captured:
 
     def _copy(self, span: SpanRuns) -> SpanRuns:
         if span not in self.copies:
-            tensors = (x.to(self.device) for x in (span.rows, span.starts, span.lens))
-            self.copies[span] = SpanRuns(*tensors, span.num_tokens)
+            rows, starts, lens, positions = (
+                x.to(self.device) for x in (span.rows, span.starts, span.lens, span.positions)
+            )
+            self.copies[span] = SpanRuns(rows, starts, lens, span.num_tokens, positions)
         return self.copies[span]
 
 

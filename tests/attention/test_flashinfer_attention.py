@@ -12,11 +12,13 @@ import flashinfer
 import pytest
 import torch
 
+from helpers.implementations import add_all_kinds
 from helpers.torch_flashinfer import BROKEN, Plan
-from sgl_kvevict.attention import CapturableAttention, build_attention
+from sgl_kvevict.attention.backend import build_attention
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
 from sgl_kvevict.attention.flashinfer.wrapper import ROW_BOUNDS
+from sgl_kvevict.attention.interface import CapturableAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import UnsupportedSetupError
 
@@ -33,21 +35,10 @@ def make(world: World) -> FlashInferAttention:
     return FlashInferAttention(world.geometry, world.k, world.v)
 
 
-def many_kinds(world: World) -> None:
-    shared, deep = world.uneven_span(60), world.uneven_span(31)
-    empty = world.span(torch.zeros_like(shared.lens), num_tokens=1)
-    world.add((), 50)
-    world.add((world.uneven_span(70),), 40)
-    world.add((shared, deep), 22)
-    world.add((empty, world.uneven_span(5), shared), 33)
-    world.add((deep, shared), 27)
-    world.add((empty,), 21)
-
-
 def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sgl_kvevict.attention.flashinfer.lists.PART_ENTRIES", 8)
     world = make_world(2, 4, 64)
-    many_kinds(world)
+    add_all_kinds(world)
     attention = make(world)
     world.check(attention, noise=ROUNDINGS)
     assert attention._spans is not None
@@ -122,14 +113,6 @@ def test_layers_with_windows_are_our_kernels(
         make(world)
 
 
-def test_what_flashinfer_cannot_do_is_refused(make_world: MakeWorld) -> None:
-    world = make_world(2, 4, 80, dtype=torch.float32)
-    with pytest.raises(UnsupportedSetupError) as refused:
-        make(world)
-    assert "head_dim of 64, 128 or 256; the model's is 80" in str(refused.value)
-    assert "the pool's dtype is float32" in str(refused.value)
-
-
 def test_the_installed_flashinfer_has_what_we_rely_on() -> None:
     """Names, order and meaning that this package took from FlashInfer 0.7.2, which SGLang 0.5.23 pins."""
     assert version("flashinfer-python") == "0.7.2"
@@ -178,5 +161,5 @@ def test_a_warm_up_plans_spans_and_suffixes(make_world: MakeWorld, flashinfer_pl
     attention = make(world)
     attention.warm_up()
     assert [plan.causal for plan in flashinfer_plans] == [False, True]
-    many_kinds(world)
+    add_all_kinds(world)
     world.check(attention, noise=ROUNDINGS)

@@ -10,13 +10,13 @@ import torch
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from kvevict_kernels.row_codec import RowCoding, RowStatistics
 from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention import Attention, TorchAttention
 from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 
@@ -242,13 +242,3 @@ def test_flashinfer_reads_rows_of_16_bits_only(make_world: MakeWorld) -> None:
     attention = FlashInferAttention(world.geometry, world.k, world.v)
     with pytest.raises(InvariantError, match="a span has rows of 4 bits"):
         attention.plan(world.batch())
-
-
-@pytest.mark.parametrize("head_dim", [48, 64])
-def test_a_coding_that_does_not_fit_is_refused(build: Build, make_world: MakeWorld, head_dim: int) -> None:
-    world = make_world(2, 2, head_dim)
-    ones = torch.ones(2, 2 if head_dim == 48 else 3, head_dim)
-    steps = torch.ones(4 * world.geometry.num_head_slots).bfloat16()
-    world.coding = RowCoding(RowStatistics(ones, ones, ones, ones), steps, steps)
-    with pytest.raises(ValueError, match="statistics: "):
-        build(world)

@@ -13,7 +13,6 @@ from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
-from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:
     from conftest import Build, MakeWorld, World
@@ -150,16 +149,6 @@ def test_a_captured_step_follows_the_windows(make_world: MakeWorld) -> None:
             world.grow(i, 3 * i)
         world.remove(0)
         world.add((world.paths[0][0],), 5)
-
-
-def test_spans_without_positions_are_refused(build: Build, make_world: MakeWorld) -> None:
-    """A layer with a window cannot tell which of their entries it sees."""
-    world = make_world(1, 1, 16, windows=(30, 0), num_token_slots=100)
-    world.add((replace(world.uneven_span(40), positions=None),), 4)
-    attention = build(world)
-    with pytest.raises((ValueError, InvariantError), match="positions"):
-        attention.plan(world.batch())
-        attention.run(0, world.queries(), world.sm_scale)
 
 
 def test_sink_logits_of_other_heads_are_refused(make_world: MakeWorld) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention.flashinfer.lists import SpanGroup, group_spans, join_runs, merge_table
+from sgl_kvevict.attention.flashinfer.lists import SpanGroup, group_spans, join_runs
 from sgl_kvevict.geometry import KVGeometry
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=8, num_token_slots=100)
@@ -13,7 +13,7 @@ def span(head_slots: torch.Tensor, first: int, lens: list[list[int]]) -> SpanRun
     """A span cut from a segment: runs one after the other from ``first``."""
     run_lens = torch.tensor(lens, dtype=torch.int32)
     starts = first + run_lens.flatten().cumsum(0).view(2, 2) - run_lens
-    return SpanRuns(head_slots, starts.int(), run_lens, num_tokens=5)
+    return SpanRuns(head_slots, starts.int(), run_lens, 5, head_slots)
 
 
 SEGMENT = torch.arange(100, 120, dtype=torch.int32)
@@ -24,7 +24,7 @@ C = span(torch.arange(50, 60, dtype=torch.int32), 0, [[0, 2], [1, 1]])
 
 def test_spans_are_grouped_by_their_readers() -> None:
     """Depth does not matter, and equal contents are not the same span."""
-    twin = SpanRuns(A.rows, A.starts, A.lens, A.num_tokens)
+    twin = SpanRuns(A.rows, A.starts, A.lens, A.num_tokens, A.positions)
     groups = group_spans([(A, B), (), (C, B, A), (twin,)])
     assert groups == [SpanGroup((0, 2), (A, B)), SpanGroup((2,), (C,)), SpanGroup((3,), (twin,))]
 
@@ -35,10 +35,3 @@ def test_joined_runs_by_hand() -> None:
     assert lens.shape == (2, 4)
     assert lens.flatten().tolist() == [len(run) for run in expected]
     assert head_slots.tolist() == [slot for run in expected for slot in run]
-
-
-def test_merge_table_by_hand() -> None:
-    table, counts = merge_table(torch.tensor([2, 0, 2, 2]), 4)
-    assert counts.tolist() == [1, 0, 3, 0]
-    assert table.tolist() == [[1, 1, 1], [0, 0, 0], [0, 2, 3], [0, 0, 0]]
-    assert merge_table(torch.empty(0, dtype=torch.int64), 2)[0].shape == (2, 0)

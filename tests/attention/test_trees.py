@@ -13,8 +13,11 @@ from helpers.poison import poisoned_allocations
 from helpers.specialisations import recorded
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from helpers.torch_flashinfer import Plan
-from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention, build_attention
+from sgl_kvevict.attention.backend import build_attention
+from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.support import MAX_DRAFTS

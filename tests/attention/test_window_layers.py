@@ -11,9 +11,11 @@ from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
-from helpers.graph_tape import GraphTape
+from helpers.graph_tape import GraphTape, recorded
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
-from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
@@ -137,17 +139,7 @@ class CapturedSteps:
         self.queries = torch.zeros(2, size, HEADS, DIM, device=device)
         self.new_kv = torch.zeros(2, 2, size, KV_HEADS, DIM, device=device)
         requests.window_layers.start_capture(size)
-        self._step()  # warm-up
-        if device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.outs = self._step()
-            self._replay = graph.replay
-        else:
-            tape = GraphTape()
-            with tape.record():
-                self.outs = self._step()
-            self._replay = tape.replay
+        self.outs, self._replay = recorded(self._step, GraphTape(), device.type)
 
     def _step(self) -> list[Tensor]:
         requests = self.requests

@@ -23,14 +23,6 @@ def test_several_nodes_become_one_segment():
     assert len({span.segment for span in harness.tree.spans.values()}) == 1
 
 
-def test_what_cannot_be_split_becomes_one_segment_between_branches():
-    harness, totals = cache(splittable=False, min_prefix_tokens=16)
-    harness.finish(harness.run([*DOCUMENT[:11], 50]))
-    harness.finish(harness.run(document(0, 20)))  # its last two tokens stay as they are
-    assert ranges(harness) == [(0, 11), (11, 18)] and (totals.compressions, totals.compressed_tokens) == (2, 18)
-    assert len({span.segment for span in harness.tree.spans.values()}) == 2
-
-
 def test_a_lock_that_no_reader_explains_is_waited_for():
     harness, totals = cache()
     req = harness.request(DOCUMENT)
@@ -79,10 +71,3 @@ def test_a_request_that_will_not_be_cached_is_not_observed():
     assert harness.tree.observe(req, 18, 19) == []
     assert harness.tree.prefixes.readers[req].is_live
     harness.prefill(req)
-
-
-def test_a_flush_is_counted():
-    harness, totals = cache()
-    harness.finish(harness.run(DOCUMENT))
-    harness.flush()
-    assert not harness.tree.spans and totals.clears == 1

@@ -52,7 +52,7 @@ def packed(harness: Harness, tokens: list[int], share: float):
     path = prefixes._tree.find(tokens, (None, None))
     prefixes.resizer.compress(path[-1], len(tokens), share=share)
     harness.check()
-    return prefixes.spans.at(prefixes._tree.find(tokens, (None, None))[-1]).segment
+    return prefixes.spans.get(prefixes._tree.find(tokens, (None, None))[-1]).segment
 
 
 def num_entries(segment) -> int:
@@ -272,7 +272,7 @@ def test_an_error_of_the_hosts_copy_is_that_prefixs(monkeypatch, fault):
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_without_memory_of_the_device_entries_come_back_later(monkeypatch, is_dropped):
     harness = harness_of(bits="auto")
-    segment, prefixes = shrunk(harness, 0.3), harness.tree.prefixes
+    segment, prefixes = shrunk(harness, 0.15), harness.tree.prefixes
     if is_dropped:
         harness.drop_all()
     size, free = segment.num_entries, harness.allocator.available_size()

@@ -9,8 +9,9 @@ from helpers.documents import admitted, document, make_harness, nodes_of, ranges
 from helpers.harness import Harness
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.cache.pressure import WITH_16_BITS, WITH_FEW_BITS
+from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies.order import LARGEST
-from sgl_kvevict.segments import CacheObservation, PromptObservation
+from sgl_kvevict.segments.prompt_observation import CacheObservation, PromptObservation
 
 BELOW = {"budget": 0.25, "min_budget": 0.1}
 """Shares 0.25 and 0.1 in rows of 16 bits."""
@@ -148,6 +149,17 @@ def test_a_resize_keeps_the_first_in_order(harness):
     for run in range(runs):
         old, new = (x.positions[x.indptr[run] : x.indptr[run + 1]].tolist() for x in (before, after))
         assert new == sorted(new) and set(new) <= set(old)
+
+
+def test_a_resize_gives_no_slots(harness):
+    """What it refuses leaves everything as it was."""
+    reclaim(harness)
+    (segment,), free = harness.tree.prefixes.table.packed, harness.allocator.available_size()
+    held = segment.num_slots
+    with pytest.raises(InvariantError, match="num_slots: got"):
+        harness.tree.prefixes.resizer.resize(segment, held + 1)
+    assert (segment.num_slots, harness.allocator.available_size()) == (held, free)
+    harness.check()
 
 
 @pytest.mark.parametrize(("tail_tokens", "sink_tokens", "kept"), [(2, 0, [19]), (1, 2, [0, 1]), (4, 0, [19])])

@@ -59,22 +59,6 @@ def test_questions_go_before_the_compressed_prefixes_they_hang_off(harness):
     harness.check()
 
 
-def test_plain_recency_would_drop_a_prefix_first(harness, monkeypatch):
-    """What the test above is about: two leaves of the first document's branch are older than the last questions."""
-    for number in (0, 1, 2):
-        ask(harness, number, 6, 7, 8, 9)
-    fifo = Harness(num_slots=400, eviction_policy="fifo")
-    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaim", lambda *_: 0)  # else prefixes would be shrunk first
-    monkeypatch.setattr(fifo.tree.prefixes.pressure, "reclaimable", lambda: 0)
-    for number in range(3):
-        ask(fifo, number)
-        ask(fifo, number, 1, 2, 3, 4, 5)
-    for tree in (harness, fifo):
-        for _ in range(2):
-            tree.evict(1)
-    assert held(harness) == {0, 1, 2} and held(fifo) == {1, 2}
-
-
 def test_a_prefix_that_is_left_alone_goes_in_the_end(harness):
     rounds = 0
     while 2 in held(harness):
@@ -109,11 +93,10 @@ def leaves(count: int) -> list[SimpleNamespace]:
     return [Leaf(name=i, last_access_time=time.monotonic()) for i in range(count)]
 
 
-def recency_of(spans, now=lambda: 0):
-    """The order over leaves with these spans."""
-    until = {}
-    table = SimpleNamespace(spans=spans, retained_until=lambda node: until.get(node, 0), retain=until.__setitem__)
-    return CostAwareRecency(table, time.monotonic, now)
+def recency_of(spans):
+    """The order over leaves with these spans, of which none is retained."""
+    table = SimpleNamespace(spans=spans, retained_until=lambda _node: 0)
+    return CostAwareRecency(table, time.monotonic, lambda: 0)
 
 
 def credits(strategy, nodes):
@@ -138,19 +121,6 @@ def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
     assert credits(recency, leaves(1)) == [2.0]
 
 
-def test_what_is_retained_has_the_credit_of_what_is_used_until_its_time_has_come():
-    (kept, other), seconds = leaves(2), [0]
-    recency = recency_of({}, lambda: 1000 * seconds[0])
-    kept.key = "12345"
-    recency.retain([kept], 1, 10.0)
-    for level in range(1, 5):
-        recency.raise_level((float(level), 0.0))
-        assert credits(recency, [kept, other, *leaves(1)]) == [level + 1.0, 1.0, level + 1.0]
-        seconds[0] += 3
-    recency.raise_level((5.0, 0.0))
-    assert credits(recency, [kept, other, *leaves(1)]) == [5.0, 1.0, 6.0]
-
-
 def test_the_levels_do_not_grow_without_bound(monkeypatch):
     monkeypatch.setattr(recency_module, "MAX_LEVELS", 4)
     recency, old = recency_of({}), leaves(1)
@@ -159,11 +129,10 @@ def test_the_levels_do_not_grow_without_bound(monkeypatch):
     assert credits(recency, [*old, *leaves(1)]) == [16.0, 20.0]
 
 
-@pytest.mark.parametrize("leave", ["discard", "remove"])
-def test_a_node_that_left_is_not_kept_alive(leave):
+def test_a_node_that_left_is_not_kept_alive():
     nodes = recency_module.NodeSet()
     first, second = leaves(2)
     nodes.add(first)
     nodes.add(second)
-    getattr(nodes, leave)(first)
+    nodes.discard(first)
     assert nodes.take_new() == [second] and nodes == {second}

@@ -13,7 +13,8 @@ from helpers.documents import document, make_harness
 from helpers.own_policies import OWN_POLICIES
 from helpers.stream_tape import StreamTape
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.segments import SideStream, packer
+from sgl_kvevict.segments import packer
+from sgl_kvevict.segments.streams import SideStream
 
 DEVICE = torch.device("cuda:0")
 

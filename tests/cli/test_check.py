@@ -7,18 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.command_line import COMPLETE
 from sgl_kvevict.cli import main
-from sgl_kvevict.machine import Gpu, Machine
-
-GPU_MACHINE = Machine(
-    packages={"sglang": "0.5.23", "torch": "2.14.1", "triton": "3.8.0", "flashinfer-python": "0.7.2"},
-    plugins=frozenset({"kvevict", "kvevict_cpu"}),
-    host_gib=60.0,
-    torch_cuda="13.0",
-    gpus=(Gpu("NVIDIA H100", (9, 0), 227, 79.0, 79.6),),
-    home="/home/somebody",
-    cache="/home/somebody/.cache/sglang",
-)
+from sgl_kvevict.machine import Machine
 
 
 def run(
@@ -33,11 +24,11 @@ def run(
 def test_both_paths_are_shown_and_the_gpu_counts_where_there_is_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, out = run(capsys, monkeypatch, GPU_MACHINE)
+    code, out = run(capsys, monkeypatch, COMPLETE)
     assert code == 0
     assert "GPU: a server could start" in out and "CPU: a server could start" in out
     assert len(out.splitlines()) <= 40  # one screen
-    code, out = run(capsys, monkeypatch, replace(GPU_MACHINE, torch_cuda=None))
+    code, out = run(capsys, monkeypatch, replace(COMPLETE, torch_cuda=None))
     assert code == 1
     assert "GPU: a server could not start" in out and "CPU: a server could start" in out
     missing = next(line for line in out.splitlines() if line.startswith("  missing"))
@@ -48,7 +39,7 @@ def test_both_paths_are_shown_and_the_gpu_counts_where_there_is_one(
 def test_a_machine_without_a_gpu_is_judged_as_a_cpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = replace(GPU_MACHINE, gpus=(), torch_cuda=None)
+    plain = replace(COMPLETE, gpus=(), torch_cuda=None)
     assert run(capsys, monkeypatch, plain)[0] == 0
     code, out = run(capsys, monkeypatch, plain, "--device", "cuda")
     assert code == 1
@@ -70,12 +61,12 @@ def test_a_machine_without_a_gpu_is_judged_as_a_cpu(
 def test_an_environment_in_which_sglang_ends_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changed: dict[str, object], line: str
 ) -> None:
-    code, out = run(capsys, monkeypatch, replace(GPU_MACHINE, **changed), "--device", "cpu")
+    code, out = run(capsys, monkeypatch, replace(COMPLETE, **changed), "--device", "cpu")
     assert code == 1 and "CPU: a server could not start" in out and f"  missing  {line}" in out
 
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out = run(capsys, monkeypatch, replace(GPU_MACHINE, torch_cuda=None), "--json")
+    code, out = run(capsys, monkeypatch, replace(COMPLETE, torch_cuda=None), "--json")
     answer = json.loads(out)
     assert code == 1
     assert (answer["device"], answer["can_start"]) == ("cuda", False)

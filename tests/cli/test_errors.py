@@ -18,7 +18,7 @@ from helpers.command_line import run
 from helpers.stored import identity, record, tokens
 from helpers.web_servers import QuietHandler, serving
 from sgl_kvevict.cli import app
-from sgl_kvevict.store import SegmentStore, open_backend
+from sgl_kvevict.store.segments import SegmentStore, open_backend
 
 TEXT = "tests: a prefix"
 

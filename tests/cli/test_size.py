@@ -10,7 +10,6 @@ import pytest
 
 from helpers.command_line import run
 from sgl_kvevict.cli.size import (
-    ModelSizes,
     fits,
     longest_prompt,
     parse_bytes,
@@ -20,8 +19,9 @@ from sgl_kvevict.cli.size import (
 )
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.geometry import KVGeometry
 
-LLAMA_8B = ModelSizes(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+LLAMA_8B = KVGeometry(num_layers=32, num_qo_heads=8, num_kv_heads=8, head_dim=128, num_token_slots=1)
 
 
 def test_bytes_of_a_slot():
@@ -104,9 +104,9 @@ def test_every_share_of_the_default_keeps_the_entries_that_its_bits_leave_room_f
 @pytest.mark.parametrize(
     ("config", "sizes", "reason"),
     [
-        (KVEvictConfig(), ModelSizes(2, 2, 80, 2), "head_dim is 80"),
-        (KVEvictConfig(), ModelSizes(2, 1, 576, 2, is_latent=True), "latents (MLA)"),
-        (KVEvictConfig(bits=16), ModelSizes(2, 2, 80, 2), ""),
+        (KVEvictConfig(), KVGeometry(2, 2, 2, 80, 1), "head_dim is 80"),
+        (KVEvictConfig(), KVGeometry(2, 1, 1, 576, 1, latent_dim=576), "latents (MLA)"),
+        (KVEvictConfig(bits=16), KVGeometry(2, 2, 2, 80, 1), ""),
         (KVEvictConfig(), LLAMA_8B, ""),
     ],
 )
@@ -158,14 +158,14 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
     assert read_model_sizes(model) == LLAMA_8B
     nested = {"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "head_dim": 5}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "dtype": "float32", **nested}))
-    assert read_model_sizes(model) == ModelSizes(2, 4, 5, 2)
+    assert read_model_sizes(model) == KVGeometry(2, 4, 4, 5, 1)
     mixed = nested["text_config"] | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", **mixed}))
-    assert read_model_sizes(model) == ModelSizes(2, 4, 5, 2)
+    assert read_model_sizes(model) == KVGeometry(2, 4, 4, 5, 1)
     latents = nested["text_config"] | {"num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", **latents}))
     sizes = read_model_sizes(model)
-    assert (sizes, sizes.slot_bytes) == (ModelSizes(2, 1, 576, 2, is_latent=True), 2 * 576 * 2)
+    assert (sizes, sizes.slot_bytes) == (KVGeometry(2, 1, 1, 576, 1, latent_dim=576), 2 * 576 * 2)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="lacks num_hidden_layers, num_attention_heads, hidden_size"):
         read_model_sizes(model)

@@ -7,8 +7,8 @@ import pytest
 from helpers.command_line import run
 from helpers.stored import identity, record, tokens, with_header
 from sgl_kvevict.errors import CorruptSegmentError
-from sgl_kvevict.store import SegmentStore, open_backend
 from sgl_kvevict.store.segment_file import read_header
+from sgl_kvevict.store.segments import SegmentStore, open_backend
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)

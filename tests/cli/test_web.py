@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli import web as web_module
 from sgl_kvevict.cli.web import MAX_CONNECTIONS, WebServer
-from sgl_kvevict.events.client import InspectClient
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -144,16 +142,6 @@ def test_a_silent_server_is_named(tmp_path):
         for path in ("/tree", "/node/1"):
             status, body = get(server, path)
             assert status == 502 and "no answer from ipc://" in json.loads(body)["error"]
-
-
-def test_pages_at_once_share_one_connection(web, monkeypatch):
-    made = []
-    number = nodes(web)[0]["id"]  # the connection is made by the first question
-    monkeypatch.setattr(InspectClient, "__init__", lambda *arguments: made.append(arguments))
-    with ThreadPoolExecutor(8) as pool:
-        paths = ["/tree", f"/node/{number}"] * 8
-        assert {status for status, _ in pool.map(lambda path: get(web, path), paths)} == {200}
-    assert made == []
 
 
 def test_a_port_that_is_taken_and_options_that_do_not_go_together(capsys, web):

@@ -17,17 +17,11 @@ from torch import Tensor
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from kvevict_tools.models import model_path
-from sgl_kvevict.distill import (
-    Learned,
-    ModelIdentity,
-    ScoreWeights,
-    all_weights,
-    files,
-    load_learned,
-    save_learned,
-)
+from sgl_kvevict.distill import files
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
+from sgl_kvevict.distill.files import Learned, ModelIdentity, load_learned, save_learned
 from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError
 
 ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
@@ -143,18 +137,9 @@ def test_statistics_that_no_row_can_be_written_with_are_refused(tmp_path: Path) 
 
 
 def test_versions_with_other_formats_share_no_file_of_the_users_cache() -> None:
-    assert files.cached_file(MODEL).parent == files.weights_folders()[0]
-    assert files.weights_folders()[0].name == files.FORMAT.rpartition(" ")[2]
-
-
-def test_weights_are_found_by_fingerprint_in_the_first_folder_that_has_them(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    assert all_weights(MODEL, folders) == []
-    for folder in reversed(folders):
-        save_learned(folder / files.file_name(MODEL), LEARNED, MODEL)
-        assert all_weights(MODEL, folders)[0] == folder / "abababababababab.safetensors"
-    assert all_weights(MODEL, folders) == [folder / "abababababababab.safetensors" for folder in folders]
-    assert all_weights(replace(MODEL, fingerprint="cd" * 32), folders) == []
+    cached, shipped = files.files_of(MODEL)
+    assert cached.name == shipped.name == "abababababababab.safetensors"
+    assert cached.parent.name == files.FORMAT.rpartition(" ")[2]
 
 
 @pytest.mark.parametrize(("name", "recall"), [("demo", 0.8), ("qwen-0.5b", 0.78), ("qwen-1.5b", 0.76)])
@@ -167,7 +152,7 @@ def test_those_of_some_named_models_come_with_the_package(name: str, recall: flo
     config = json.loads((folder / "config.json").read_text())
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     sizes = (config["num_hidden_layers"], config["num_key_value_heads"], head_dim)
-    path = files.weights_folders()[-1] / f"{fingerprint[:16]}.safetensors"
+    path = files.files_of(replace(MODEL, fingerprint=fingerprint))[-1]
     assert path.is_file() and path.stat().st_size < 250_000
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     angles = torch.outer(torch.arange(2.0), theta ** -(torch.arange(0, head_dim, 2) / head_dim))

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from helpers.statistics import normal
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill import CachedRange, ScoredText, ScoreLearner, window_features
-from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
-from sgl_kvevict.distill.learner import RIDGE, SAMPLED_TOKENS, SCORE_FLOOR, RidgeStatistics, top_recall
-from sgl_kvevict.distill.weights import heads_of_rank, of_all_heads
+from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, cache_features, num_cache_features, window_features
+from sgl_kvevict.distill.learner import (
+    RIDGE,
+    SAMPLED_TOKENS,
+    SCORE_FLOOR,
+    RidgeStatistics,
+    ScoredText,
+    ScoreLearner,
+    top_recall,
+)
+from sgl_kvevict.distill.weights import heads_of_rank, of_all_heads, score_range
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, QueryWindow, Signal
 
@@ -88,7 +95,7 @@ def test_weights_find_what_passes_keep_of_a_text_not_learned_from() -> None:
     recall = learner.recall(weights, other.text, 0.2)
     assert recall > 0.9
     window = torch.stack([other.features(layer)[..., -NUM_WINDOW:] for layer in range(LAYERS)])
-    found = weights.score(other.tokens, ROTARY, window)
+    found = score_range(weights.window, other.tokens, ROTARY, window)
     assert top_recall(found[..., 4:], other.scores[..., 4:], 0.2) == pytest.approx(recall, abs=0.01)
     assert learner.recall(weights, Prefix(51, noise=True).text, 0.2) < 0.5
 
@@ -106,11 +113,10 @@ def test_layers_with_a_window_are_not_learned_from_and_count_for_nothing() -> No
 
 def test_the_sums_stay_as_large_as_they_are_and_long_texts_count_no_more() -> None:
     learner = learner_of(Prefix(0))
-    columns = num_cache_features(DIM) + NUM_WINDOW
-    assert learner._statistics.num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
+    statistics, columns = learner._statistics, num_cache_features(DIM) + NUM_WINDOW
     learner.add(Prefix(1, num_tokens=3000).text)
-    assert learner._statistics.num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
-    statistics = learner._statistics
+    num_bytes = sum(each.nbytes for each in vars(statistics).values() if isinstance(each, torch.Tensor))
+    assert num_bytes == LAYERS * HEADS * columns * (columns + 1) * 8
     counted = statistics._gram[0, 0, statistics.constant, statistics.constant]
     assert 146 + SAMPLED_TOKENS // 2 < counted <= 146 + SAMPLED_TOKENS  # the first 4 tokens are left out
 

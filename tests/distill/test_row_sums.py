@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvevict_kernels.checks import FP8
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill import CachedRange, RowSums
+from sgl_kvevict.distill.features import CachedRange
 from sgl_kvevict.distill.learner import NUM_SINKS
-from sgl_kvevict.distill.row_sums import MIN_SHARE, SPREAD_POSITIONS
+from sgl_kvevict.distill.row_sums import MIN_SHARE, SPREAD_POSITIONS, RowSums
 from sgl_kvevict.geometry import KVGeometry, KVScales
 
 LAYERS, SLOTS, HEADS, DIM = 3, 50, 4, 8

@@ -10,12 +10,13 @@ import torch
 from helpers.statistics import normal
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, LearnedScores, ScoreWeights, window_features
-from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
-from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, heads_of_rank, score_range
+from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, cache_features, num_cache_features, window_features
+from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, LearnedScores, ScoreWeights, heads_of_rank, score_range
 from sgl_kvevict.geometry import KVGeometry, KVScales
 from sgl_kvevict.policies import LayerView, QueryWindow, Signal, build_policy
-from sgl_kvevict.segments import CacheObservation, Compressor, SegmentPacker
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.prompt_observation import CacheObservation
+from sgl_kvevict.segments.ranker import Compressor
 
 LAYERS, SLOTS, HEADS, DIM = 3, 90, 2, 16
 
@@ -125,8 +126,7 @@ def test_window_attention_adds_its_part() -> None:
     window = normal(7, LAYERS, HEADS, 50, NUM_WINDOW)
     expected = score_range(both[..., :-NUM_WINDOW].contiguous(), part, turned)
     expected = expected + torch.einsum("lhnf,lhf->lhn", window, both[..., -NUM_WINDOW:])
-    torch.testing.assert_close(weights.score(part, turned, window), expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(weights.score(part, turned, None), score_range(cache, part, turned))
+    torch.testing.assert_close(score_range(weights.window, part, turned, window), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_window_features_are_logarithms_of_attention() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import assert_all_slots_are_back, random_jobs, run_jobs
+from helpers.traffic import assert_all_slots_are_back, generate, random_jobs, run_jobs
 from kvevict_tools.launcher import FLOAT32_FLAGS
 
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
@@ -49,9 +47,8 @@ def test_random_requests_on_a_pool_that_is_too_small(start, tiny_llama, config, 
 
 def margin(server, input_ids):
     """Difference between the log-probabilities of the two best next tokens."""
-    body = {"input_ids": input_ids, "return_logprob": True, "top_logprobs_num": 2}
-    body |= {"sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}}
-    best, second = json.loads(server.post("/generate", body))["meta_info"]["output_top_logprobs"][0]
+    answer = generate(server, input_ids, 1, return_logprob=True, top_logprobs_num=2)
+    best, second = answer["meta_info"]["output_top_logprobs"][0]
     return best[0] - second[0]
 
 

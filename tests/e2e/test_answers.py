@@ -119,9 +119,8 @@ def test_samples_and_grammars(server):
     sampling = {"temperature": 0, "max_new_tokens": 300, "regex": "(ab|ba){100,110}"}
     text = json.loads(server.post("/generate", {"input_ids": prompt(90, 8), "sampling_params": sampling}))["text"]
     assert 200 <= len(text) <= 220 and set(zip(text[::2], text[1::2], strict=True)) <= {("a", "b"), ("b", "a")}
-    body = {"input_ids": prompt(90, 9), "return_logprob": True}
-    body |= {"sampling_params": {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}}
-    assert len(json.loads(server.post("/generate", body))["meta_info"]["output_token_logprobs"]) == 200
+    answer = generate(server, prompt(90, 9), 200, return_logprob=True)
+    assert len(answer["meta_info"]["output_token_logprobs"]) == 200
     assert_all_slots_are_back(server)
 
 

@@ -17,7 +17,7 @@ from helpers.event_sockets import wait_until
 from helpers.tiny_model import save_tiny_llama
 from helpers.traffic import assert_all_slots_are_back, generate, numbers
 from kvevict_tools.launcher import FLOAT32_FLAGS
-from kvevict_tools.measure import plugin_state
+from kvevict_tools.measure import flush, plugin_state
 
 CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "1024", *FLOAT32_FLAGS)
@@ -40,11 +40,8 @@ def document(seed: int) -> list[int]:
     return numbers(seed, 400)
 
 
-def ask(server, input_ids, max_new_tokens=4, custom_params=None, **fields):
-    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    if custom_params is not None:
-        sampling["custom_params"] = custom_params
-    return json.loads(server.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **fields}))
+def ask(server, input_ids, max_new_tokens=4, **fields):
+    return generate(server, input_ids, max_new_tokens, **fields)
 
 
 def compress(server, seed: int) -> None:
@@ -53,27 +50,9 @@ def compress(server, seed: int) -> None:
     assert plugin_state(server)["spans"] > 0
 
 
-def flush(server) -> None:
-    server.post("/flush_cache?timeout=60")
-
-
 @pytest.mark.parametrize("theirs", ["text", ["list"], 5, 1.5, True, {"other": {"kvevict": 1}}, {"kvevict": None}])
 def test_custom_params_that_are_not_ours_pass(server, theirs):
     assert len(ask(server, [5, 6, 7], custom_params=theirs)["output_ids"]) == 4
-
-
-def test_beam_search_is_refused(server):
-    sampling = {"temperature": 0, "max_new_tokens": 4, "beam_width": 2}
-    with pytest.raises(urllib.error.HTTPError) as error:
-        server.post("/generate", {"input_ids": document(60), "sampling_params": sampling})
-    assert error.value.code == 400 and b"beam search" in error.value.read()
-
-
-def test_an_empty_prompt_is_refused_beside_others(server):
-    body = {"input_ids": [[5, 6, 7], []], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-    with pytest.raises(urllib.error.HTTPError) as error:
-        server.post("/generate", body)
-    assert error.value.code == 400 and b"got no tokens" in error.value.read()
 
 
 def test_names_are_no_identities(server):

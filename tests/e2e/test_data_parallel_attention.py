@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from helpers.tiny_model import VOCAB_SIZE, save_tokenizer
-from helpers.traffic import idle_states
+from helpers.tiny_model import TIE, VOCAB_SIZE, lag, save_tokenizer
+from helpers.traffic import generate, states_with_all_slots
 from kvevict_tools.launcher import FLOAT32_FLAGS
 from sgl_kvevict.client import CacheReport
 
@@ -21,8 +20,6 @@ FLAGS = (
 )
 ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # one list of cores a rank
 CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16}
-TIE = 1e-3
-"""As in the tests of tensor parallelism."""
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +54,7 @@ def answer(server, prompt, rank, count=8):
 
 def reply(server, prompt, rank, count=8, **options):
     """The whole answer of :func:`answer`, to a request with options for the plugin."""
-    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-    sampling["custom_params"] = {"kvevict": options}
-    body = {"input_ids": prompt, "sampling_params": sampling, "routed_dp_rank": rank}
-    return json.loads(server.post("/generate", body))
+    return generate(server, prompt, count, {"kvevict": options}, routed_dp_rank=rank)
 
 
 def serve(server, ranks):
@@ -72,30 +66,14 @@ def serve(server, ranks):
     return [asked[0], *asked], answers
 
 
-def assert_all_slots_are_back(server):
-    server.check_alive()
-    states = idle_states(server)
-    assert len(states) == 2 and server.leak_messages() == []
-    for state in states:
-        assert state["leaked_slots"] == 0 and not any(state["errors"].values())
-        assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
-    return states
-
-
-@torch.inference_mode()
-def lag(model, prompt, output):
-    """How much lower than the best token's an output token's logit is at most, given the tokens before it."""
-    logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-    return float((logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]).max())
-
-
 def test_outputs_are_those_of_the_whole_model_at_budget_one(start, model_folder):
     """Of one process (transformers, float32), with a rank that has none, fewer or as many requests as the other."""
     config = {**CONFIG, "policy": "ada-snapkv", "policy_options": {"window_size": 16}, "budget": 1.0}
     server = start(model_folder, *FLAGS, config=config, env=ENV)
     asked, answers = serve(server, [0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1])
-    states = assert_all_slots_are_back(server)
+    states = states_with_all_slots(server)
     server.stop(grace_s=0)
+    assert len(states) == 2
     assert all(state["compressions"] >= 1 and state["span_tokens"] >= 284 for state in states)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     assert max(map(lag, [model] * len(asked), asked, answers)) < TIE
@@ -117,7 +95,7 @@ def test_prefixes_are_compressed_while_the_other_rank_has_no_requests(start, mod
     server = start(model_folder, *FLAGS, "--kv-cache-dtype", "bfloat16", config=config, env=ENV)
     for prompt in prompts(1, 6):
         answer(server, prompt, 0)
-    idle, busy = sorted(assert_all_slots_are_back(server), key=lambda state: state["span_tokens"])
+    idle, busy = sorted(states_with_all_slots(server), key=lambda state: state["span_tokens"])
     assert busy["span_tokens"] >= 284 and busy["span_slots"] < 0.4 * busy["span_tokens"]
     assert idle["span_tokens"] == 0
     asked = prompts(1, 1)[0]
@@ -125,10 +103,10 @@ def test_prefixes_are_compressed_while_the_other_rank_has_no_requests(start, mod
     assert reports[0].compressed.num_tokens >= 284 and reports[1].device == 0
     _, answers = serve(server, [0, 1, 1, 0, 1, 0])
     assert [len(tokens) for tokens in answers] == [8] * 7
-    assert all(state["span_tokens"] > 0 for state in assert_all_slots_are_back(server))
+    assert all(state["span_tokens"] > 0 for state in states_with_all_slots(server))
     answer(server, asked, 1, 1)
     for options, share in (({}, 0.36), ({"complete": True}, 1.0)):
         for report in read(server, asked, **options):
             assert report.num_tokens >= 284 and 4 <= report.bits < 8
             assert report.share == pytest.approx(share, abs=0.02)  # the sum of two rounded numbers
-    assert all(state["returned_entries"] > 0 for state in assert_all_slots_are_back(server))
+    assert all(state["returned_entries"] > 0 for state in states_with_all_slots(server))

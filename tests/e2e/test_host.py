@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from helpers.modes import assert_nothing_leaked
@@ -22,9 +20,7 @@ def server(start, tiny_llama):
 
 def ask(server, document: list[int]) -> tuple[list[int], int]:
     """What is generated for a question, and how many tokens of the prompt were found."""
-    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    body = {"input_ids": document + numbers(99, 16), "sampling_params": sampling}
-    reply = json.loads(server.post("/generate", body))
+    reply = generate(server, document + numbers(99, 16), 12)
     return reply["output_ids"], reply["meta_info"]["cached_tokens"]
 
 
@@ -46,10 +42,7 @@ def test_what_was_dropped_is_found_again_with_the_same_answers(server):
 
 def hinted(server, seed: int, hint: dict | None = None, num_new: int = 2) -> dict[str, int]:
     """What a client is told whose request gives a hint."""
-    custom = {} if hint is None else {"custom_params": {"kvevict": hint}}
-    body = {"input_ids": numbers(seed, TOKENS) + numbers(98, 16)}
-    body["sampling_params"] = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True, **custom}
-    told = json.loads(server.post("/generate", body))["meta_info"]
+    told = generate(server, numbers(seed, TOKENS) + numbers(98, 16), num_new, {"kvevict": hint})["meta_info"]
     details = told["cached_tokens_details"] or {"device": 0, "host": 0}
     assert details["device"] + details["host"] == told["cached_tokens"] and "storage" not in details
     return details

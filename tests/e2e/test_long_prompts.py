@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import idle_state
+from helpers.traffic import idle_state, reply_to
 from kvevict_tools.launcher import FLOAT32_FLAGS
-from kvevict_tools.measure import flush
+from kvevict_tools.measure import flush, plugin_state
 from sgl_kvevict.client import CacheReport
 
 POOL = 400
@@ -57,17 +54,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 def ask(server, tokens: list[int], num_new: int = 8, **fields) -> tuple[int, dict]:
     """Status, and the answer or the error."""
     sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True, **fields.pop("sampling", {})}
-    body = json.dumps({"input_ids": tokens, "sampling_params": sampling, **fields}).encode()
-    request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
-def readers(server) -> int:
-    return server.get_json("/server_info")["internal_states"][0]["kvevict"]["readers"]
+    return reply_to(server, {"input_ids": tokens, "sampling_params": sampling, **fields})
 
 
 def test_more_than_three_times_the_pool_is_answered_and_found_again(server):
@@ -126,7 +113,7 @@ def test_several_at_once_and_others_beside_them(server):
 def test_an_abort_in_the_middle_leaves_nothing_behind(server):
     with ThreadPoolExecutor(1) as pool:
         under_way = pool.submit(ask, server, prompt(2000, seed=30), rid="stopped")
-        while not under_way.done() and not readers(server):
+        while not under_way.done() and not plugin_state(server)["readers"]:
             time.sleep(0.01)
         server.post("/abort_request", {"rid": "stopped"})
         under_way.result()

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from helpers.decisions import decide
 from helpers.dense_attention import accumulated_attention
-from helpers.policy_serving import CONFIG, ENV, FLAGS, Served, assert_nothing_is_lost, serve_everything
+from helpers.policy_serving import CONFIG, ENV, FLAGS, Served, serve_everything
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import generate
+from helpers.traffic import assert_all_slots_are_back, generate
 from sgl_kvevict.cli.inspect import ask_node, ask_snapshot, asked
 from sgl_kvevict.config import LEAST_SHARE_OF_16_BITS
 from sgl_kvevict.geometry import KVGeometry
@@ -149,7 +149,7 @@ def test_policy_serves_the_demo(start, demo_model, monkeypatch, case):
     assert all(answer.text and answer.cached_tokens > 500 for answer in branches)
     turns = run_chat(server.url, prompt, CHAT_QUESTIONS[:3])
     assert all(answer.text and answer.cached_tokens > 500 for answer in turns)
-    assert_nothing_is_lost(server)
+    assert_all_slots_are_back(server)
     server.post("/flush_cache")
     served = serve_everything(server, str(case), case.budget, document, vocab_size=40_000)
     server.stop(grace_s=0)

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,9 @@ import psutil
 import pytest
 
 from helpers.e2e_env import ENV
+from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
+from kvevict_tools import launcher
 from kvevict_tools.launcher import free_port
 
 SMG = shutil.which("smg")
@@ -45,13 +46,6 @@ def state_of(url: str) -> dict:
         return json.loads(response.read())["internal_states"][0]["kvevict"]
 
 
-def wait_until(condition, what: str, seconds: float = START_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
-
-
 def is_up(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5):
@@ -60,18 +54,9 @@ def is_up(url: str) -> bool:
         return False
 
 
-def can_bind(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
-
-
 def first_of_free_ports(count: int) -> int:
     """The first of so many ports in a row that nothing listens on."""
-    while not all(map(can_bind, range(first := free_port(), first + count))):
+    while not all(map(launcher._can_bind, range(first := free_port(), first + count))):
         pass
     return first
 
@@ -86,10 +71,10 @@ def fleet(tiny_llama, tmp_path):
         example = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **ENV}, start_new_session=True)
     try:
         said = tmp_path / "out"
-        wait_until(lambda: "gateway http" in said.read_text() or example.poll() is not None, "nothing started")
+        wait_until(lambda: "gateway http" in said.read_text() or example.poll() is not None, START_S)
         assert example.poll() is None, said.read_text() + (tmp_path / "logs" / "replica-0.log").read_text()[-3000:]
         gateway = f"http://127.0.0.1:{port}"
-        wait_until(lambda: is_up(gateway), "the gateway does not answer")
+        wait_until(lambda: is_up(gateway), START_S)
         yield gateway, [f"http://127.0.0.1:{port + 1 + number}" for number in range(2)]
     finally:
         example.send_signal(signal.SIGTERM)
@@ -116,7 +101,7 @@ def test_what_one_replica_made_all_find_and_one_may_die(fleet):
     questions = [[*document, *(rng.randrange(3, VOCAB_SIZE) for _ in range(9))] for document in documents]
     for document in documents:
         post(replicas[0], document, 1)  # warmed on the first
-    wait_until(lambda: state_of(replicas[0])["stored_segments"] == len(documents), "not stored")
+    wait_until(lambda: state_of(replicas[0])["stored_segments"] == len(documents), START_S)
     expected = [post(replicas[0], question)["output_ids"] for question in questions]
     for question, answer in zip(questions, expected, strict=True):  # found by the second
         reply = post(replicas[1], question)
@@ -140,11 +125,11 @@ def test_what_one_replica_made_all_find_and_one_may_die(fleet):
     for client in clients:
         client.start()
     try:
-        wait_until(lambda: len(served) >= 10, "no traffic")
+        wait_until(lambda: len(served) >= 10, START_S)
         killed = time.monotonic()
         os.killpg(group_of(replicas[0]), signal.SIGKILL)
-        wait_until(lambda: sum(began > killed for began in served) >= 10, "the other does not go on")
-        wait_until(lambda: is_up(replicas[0]), "it did not come back")
+        wait_until(lambda: sum(began > killed for began in served) >= 10, START_S)
+        wait_until(lambda: is_up(replicas[0]), START_S)
     finally:
         stopped.set()
     for client in clients:

@@ -87,9 +87,7 @@ def server(start, model, plain, speculation):
 
 def logprobs(server):
     """Log-probabilities of an answer over the compressed document."""
-    body = {"input_ids": PROMPTS[0], "return_logprob": True}
-    body |= {"sampling_params": {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}}
-    info = json.loads(server.post("/generate", body))["meta_info"]
+    info = generate(server, PROMPTS[0], 20, return_logprob=True)["meta_info"]
     return [entry[:2] for entry in info["output_token_logprobs"]]
 
 

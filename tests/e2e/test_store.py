@@ -115,8 +115,7 @@ def test_the_same_questions_find_the_same_prefixes_after_a_restart(start, tiny_l
     server.post("/flush_cache?timeout=60")
     loaded = idle_state(server)["loaded_segments"]
     for document in prompts():
-        body = {"input_ids": document, "extra_key": "tenant", "sampling_params": {"max_new_tokens": 1}}
-        server.post("/generate", body)
+        generate(server, document, 1, extra_key="tenant")
     assert store_state(server)["loaded_segments"] == loaded  # another tenant finds nothing
     server.stop(grace_s=0)
 
@@ -166,9 +165,7 @@ def test_a_store_that_goes_away_costs_nothing_but_the_wait(start, tiny_llama, fi
 
 def adapted(server, prompt: list[int], adapter: str | None = "adA", extra_key: str | None = None) -> tuple[list, int]:
     """What a server answers with an adapter, and how much of the prompt it found."""
-    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, "lora_path": adapter, "extra_key": extra_key}
-    reply = json.loads(server.post("/generate", body))
+    reply = generate(server, prompt, 12, lora_path=adapter, extra_key=extra_key)
     return reply["output_ids"], reply["meta_info"]["cached_tokens"]
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
 from transformers import LlamaForCausalLM
 
 from helpers.event_sockets import wait_until
-from helpers.tiny_model import VOCAB_SIZE
+from helpers.tiny_model import TIE, VOCAB_SIZE, lag
 from helpers.traffic import RETRACTIONS, assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 from kvevict_tools.launcher import FLOAT32_FLAGS
+from sgl_kvevict.cli.inspect import asked
 from sgl_kvevict.client import CacheReport
-from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
 
 FLAGS = (
@@ -24,20 +22,11 @@ FLAGS = (
     *("--max-total-tokens", "2000", "--context-length", "1024"),
 )
 CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16}
-TIE = 1e-3
-"""Difference between two logits that the order of additions decides; the logits here span about 60."""
 
 
 def assert_same_ranks(state):
     first, second = state["ranks"]
     assert first == second
-
-
-@torch.inference_mode()
-def lags(model, job, output):
-    """How much lower than the best token's each output token's logit is, given the tokens before it."""
-    logits = model(torch.tensor([job.input_ids + output])).logits[0, len(job.input_ids) - 1 : -1]
-    return logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
 
 
 def test_outputs_are_those_of_the_whole_model_at_budget_one(start, tiny_llama):
@@ -50,16 +39,12 @@ def test_outputs_are_those_of_the_whole_model_at_budget_one(start, tiny_llama):
     server.stop(grace_s=0)
     assert state["compressions"] > 5 and state["max_sharers"] > 1
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
-    worst = [lags(model, job, outputs[job.rid]).max() for job in jobs if job.max_new_tokens]
+    worst = [lag(model, job.input_ids, outputs[job.rid]) for job in jobs if job.max_new_tokens]
     assert max(worst) < TIE
 
 
 def totals_of(endpoint):
-    async def ask():
-        async with InspectClient(endpoint, timeout_s=20) as client:
-            return (await client.ask(Status(), StatusReport)).totals
-
-    return asyncio.run(ask())
+    return asked(endpoint, 20.0, lambda client: client.ask(Status(), StatusReport)).totals
 
 
 def split_and_drop(server, endpoint, num_documents):

@@ -30,14 +30,15 @@ from sgl_kvevict.sglang_adapter import hooks
 
 # Before SGLang asks for platforms, which loads the plugin.
 model_executor = "sglang.srt.model_executor."
-tapes = [
-    hooks.Hook(model_executor + target, "helpers.tape_runner." + function, why="", until="")
+tapes = hooks.Feature("tapes", {})
+tapes.hooks = tuple(
+    hooks.Hook(model_executor + target, "helpers.tape_runner." + function)
     for target, function in (
         ("model_runner_components.cuda_graph_setup.capture_decode_graph", "around_capture_decode_graph"),
         ("runner.decode_cuda_graph_runner.resolve_decode_backend", "around_resolve_decode_backend"),
     )
-]
-hooks.FEATURES += (hooks.Feature("tapes", *tapes),)
+)
+hooks.FEATURES += (tapes,)
 
 import helpers.quick_interpreter
 import torch

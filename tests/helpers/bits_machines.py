@@ -14,32 +14,18 @@ SHARES = {"": 0.15, "Whole": 0.3}
 def with_few_bits(machine: type[machines.CacheMachine], suffix: str = "") -> type[machines.CacheMachine]:
     """A machine whose compressed rows have 4 bits, but the first tokens' 16."""
     config = machine.options.get("config", CONFIG).model_copy(update={"budget": SHARES[suffix]})
-    fields = {"options": machine.options | {"bits": "auto", "config": config}, "__doc__": machine.__doc__}
-    return type(f"{machine.__name__}FewBits{suffix}", (machine,), fields)
+    return machines.varied(f"{machine.__name__}FewBits{suffix}", machine, bits="auto", config=config)
 
 
 BITS_MACHINES = (
     *(
         with_few_bits(machine)
         for machine in (
-            machines.CacheMachine,
-            machines.PressureMachine,
-            machines.ExactMachine,
-            machines.CoarsePressureMachine,
-            machines.SessionMachine,
-            machines.BesideMachine,
-            machines.BesideRetainMachine,
-            machines.BesidePressureMachine,
-            machines.HostMachine,
-            machines.GrowthMachine,
-            machines.RetainMachine,
-            machines.HostExactMachine,
-            LongMachine,
-            RetainLongMachine,
-            PrefillBudgetMachine,
-            VerifyPressureMachine,
-            PairsHostMachine,
-            PairsStoreMachine,
+            *(machines.CacheMachine, machines.PressureMachine, machines.ExactMachine, machines.CoarsePressureMachine),
+            *(machines.SessionMachine, machines.BesideMachine, machines.BesideRetainMachine),
+            *(machines.BesidePressureMachine, machines.HostMachine, machines.GrowthMachine, machines.RetainMachine),
+            *(machines.HostExactMachine, LongMachine, RetainLongMachine, PrefillBudgetMachine, VerifyPressureMachine),
+            *(PairsHostMachine, PairsStoreMachine),
         )
     ),
     *(with_few_bits(machine, "Whole") for machine in (machines.PressureMachine, machines.GrowthMachine, LongMachine)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.packing import Selection
 from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy, build_policy
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.ragged import MergePlan
+
+Run = Callable[..., Any]
+"""A fixture that makes something."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,4 +46,10 @@ def decide(policy: Policy, show: Show, geometry: KVGeometry, total: int, protect
     lens = torch.arange(geometry.num_runs + 1, device=order.keys.device) * num_tokens
     numbers, keep_lens = largest_entries(order.keys.flatten(), lens, total)
     selection = Selection(keep_lens.view(geometry.num_layers, -1), (numbers % num_tokens).int(), total)
-    return Decision(selection, policy.merge(shown, geometry, selection), order.keys)
+    merge = None
+    if policy.merger is not None:
+        kept = torch.zeros(order.keys.numel(), dtype=torch.bool, device=order.keys.device)
+        kept[numbers] = True
+        views = [shown(layer) for layer in range(geometry.num_layers)]
+        merge = policy.merger.merge(views, kept.view(order.keys.shape))
+    return Decision(selection, merge, order.keys)

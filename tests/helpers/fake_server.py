@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 #: Stands in for ``sglang.launch_server``: starts a helper process, then answers ``/health`` like SGLang.
@@ -54,10 +53,3 @@ def helper_pid(log: str) -> int:
 def is_running(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def wait_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 120
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(pid)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.cache.resize import Occasion
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.policy import Policy
@@ -25,8 +24,8 @@ CACHE = "sgl_kvevict.cache"
 FAULTS: Mapping[Place, str] = {
     Place.OPTIONS: f"{ADAPTER}.request_check.parse_request_options",
     Place.PROMPT: f"{CACHE}.prefills.Prefills.complete",
-    Place.OBSERVATION: "sgl_kvevict.segments.PromptObservation.record",
-    Place.COMPRESSION: "sgl_kvevict.segments.Compressor.rank",
+    Place.OBSERVATION: "sgl_kvevict.segments.prompt_observation.PromptObservation.record",
+    Place.COMPRESSION: "sgl_kvevict.segments.ranker.Compressor.rank",
     Place.HOST: f"{CACHE}.host.HostMemory._is_usable",
     Place.RELEASE: f"{CACHE}.resize.Resizer.try_open",
     Place.MONITORING: f"{ADAPTER}.monitoring.metrics.Metrics.refresh",
@@ -59,9 +58,8 @@ def breakable(**options: Any) -> Policy:
 def _breakable(function: Callable[..., Any], place: Place, path: Path) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_guarded = all(
-            arg is not Occasion.SHORT for arg in args
-        )  # slots that are short are no request's: an error there is loud
+        # Slots that are short are no request's: an error there is loud.
+        is_guarded = not kwargs.get("is_short")
         if is_guarded and path.read_text() == place.value:
             raise InjectedFault(place.value)
         return function(*args, **kwargs)

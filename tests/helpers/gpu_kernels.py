@@ -39,34 +39,20 @@ LATENT_VALUE_DIM = 512
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "k_steps_ptr", "v_steps_ptr", "steps_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr", "statistics_ptr")
-INT64: tuple[str, ...] = (
-    "addresses_ptr",
-    "items_ptr",
-    "suffix_items_ptr",
-    "span_address_ptr",
-    "span_starts_ptr",
-    "span_lens_ptr",
-    "pool_rows_ptr",
-    "token_slots_ptr",
+INT64 = (
+    *("addresses_ptr", "items_ptr", "suffix_items_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr"),
+    *("pool_rows_ptr", "token_slots_ptr", "run_address_ptr", "partial_start_ptr", "remaining_ptr"),
 )
-INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
 INT8 = ("kind_ptr", "occupied_ptr", "source_bits_ptr")
-NUMBERS = {
-    "req_to_token": "i64",
-    "scale_log2": "fp32",
-    "v_scale": "fp32",
-    "sm_scale": "fp32",
-    "norm": "fp32",
-    "first_column": "i32",
-}
-INT32_NUMBERS = ("layer", "row_stride", "q_stride", "which", "shift", "n", "tile_keys", "first_key")
+NUMBERS = {"req_to_token": "i64"} | dict.fromkeys(("scale_log2", "v_scale", "sm_scale", "norm"), "fp32")
+"""Those that are no int32."""
 
 
 def type_of(name: str) -> str:
     """Type of an argument, which the same name always has."""
     if name in NUMBERS:
         return NUMBERS[name]
-    if name in INT32_NUMBERS or not name.endswith("_ptr"):
+    if not name.endswith("_ptr"):
         return "i32"
     for types, kind in ((BFLOAT16, "*bf16"), (FLOAT32, "*fp32"), (INT64, "*i64"), (INT8, "*i8")):
         if name in types:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,6 +22,7 @@ from helpers.poison import poison
 
 HOST_READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.lift_fresh")
 """Operators that wait for a device, or copy from memory that the next replay does not find again."""
+T = TypeVar("T")
 
 
 class GraphTape(TorchDispatchMode):
@@ -89,6 +91,17 @@ class GraphTape(TorchDispatchMode):
             launch(executor, *args, **kwargs)
         finally:
             self._is_launching = False
+
+
+def recorded(step: Callable[[], T], tape: GraphTape, device: str) -> tuple[T, Callable[[], None]]:
+    """Warm a step up, and record it, on a GPU in a CUDA graph: what it gives, and what repeats it."""
+    step()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            return step(), graph.replay
+    with tape.record():
+        return step(), tape.replay
 
 
 def _forget(fresh: list[Tensor]) -> None:

@@ -46,9 +46,11 @@ from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy
 from sgl_kvevict.policies.by_name import NO_POLICY
-from sgl_kvevict.segments import Compressor, DraftRows, Packed, Segment, SegmentPacker, Span
 from sgl_kvevict.segments.collectors import COLLECTORS
-from sgl_kvevict.segments.streams import ChoiceStream
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.segment import Packed, Segment, Span
+from sgl_kvevict.segments.shadow import DraftRows
 from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -116,7 +118,7 @@ class Harness:
     windows: tuple[int, ...] = ()
     cache_grid: int = 1
     is_latent: bool = False
-    make_stream: Callable[[], ChoiceStream] | None = None
+    make_stream: Callable[[], Any] | None = None
     keys_are_pairs: bool = False
     bits: Bits = 16
     geometry: KVGeometry = field(init=False)
@@ -158,7 +160,7 @@ class Harness:
             self.config = self.config.model_copy(update={"policy": "none"})
         compressor = kind(self.config, policy, store, stream=stream)
         ranks = TensorRanks(self.group)
-        identity = host_identity(store, self.config.min_prefix_tokens, ranks)
+        identity = host_identity(self.config.min_prefix_tokens)
         arena = torch.empty(self.host_blocks, 2 * store.slot_bytes(), dtype=torch.uint8)
         self.host = HostSegments(arena, self.k.device, identity, ranks.largest)
         self.tree = KVEvictTree(params, compressor, self.host, self.access)
@@ -255,11 +257,14 @@ class Harness:
     def _record(self, req: Req, start: int, end: int) -> None:
         """Hand the chunk's queries to its observations."""
         for observation in self.tree.observe(req, start, end):
-            # Zeros attend to all tokens alike.
-            queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim, dtype=self.k.dtype)
+            queries = self._queries(end - start)
             lse = torch.log(torch.arange(start + 1, end + 1.0))[:, None].repeat(1, self.geometry.num_qo_heads)
             for layer in range(self.geometry.num_layers):
                 observation.record(layer, queries, lse, self.k[layer], 1.0)
+
+    def _queries(self, count: int) -> torch.Tensor:
+        """Zeros, which attend to all tokens alike; ranks of a campaign have others (tools/campaign/machine.py)."""
+        return torch.zeros(count, self.geometry.num_qo_heads, self.geometry.head_dim, dtype=self.k.dtype)
 
     def run(
         self,
@@ -296,6 +301,16 @@ class Harness:
         req.output_ids.append(self._next_token(req))
         self.check()
         return True
+
+    def serve(self, tokens: list[int], extra_key: str | None = None) -> int:
+        """Run a request to its end; return how much of its prompt it found."""
+        req = self.request(tokens, extra_key)
+        assert self.admit(req)
+        found = int(req.prefix_len)
+        assert self.prefill(req)
+        self.decode(req)
+        self.finish(req)
+        return found
 
     def turn(self) -> None:
         """Between two steps."""
@@ -446,7 +461,7 @@ class Harness:
         nodes = path_to(self.tree.tree_core.node_by_id(req.last_node))
         told = self.tree.spans.compressed_read(nodes, compressed_len)
         assert told.num_tokens == compressed_len
-        segments = {span.segment for node in nodes if (span := self.tree.spans.at(node)) is not None}
+        segments = {span.segment for node in nodes if (span := self.tree.spans.get(node)) is not None}
         if compressed_len and compressed_len == sum(each.live_end - each.start for each in segments):
             num_entries = compressed_len * self.geometry.num_runs
             read = [sum(int(runs.lens.sum()) for runs in path if runs.bits == bits) for bits in WIDTHS]
@@ -454,7 +469,6 @@ class Harness:
 
     def _check_runs(self, runs: SpanRuns, contents: torch.Tensor, start: int, end: int) -> None:
         """Check the rows that every (layer, head) reads of the tokens ``[start, end)`` of a path."""
-        assert runs.positions is not None
         for layer, head in product(range(self.geometry.num_layers), range(self.geometry.num_kv_heads)):
             first = int(runs.starts[layer, head])
             entries = slice(first, first + int(runs.lens[layer, head]))
@@ -535,7 +549,7 @@ class Harness:
     def _check_table(self) -> None:
         """Every record is of a node in the tree; open ranges end with uncompressed nodes."""
         table = self.tree.prefixes.table
-        owners = {span.segment: node for node in self.tree.nodes() if (span := table.spans.at(node)) and span.is_owner}
+        owners = {span.segment: node for node in self.tree.nodes() if (span := table.spans.get(node)) and span.is_owner}
         assert owners == table.packed
         for node, span in table.spans.items():
             assert span.num_tokens == len(node.key) and span.end == length_of(path_to(node))
@@ -543,4 +557,5 @@ class Harness:
         assert table.open.keys() <= nodes and not table.open.keys() & table.spans.keys()
         waiting = {last for last, opened in table.open.items() if opened.waits}
         assert table.shrinking <= waiting | {*owners.values()} and waiting <= table.shrinking
-        assert table._records.keys() <= nodes, "a record goes with its node"
+        known = {*table.spans, *table._retained, *table._awaited}
+        assert known <= nodes, "what is known of a node goes with it"

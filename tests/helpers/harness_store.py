@@ -15,9 +15,12 @@ from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.sglang_adapter.scheduler_store import fetch
-from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind, open_backend
 from sgl_kvevict.store.backend import Backend, Item
+from sgl_kvevict.store.identity import StoreIdentity
+from sgl_kvevict.store.reader import ReadAhead
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
+from sgl_kvevict.store.segments import SegmentStore, open_backend
+from sgl_kvevict.store.writer import WriteBehind
 
 DRAFT = identity_of(num_layers=1, num_kv_heads=3, head_dim=2, own_value_dim=2)
 """The draft model of :class:`helpers.verify_machines.VerifyingHarness`."""
@@ -38,18 +41,17 @@ def identity_for(harness: Harness) -> StoreIdentity:
     )
 
 
-def exported(harness: Harness, extra_key: str | None = None, *, is_complete: bool = False) -> list[SegmentRecord]:
-    """Segments of one namespace of a harness, through bytes and back, those nearest the root first.
+def exported(harness: Harness, *, is_complete: bool = False) -> list[SegmentRecord]:
+    """Segments of the plain namespace of a harness, through bytes and back, those nearest the root first.
 
     ``is_complete``: with what was evicted from them.
     """
     tree, identity, records = harness.tree, identity_for(harness), []
     for node, span in tree.spans.items():
-        if span.end != span.segment.end or node.key.extra_key != extra_key:
+        if span.end != span.segment.end or node.key.extra_key is not None:
             continue
         complements = tree.prefixes.complements if is_complete else None
-        if (leaving := export_segment(node, tree.spans, tree.packer, identity, complements)) is not None:
-            record = leaving.record()
+        if (record := export_segment(node, tree.spans, tree.packer, identity, complements)) is not None:
             records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, identity, DRAFT))
     return sorted(records, key=lambda record: record.start)
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch
 
-from sgl_kvevict.segments import Segment
+from sgl_kvevict.segments.segment import Segment
 from sgl_kvevict.store.host import ALIGNMENT, HostSegments
 
 

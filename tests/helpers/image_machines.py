@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 from helpers.harness import Harness
 from helpers.machines import BASES, HostMachine, PressureMachine, WindowsMachine
-from sgl_kvevict.cache.nodes import FIRST_IMAGE_TOKEN
 
 IMAGE = slice(12, 30)
 """Where the image of a prompt lies."""
+FIRST_IMAGE_TOKEN = 1_000_000
+"""SGLang replaces the tokens of images (and of videos and sound) by hashes, which begin here."""
 LARGEST = FIRST_IMAGE_TOKEN + (1 << 62) - 1
 """Of SGLang's hashes."""
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, rounding_noise
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention import AttentionBatch, TorchAttention
+from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill import LearnedScores, ScoreWeights
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
+from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.segments import Compressor
+from sgl_kvevict.segments.ranker import Compressor
 
 
 class LearnedCompressor(Compressor):

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
 from helpers.admission import LongPromptScheduler
-from helpers.machines import BASES, PressureMachine, RetainMachine
+from helpers.machines import BASES, PressureMachine, RetainMachine, varied
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.long_prompts import is_long
 
@@ -65,14 +65,6 @@ class LongMachine(PressureMachine):
             self.harness.abort(req)
 
 
-class PrefillBudgetMachine(LongMachine):
-    """All prompts that are prefilled in chunks shrink meanwhile."""
-
-    options: ClassVar[dict[str, Any]] = LongMachine.options | {
-        "config": CONFIG.model_copy(update={"prefill_budget": 0.5})
-    }
-
-
 class RetainLongMachine(RetainMachine, LongMachine):
     """What others want to stay keeps no prompt from the pool; what a chunk has lost comes back."""
 
@@ -80,4 +72,7 @@ class RetainLongMachine(RetainMachine, LongMachine):
     options: ClassVar[dict[str, Any]] = RetainMachine.options | LongMachine.options
 
 
+SHRINKING = CONFIG.model_copy(update={"prefill_budget": 0.5})
+PrefillBudgetMachine = varied("PrefillBudgetMachine", LongMachine, config=SHRINKING)
+"""All prompts that are prefilled in chunks shrink meanwhile."""
 LONG_MACHINES = (LongMachine, PrefillBudgetMachine, RetainLongMachine)

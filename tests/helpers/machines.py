@@ -19,6 +19,7 @@ from helpers.harness import CONFIG, Harness, PseudoRandomPolicy
 from helpers.harness_store import adoption, exported
 from helpers.late_stream import TwiceStream
 from helpers.own_policies import OWN_POLICIES
+from helpers.pseudo_random_policy import KeepsEach
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.guard import Place
@@ -222,19 +223,13 @@ class WhenShortMachine(PressureMachine):
 class MergingMachine(PressureMachine):
     """Entries are merged into others when a range is compressed."""
 
-    policy = PseudoRandomPolicy(merger=True)
+    policy = PseudoRandomPolicy(merger=KeepsEach())
 
 
 class WindowsMachine(CacheMachine):
     """A layer with a sliding window keeps the end of a range, which is found whole or not at all."""
 
     options: ClassVar[dict[str, Any]] = {"windows": (5, 0)}
-
-
-class WindowsUnderPressureMachine(PressureMachine):
-    """They are shrunk, too."""
-
-    options: ClassVar[dict[str, Any]] = PressureMachine.options | {"windows": (0, 9)}
 
 
 class ExactMachine(PressureMachine):
@@ -322,18 +317,6 @@ class GrowthMachine(HostMachine):
         self._settle()
 
 
-class WindowsHostMachine(HostMachine):
-    """A layer with a sliding window: what it kept, and what was evicted from it, come back whole or not at all."""
-
-    options: ClassVar[dict[str, Any]] = HostMachine.options | {"windows": (5, 0)}
-
-
-class HostExactMachine(ExactMachine, HostMachine):
-    """Some requests read nothing that was compressed, wherever it is."""
-
-    options: ClassVar[dict[str, Any]] = HostMachine.options
-
-
 class Retaining(CacheMachine):
     """Requests want their prefix to stay."""
 
@@ -370,37 +353,6 @@ class Retaining(CacheMachine):
 
 class RetainMachine(Retaining, GrowthMachine):
     """What counts as used leaves for the host's memory all the same, comes back, shrinks and grows again."""
-
-
-class RetainAloneMachine(Retaining, PressureMachine):
-    """The same without a host."""
-
-
-class CoarsePressureMachine(PressureMachine):
-    """Checkpoints stop short of prompts, and prefixes shrink."""
-
-    options: ClassVar[dict[str, Any]] = {"waits": True, "cache_grid": 7}
-
-
-class FrequencyPressureMachine(PressureMachine):
-    """Another order decides which leaf goes; prefixes shrink before."""
-
-    options: ClassVar[dict[str, Any]] = {"waits": True, "eviction_policy": "lfu"}
-
-
-class CoarseMachine(CacheMachine):
-    """SGLang caches some lengths only, as for models with a recurrent state: checkpoints stop short of prompts."""
-
-    options: ClassVar[dict[str, Any]] = {"cache_grid": 7}
-
-
-class TailMachine(CacheMachine):
-    """T-LRU decides which leaf goes (`--radix-eviction-policy tlru`)."""
-
-    options: ClassVar[dict[str, Any]] = {
-        "eviction_policy": "tlru",
-        "eviction_config": {"threshold": 20, "next_prompt_estimate": 5},
-    }
 
 
 class SessionMachine(CacheMachine):
@@ -462,12 +414,6 @@ class BesideMachine(CacheMachine):
         super().teardown()
 
 
-class BesideWindowsMachine(BesideMachine):
-    """The same with segments that cannot be cut, several to a range."""
-
-    options: ClassVar[dict[str, Any]] = BesideMachine.options | {"windows": (5, 0)}
-
-
 class BesideHostMachine(BesideMachine):
     """What is dropped meanwhile moves to the host's memory."""
 
@@ -495,6 +441,22 @@ class StockMachine(CacheMachine):
     policy = None
 
 
+def varied(name: str, *bases: type[CacheMachine], **options: Any) -> type[CacheMachine]:
+    """A machine that only joins others, whose harness has more options here."""
+    joined = {key: value for base in reversed(bases) for key, value in base.options.items()}
+    return type(name, bases, {"options": joined | options})
+
+
+HostExactMachine = varied("HostExactMachine", ExactMachine, HostMachine)
+CoarsePressureMachine = varied("CoarsePressureMachine", PressureMachine, cache_grid=7)
+"""Some lengths only are cached, as for models with a recurrent state: checkpoints stop short of prompts."""
+FrequencyPressureMachine = varied("FrequencyPressureMachine", PressureMachine, eviction_policy="lfu")
+TAIL = {"threshold": 20, "next_prompt_estimate": 5}
+TailMachine = varied("TailMachine", CacheMachine, eviction_policy="tlru", eviction_config=TAIL)
+"""T-LRU decides which leaf goes (`--radix-eviction-policy tlru`)."""
+ON_OTHER_POOLS = (PressureMachine, ExactMachine, SessionMachine, StockMachine)
+"""Machines that also run on the pools of models with recurrent or sliding-window layers."""
+
 SETTINGS = settings(
     max_examples=25,
     stateful_step_count=40,
@@ -505,28 +467,20 @@ SETTINGS = settings(
 )
 
 MACHINES = (
-    CacheMachine,
-    PressureMachine,
-    WhenShortMachine,
-    HostMachine,
-    GrowthMachine,
-    HostExactMachine,
-    MergingMachine,
-    WindowsHostMachine,
+    *(CacheMachine, PressureMachine, WhenShortMachine, HostMachine, GrowthMachine, HostExactMachine, MergingMachine),
+    varied("WindowsHostMachine", HostMachine, windows=(5, 0)),  # what comes back is whole
     RetainMachine,
-    RetainAloneMachine,
+    varied("RetainAloneMachine", Retaining, PressureMachine),
     WindowsMachine,
-    WindowsUnderPressureMachine,
-    ExactMachine,
-    CoarsePressureMachine,
-    FrequencyPressureMachine,
-    CoarseMachine,
-    TailMachine,
-    SessionMachine,
-    BesideMachine,
-    BesideWindowsMachine,
-    BesideHostMachine,
-    BesideRetainMachine,
-    BesidePressureMachine,
-    StockMachine,
+    varied("WindowsUnderPressureMachine", PressureMachine, windows=(0, 9)),
+    *(ExactMachine, CoarsePressureMachine, FrequencyPressureMachine),
+    varied("CoarseMachine", CacheMachine, cache_grid=7),
+    *(TailMachine, SessionMachine, BesideMachine),
+    varied("BesideWindowsMachine", BesideMachine, windows=(5, 0)),
+    *(BesideHostMachine, BesideRetainMachine, BesidePressureMachine, StockMachine),
 )
+LATENT_MACHINES = (
+    varied("LatentsMachine", PressureMachine, is_latent=True),
+    varied("LatentsHostMachine", HostMachine, is_latent=True),
+)
+"""Values are a part of the keys' rows, so one row moves for both."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import idle_states
+from helpers.traffic import generate, states_with_all_slots
 from kvevict_tools.launcher import RunningServer
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
@@ -46,12 +45,9 @@ def serve_readers(server: RunningServer, count: int, *, seed: int, priorities: b
     def ask(i: int) -> int:
         own = random.Random(seed * 10_000 + i)
         prompt = own.choice(documents) + [own.randrange(3, VOCAB_SIZE) for _ in range(own.randrange(1, 30))]
-        sampling = {"temperature": 0, "max_new_tokens": own.choice([1, 4, 40]), "ignore_eos": True}
-        body: dict[str, object] = {"input_ids": prompt, "sampling_params": sampling}
-        if priorities and own.random() < 0.8:
-            body["priority"] = own.randrange(-3, 20)
-        answer = json.loads(server.post("/generate", body))
-        assert len(answer["output_ids"]) == sampling["max_new_tokens"]
+        count, is_urgent = own.choice([1, 4, 40]), priorities and own.random() < 0.8
+        answer = generate(server, prompt, count, **({"priority": own.randrange(-3, 20)} if is_urgent else {}))
+        assert len(answer["output_ids"]) == count
         return int(answer["meta_info"]["num_retractions"])
 
     with ThreadPoolExecutor(12) as pool:
@@ -59,10 +55,5 @@ def serve_readers(server: RunningServer, count: int, *, seed: int, priorities: b
 
 
 def assert_nothing_leaked(server: RunningServer) -> int:
-    """Every slot is free or cached on the idle server; return how many compressions there were."""
-    states = idle_states(server)
-    for state in states:
-        assert state["free_slots"] + state["evictable_slots"] == state["total_slots"] and state["leaked_slots"] == 0
-        assert state["errors"] == {}
-    assert server.leak_messages() == []
-    return sum(int(state["compressions"]) for state in states)
+    """See :func:`helpers.traffic.states_with_all_slots`; return how many compressions there were."""
+    return sum(int(state["compressions"]) for state in states_with_all_slots(server))

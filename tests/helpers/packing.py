@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sgl_kvevict.ragged import MergePlan, Selection
-from sgl_kvevict.segments import (
-    Compressor,
-    KeptRows,
-    Observation,
-    Segment,
-    SegmentPacker,
-    Source,
-    TokenRange,
-    View,
-)
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.prompt_observation import Observation
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.segment import Segment, View
+from sgl_kvevict.segments.sources import KeptRows, Source, TokenRange
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Kept entries of a range: [num_layers, num_kv_heads] of each run, and the tokens' indices, run after run."""
+
+    keep_lens: Tensor
+    indices: Tensor
+    num_entries: int
 
 
 def ordered(segment: Segment, keys: Tensor | None) -> None:
@@ -38,13 +41,11 @@ def pack(
     token_slots: Tensor,
     start: int,
     selection: Selection,
-    *,
-    merge: MergePlan | None = None,
     order: Tensor | None = None,
 ) -> tuple[Segment, Tensor]:
     """Write the selected entries of uncompressed tokens into as few of their slots as they take."""
     source = Source(packer.geometry, TokenRange(token_slots, start), kept_rows(selection, token_slots.numel()))
-    packed, freed = packer.rewrite(source, source.fewest_slots, merge=merge)
+    packed, freed = packer.rewrite(source, source.fewest_slots)
     segment = Segment(packer.geometry, source.start, source.end, packed)
     ordered(segment, order)
     return segment, freed

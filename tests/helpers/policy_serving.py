@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
-from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 from kvevict_tools.launcher import RunningServer
 
 CONFIG = {"min_prefix_tokens": 48}
@@ -74,11 +73,11 @@ def serve_everything(
     turns = converse(server, document, known=len(document))
     jobs = random_jobs(60, seed=3, vocab_size=vocab_size, longest=160)
     run_jobs(server, jobs, concurrency=16)
-    state = assert_nothing_is_lost(server)
+    state = assert_all_slots_are_back(server)
     compressions = state["compressions"]
     assert compressions > 10
     server.post("/flush_cache")
-    flushed = assert_nothing_is_lost(server)
+    flushed = assert_all_slots_are_back(server)
     assert flushed["free_slots"] == flushed["total_slots"] and flushed["spans"] == 0
     return Served(
         policy=label,
@@ -119,10 +118,8 @@ def ask_questions(server: RunningServer, document: list[int], vocab_size: int) -
 
 def scored(server: RunningServer, prompt: list[int]) -> list[float]:
     """Log-probabilities of a greedy answer."""
-    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-    info = json.loads(server.post("/generate", body))["meta_info"]
-    return [entry[0] for entry in info["output_token_logprobs"]]
+    answer = generate(server, prompt, ANSWER_TOKENS, return_logprob=True)
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
 def leave_halfway(server: RunningServer, document: list[int]) -> int:
@@ -153,13 +150,3 @@ def converse(server: RunningServer, document: list[int], known: int) -> list[int
         prompt = prompt + result["output_ids"] + document[7 * turn : 7 * turn + 60]
     assert idle_state(server)["compressions"] >= before + 2
     return cached
-
-
-def assert_nothing_is_lost(server: RunningServer) -> dict:
-    """The accounting check: every slot has an owner, SGLang's checkers are silent."""
-    server.check_alive()
-    state = idle_state(server)
-    assert state["leaked_slots"] == 0
-    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
-    assert server.leak_messages() == []
-    return state

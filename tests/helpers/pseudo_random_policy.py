@@ -12,6 +12,15 @@ from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.ragged import MergePlan
 
 
+class KeepsEach:
+    """A merger that merges each kept entry with itself alone."""
+
+    def merge(self, views, kept):
+        layers, heads, indices = kept.nonzero().unbind(1)
+        indptr = torch.arange(len(layers) + 1, dtype=torch.int32)
+        return MergePlan(indptr, layers, heads, indices.int(), torch.ones(len(layers)))
+
+
 @dataclass(frozen=True)
 class PseudoRandomPolicy:
     """Keeps a deterministic pseudo-random set with very uneven runs, another one on each rank; needs no signal."""
@@ -19,7 +28,7 @@ class PseudoRandomPolicy:
     name: str = "pseudo-random"
     window_size: int = 0
     needs: frozenset[Signal] = frozenset()
-    merger: bool | None = None
+    merger: KeepsEach | None = None
     compresses: bool = True
     reuse_layers: int = 1
     rank: int = 0
@@ -35,9 +44,3 @@ class PseudoRandomPolicy:
         shape = geometry.num_layers, geometry.num_kv_heads, tokens
         scores, kept = RangeScores(score.view(shape), None, None, protected, protected_last), kept.view(shape)
         return RangeOrder(self.name, order_of(scores, kept, comparable=True), total, facts_of(scores, kept))
-
-    def merge(self, show, geometry, selection):
-        runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
-        layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
-        indptr = torch.arange(selection.num_entries + 1, dtype=torch.int32)
-        return MergePlan(indptr, layers, heads, selection.indices, torch.ones(selection.num_entries))

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from sgl_kvevict.copies import CopiedEntries, CopiedRows, CopiedShadow
-from sgl_kvevict.store import Namespace, SegmentRecord, SegmentStore, StoreIdentity, list_segments
-from sgl_kvevict.store.identity import FORMAT_VERSION
-from sgl_kvevict.store.segment_file import MAGIC, PREFIX_BYTES
+from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity
+from sgl_kvevict.store.segment_file import MAGIC, PREFIX_BYTES, SegmentRecord
+from sgl_kvevict.store.segments import SegmentStore, list_segments
 from sgl_kvevict.store.workers import Workers
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4

@@ -10,14 +10,14 @@ from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import G
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
 
-from helpers.graph_tape import GraphTape
+from helpers.graph_tape import GraphTape, recorded
 
 
 class TapeBackend(BaseCudaGraphBackend):
     """A tape per captured shape."""
 
     def __init__(self) -> None:
-        self._tapes: dict[Any, GraphTape] = {}
+        self._replays: dict[Any, Callable[[], None]] = {}
         self._outputs: dict[Any, Any] = {}
 
     @contextlib.contextmanager
@@ -31,13 +31,10 @@ class TapeBackend(BaseCudaGraphBackend):
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        forward_fn()  # warm-up
-        self._tapes[shape_key] = tape = GraphTape()
-        with tape.record():
-            self._outputs[shape_key] = forward_fn()
+        self._outputs[shape_key], self._replays[shape_key] = recorded(forward_fn, GraphTape(), "cpu")
 
     def can_run(self, forward_batch: Any, shape_key: Any) -> bool:
-        return shape_key in self._tapes
+        return shape_key in self._replays
 
     @contextlib.contextmanager
     def replay_session(self) -> Iterator[None]:
@@ -45,11 +42,11 @@ class TapeBackend(BaseCudaGraphBackend):
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         print("REPLAY", static_forward_batch.batch_size, "of", shape_key.size, flush=True)
-        self._tapes[shape_key].replay()
+        self._replays[shape_key]()
         return self._outputs[shape_key]
 
     def cleanup(self) -> None:
-        self._tapes.clear()
+        self._replays.clear()
         self._outputs.clear()
 
 

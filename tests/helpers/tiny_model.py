@@ -6,6 +6,7 @@ import itertools
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
+TIE = 1e-3
+"""Difference between two logits that the order of additions decides; logits of the tiny models span about 60."""
 
 
 def save_tiny_llama(folder: Path, seed: int = 0, head_dim: int = 16) -> Path:
@@ -52,6 +55,13 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def lag(model: Any, prompt: list[int], output: list[int]) -> float:
+    """How much lower than the best token's an output token's logit is at most, given the tokens before it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    return float((logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]).max())
 
 
 def save_adapter(folder: Path, seed: int, rank: int = 4, head_dim: int = 16) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -71,15 +72,22 @@ def generate(
     server: RunningServer,
     input_ids: list[int],
     max_new_tokens: int,
-    rid: str | None = None,
-    custom_params: dict[str, Any] | None = None,
+    custom_params: object = None,
+    **fields: object,
 ) -> dict[str, Any]:
-    """Run one greedy request to its end (or its abort)."""
+    """Run one greedy request, with more ``fields``, to its end (or its abort)."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     if custom_params is not None:
         sampling["custom_params"] = custom_params
-    body = {"input_ids": input_ids, "sampling_params": sampling} | ({} if rid is None else {"rid": rid})
-    return json.loads(server.post("/generate", body))
+    return json.loads(server.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **fields}))
+
+
+def reply_to(server: RunningServer, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Status of a request to generate, and the answer or the error."""
+    try:
+        return 200, json.loads(server.post("/generate", body))
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 def answers(
@@ -95,7 +103,7 @@ def run_jobs(server: RunningServer, jobs: list[Job], concurrency: int) -> dict[s
     """Run all jobs; return the output ids of those that were not aborted."""
 
     def run(job: Job) -> tuple[str, list[int]]:
-        return job.rid, generate(server, job.input_ids, job.max_new_tokens, job.rid)["output_ids"]
+        return job.rid, generate(server, job.input_ids, job.max_new_tokens, rid=job.rid)["output_ids"]
 
     def abort(job: Job) -> None:
         time.sleep(job.abort_after_s or 0)
@@ -129,14 +137,17 @@ def idle_states(server: RunningServer) -> list[dict[str, Any]]:
 
 
 def assert_all_slots_are_back(server: RunningServer) -> dict[str, Any]:
-    """Wait until nothing runs; every slot is free or evictable, nothing failed, and ranks are equal.
+    """See :func:`states_with_all_slots`; that of the first scheduler."""
+    return states_with_all_slots(server)[0]
 
-    Returns:
-        See :func:`idle_state`.
-    """
+
+def states_with_all_slots(server: RunningServer) -> list[dict[str, Any]]:
+    """See :func:`idle_states`; every slot is free or evictable, nothing failed, and ranks are equal."""
     server.check_alive()
-    state = idle_state(server)
-    assert len({json.dumps(rank) for rank in state.get("ranks", [])}) <= 1
-    assert state["leaked_slots"] == 0 and state["errors"] == {} and server.leak_messages() == []
-    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
-    return state
+    states = idle_states(server)
+    assert server.leak_messages() == []
+    for state in states:
+        assert len({json.dumps(rank) for rank in state.get("ranks", [])}) <= 1
+        assert state["leaked_slots"] == 0 and state["errors"] == {}
+        assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
+    return states

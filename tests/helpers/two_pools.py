@@ -13,7 +13,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from helpers.harness import Harness
-from sgl_kvevict.attention import Attention, AttentionBatch
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.window_component import SWA

@@ -14,10 +14,10 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness
 from helpers.harness_store import DRAFT, adoption, exported, found_again, identity_for
-from helpers.machines import AGAIN, CacheMachine, ExactMachine, HostMachine, PressureMachine
+from helpers.machines import AGAIN, CacheMachine, ExactMachine, HostMachine, PressureMachine, varied
 from sgl_kvevict.cache.adoption import Prompt
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.segments import DraftRows
+from sgl_kvevict.segments.shadow import DraftRows
 
 SPECULATIVE = mock.patch("sglang.srt.mem_cache.common.get_spec", lambda: SimpleNamespace(speculative_algorithm="NGRAM"))
 """SGLang allows a request to hold more slots than tokens only then."""
@@ -157,36 +157,16 @@ class VerifyPressureMachine(VerifyMachine, PressureMachine):
     """Prefixes shrink to make room for drafts."""
 
 
-class VerifyExactMachine(VerifyMachine, ExactMachine):
-    """Some of the requests read nothing compressed."""
-
-
-class VerifyHostMachine(VerifyMachine, HostMachine):
-    """Prefixes move to the host's memory and back, with the rows of the draft model."""
-
-
 class PairsMachine(VerifyMachine):
     """Keys are pairs of tokens: the last token of a text is in none, and of two texts their last common one neither."""
 
     options: ClassVar[dict[str, Any]] = {"keys_are_pairs": True}
 
 
-class PairsWindowsMachine(PairsMachine):
-    """The same with spans that cannot be cut."""
-
-    options: ClassVar[dict[str, Any]] = PairsMachine.options | {"windows": (5, 0)}
-
-
 class PairsPressureMachine(PairsMachine, VerifyPressureMachine):
     """Passes read texts, and prefixes shrink."""
 
     options: ClassVar[dict[str, Any]] = VerifyPressureMachine.options | PairsMachine.options
-
-
-class PairsHostMachine(PairsMachine, VerifyHostMachine):
-    """Prefixes move to the host's memory and back, under keys of one token less than their texts."""
-
-    options: ClassVar[dict[str, Any]] = VerifyHostMachine.options | PairsMachine.options
 
 
 class PairsStoreMachine(PairsPressureMachine):
@@ -211,21 +191,18 @@ class PairsStoreMachine(PairsPressureMachine):
         self._settle()
 
 
-class PairsWindowsHostMachine(PairsHostMachine):
-    """The same with segments that come back whole or not at all."""
-
-    options: ClassVar[dict[str, Any]] = PairsHostMachine.options | {"windows": (5, 0)}
-
-
+VerifyHostMachine = varied("VerifyHostMachine", VerifyMachine, HostMachine)
+PairsHostMachine = varied("PairsHostMachine", PairsMachine, VerifyHostMachine)
+"""Prefixes move to the host's memory and back, under keys of one token less than their texts."""
 VERIFY_MACHINES = (
     VerifyMachine,
     VerifyPressureMachine,
-    VerifyExactMachine,
+    varied("VerifyExactMachine", VerifyMachine, ExactMachine),
     VerifyHostMachine,
     PairsMachine,
-    PairsWindowsMachine,
+    varied("PairsWindowsMachine", PairsMachine, windows=(5, 0)),
     PairsPressureMachine,
     PairsHostMachine,
     PairsStoreMachine,
-    PairsWindowsHostMachine,
+    varied("PairsWindowsHostMachine", PairsHostMachine, windows=(5, 0)),
 )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
 from helpers import machines
+from helpers.machines import varied
 from helpers.two_pools import TwoPoolHarness
 
 
@@ -26,42 +25,8 @@ class Windows(machines.CacheMachine):
         assert self.harness.allocator.swa_available_size() == self.harness._window_slots()
 
 
-class WindowPoolMachine(Windows, machines.CacheMachine):
-    """Two pools of the same size."""
-
-
-class FewWindowsMachine(Windows, machines.CacheMachine):
-    """Window slots are what is short: prompts just fit."""
-
-    options: ClassVar[dict[str, Any]] = {"num_window_slots": 95}
-
-
-class WindowPressureMachine(Windows, machines.PressureMachine):
-    """Prefixes shrink under their readers."""
-
-
-class WindowExactMachine(Windows, machines.ExactMachine):
-    """Some requests read nothing compressed."""
-
-
-class WindowTailMachine(Windows, machines.TailMachine):
-    """T-LRU decides which leaf goes."""
-
-
-class WindowSessionMachine(Windows, machines.SessionMachine):
-    """Sessions hold windows too."""
-
-
-class WindowStockMachine(Windows, machines.StockMachine):
-    """Nothing is compressed."""
-
-
 WINDOW_MACHINES = (
-    WindowPoolMachine,
-    FewWindowsMachine,
-    WindowPressureMachine,
-    WindowExactMachine,
-    WindowTailMachine,
-    WindowSessionMachine,
-    WindowStockMachine,
+    Windows,
+    varied("FewWindowsMachine", Windows, num_window_slots=95),  # prompts just fit
+    *(varied(f"Window{each.__name__}", Windows, each) for each in (*machines.ON_OTHER_POOLS, machines.TailMachine)),
 )

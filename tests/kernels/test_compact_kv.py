@@ -38,8 +38,8 @@ def moves(kind: str, num_rows: int, count: int) -> tuple[Tensor, Tensor]:
     return {"shift-down": (up, down), "shift-up": (down, up), "fixed": (up, up)}[kind]
 
 
-def ragged_runs(num_rows: int, num_out: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """src, dst, indptr, weights: runs of 0 to 4 sources, a long one, and overlapping rows."""
+def ragged_runs(num_rows: int, num_out: int, device: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """src, dst, and indptr and weights: runs of 0 to 4 sources, a long one, and overlapping rows."""
     lens = torch.randint(0, 5, (num_out,))
     if num_out > 3:
         lens[0], lens[num_out // 2] = 0, 37
@@ -47,7 +47,7 @@ def ragged_runs(num_rows: int, num_out: int, device: str) -> tuple[Tensor, Tenso
     src = torch.randint(num_rows, (int(lens.sum()),)).int()
     weights = torch.rand(src.numel()) / lens.clamp_min(1).repeat_interleave(lens)
     dst = torch.randperm(num_rows)[:num_out].int()
-    return src.to(device), dst.to(device), indptr.to(device), weights.to(device)
+    return src.to(device), dst.to(device), {"indptr": indptr.to(device), "weights": weights.to(device)}
 
 
 def check_moves(k: Tensor, v: Tensor, src: Tensor, dst: Tensor, move: Callable[..., None] = compact_kv) -> None:
@@ -79,23 +79,17 @@ def test_rows_with_values_inside_move_once(device: str, width: int) -> None:
 
 def test_rows_with_values_inside_are_summed_once(device: str) -> None:
     k, v = arenas((2, 20, 1, 576), torch.float32, device)
-    src, dst, indptr, weights = ragged_runs(40, 12, device)
+    src, dst, sums = ragged_runs(40, 12, device)
     want = k.clone()
-    compact_kv_reference(want, v, src, dst, indptr=indptr, weights=weights)
-    compact_kv(k, k[..., :0], src, dst, indptr=indptr, weights=weights)
+    compact_kv_reference(want, v, src, dst, **sums)
+    compact_kv(k, k[..., :0], src, dst, **sums)
     assert_accurate("k_arena", k, want, want, noise=2.0**-20)
 
 
 @pytest.mark.parametrize("kind", ["permutation", "random", "fan-out", "shift-down", "shift-up", "fixed"])
 def test_any_overlap_reads_old_rows(device: str, kind: str) -> None:
     k, v = arenas((2, 50, 3, 64), torch.bfloat16, device)
-    src, dst = (x.to(device) for x in moves(kind, 300, 200))
-    want_k, want_v = k.clone(), v.clone()
-    want_k.view(300, 64)[dst.long()] = k.view(300, 64)[src.long()]
-    want_v.view(300, 64)[dst.long()] = v.view(300, 64)[src.long()]
-    compact_kv(k, v, src, dst)
-    assert_same_bits("k_arena", k, want_k)
-    assert_same_bits("v_arena", v, want_v)
+    check_moves(k, v, *(x.to(device) for x in moves(kind, 300, 200)))
 
 
 @pytest.mark.parametrize("limit", [1, 200, 3000])
@@ -103,15 +97,11 @@ def test_any_overlap_reads_old_rows(device: str, kind: str) -> None:
 def test_groups_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch, weighted: bool, limit: int) -> None:
     """Column by column and run by run as well: bit for bit what whole rows give."""
     k, v = arenas((2, 50, 3, 64), torch.bfloat16, "cpu")
-    if weighted:
-        src, dst, indptr, weights = ragged_runs(300, 90, "cpu")
-        extra = {"indptr": indptr, "weights": weights}
-    else:
-        (src, dst), extra = moves("random", 300, 200), {}
+    src, dst, sums = ragged_runs(300, 90, "cpu") if weighted else (*moves("random", 300, 200), {})
     want_k, want_v = k.clone(), v.clone()
-    compact_kv(want_k, want_v, src, dst, **extra)
+    compact_kv(want_k, want_v, src, dst, **sums)
     monkeypatch.setattr("kvevict_kernels.compact_kv.TEMPORARY_BYTES", limit)
-    compact_kv(k, v, src, dst, **extra)
+    compact_kv(k, v, src, dst, **sums)
     assert_same_bits("k_arena", k, want_k)
     assert_same_bits("v_arena", v, want_v)
 
@@ -125,13 +115,8 @@ def test_rows_that_take_no_part_are_neither_read_nor_written(device: str, weight
     k = poisoned(2, 40, 3, 64, dtype=torch.bfloat16, device=device)
     k.view(240, 64)[src.long()] = live
     before = k.clone()
-    extra = {}
-    if weighted:
-        extra = {
-            "indptr": torch.arange(71, dtype=torch.int32, device=device),
-            "weights": torch.ones(70, device=device),
-        }
-    compact_kv(k, k.clone(), src, dst, **extra)
+    ones = {"indptr": torch.arange(71, dtype=torch.int32, device=device), "weights": torch.ones(70, device=device)}
+    compact_kv(k, k.clone(), src, dst, **(ones if weighted else {}))
     before.view(240, 64)[dst.long()] = live
     assert_same_bits("k_arena", k, before)
 
@@ -144,12 +129,12 @@ def test_weighted_sums_match_reference(
 ) -> None:
     num_rows = shape[0] * shape[1] * shape[2]
     k, v = arenas(shape, dtype, device)
-    src, dst, indptr, weights = ragged_runs(num_rows, num_out, device)
+    src, dst, sums = ragged_runs(num_rows, num_out, device)
     exact = [arena.float() for arena in (k, v)]
-    compact_kv_reference(*exact, src, dst, indptr=indptr, weights=weights)
+    compact_kv_reference(*exact, src, dst, **sums)
     baseline = [arena.clone() for arena in (k, v)]  # float32 sums, one rounding: the best a dtype can do
-    compact_kv_reference(*baseline, src, dst, indptr=indptr, weights=weights)
-    compact_kv(k, v, src, dst, indptr=indptr, weights=weights)
+    compact_kv_reference(*baseline, src, dst, **sums)
+    compact_kv(k, v, src, dst, **sums)
     for name, got, want, base in zip(("k_arena", "v_arena"), (k, v), exact, baseline, strict=True):
         assert_accurate(name, got, want, base, noise=rounding_noise(dtype, interpreted))
         untouched = torch.ones(num_rows, dtype=torch.bool, device=device).index_fill_(0, dst.long(), False)
@@ -159,14 +144,14 @@ def test_weighted_sums_match_reference(
 def test_weighted_sums_of_float8_are_rounded_once(device: str, interpreted: bool) -> None:
     """To the nearest of 4 bits. Triton's interpreter forgets carries, so it gets sums that need no rounding."""
     k, v = arenas((2, 30, 3, 16), torch.float8_e4m3fn, device)
-    src, dst, indptr, weights = ragged_runs(180, 90, device)
+    src, dst, sums = ragged_runs(180, 90, device)
     if interpreted:
         k, v = (arena.float().sign().to(arena.dtype) for arena in (k, v))
-        weights = weights.new_full(weights.shape, 0.25)  # up to 37 times +-1: even quarters where they are large
+        sums["weights"].fill_(0.25)  # up to 37 times +-1: even quarters where they are large
         src[1::2] = src[::2][: src[1::2].numel()]
     exact = [arena.float() for arena in (k, v)]
-    compact_kv_reference(*exact, src, dst, indptr=indptr, weights=weights)
-    compact_kv(k, v, src, dst, indptr=indptr, weights=weights)
+    compact_kv_reference(*exact, src, dst, **sums)
+    compact_kv(k, v, src, dst, **sums)
     for got, want in zip((k, v), exact, strict=True):
         torch.testing.assert_close(got.float(), want, rtol=2.0**-4, atol=2.0**-9)
 
@@ -196,14 +181,13 @@ def test_worked_merge(device: str) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_two_calls_give_the_same_bits(device: str, weighted: bool) -> None:
     k, v = arenas((2, 40, 3, 64), torch.bfloat16, device)
-    src, dst, indptr, weights = ragged_runs(240, 100, device)
+    src, dst, sums = ragged_runs(240, 100, device)
     if not weighted:
-        src = src[:100]
-    extra = {"indptr": indptr, "weights": weights} if weighted else {}
+        src, sums = src[:100], {}
     results = []
     for _ in range(2):
         results.append((k.clone(), v.clone()))
-        compact_kv(*results[-1], src, dst, **extra)
+        compact_kv(*results[-1], src, dst, **sums)
     assert_same_bits("k_arena", results[0][0], results[1][0])
     assert_same_bits("v_arena", results[0][1], results[1][1])
 
@@ -215,8 +199,8 @@ def test_column_groups_change_nothing(triton_device: str, weighted: bool, head_d
     from kvevict_kernels.compact_kv.triton_impl import column_groups, compact_kv_triton
 
     k, v = arenas((2, 40, 3, head_dim), torch.bfloat16, triton_device)
-    src, dst, indptr, weights = ragged_runs(240, 70, triton_device)
-    args = (src, dst, indptr, weights) if weighted else (src[:70], dst, None, None)
+    src, dst, sums = ragged_runs(240, 70, triton_device)
+    args = (src, dst, *sums.values()) if weighted else (src[:70], dst, None, None)
     whole, parts = (k.clone(), v.clone()), (k.clone(), v.clone())
     compact_kv_triton(*whole, *args)
     limit = 70 * 64  # bytes: two sectors per row

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.decisions import built, decide
+from helpers.decisions import Run, built, decide
 from helpers.own_policies import OWN_POLICIES
+from helpers.packing import Selection
 from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import (
@@ -24,9 +24,7 @@ from sgl_kvevict.policies.options import RULES
 from sgl_kvevict.policies.order import PINNED
 from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.policies.selectors import TopKSelector
-from sgl_kvevict.ragged import Selection
 
-Run = Callable[..., Any]
 NAMES = [*(info.name for info in list_policies() if info.name != "none"), *OWN_POLICIES]
 WITH_WINDOW = ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv")
 WINDOWS = {
@@ -45,11 +43,6 @@ def combinations() -> list[tuple[str, str]]:
                 continue
             found.append((name, rule))
     return found
-
-
-def shows(prompt: Any) -> Callable[[int], LayerView]:
-    show: Callable[[int], LayerView] = prompt.show
-    return show
 
 
 def build(name: str, rule: str | None = None) -> Policy:
@@ -74,7 +67,7 @@ def test_exact_total_ascending_protected(random_prompt: Run, kept: Run, name: st
     prompt = random_prompt(length=60, tail=tail, start=0)
     policy = build(name, rule)
     for slots, protected in ((3, 3), (13, 4), (41, 0), (51 - tail + 8, 2)):
-        decision = decide(policy, shows(prompt), prompt.geometry, slots * 9, protected)
+        decision = prompt.run(policy, slots * 9, protected)
         runs = [run for layer in kept(decision) for run in layer]
         assert sum(map(len, runs)) == slots * 9 == decision.selection.num_entries
         for run in runs:
@@ -102,8 +95,8 @@ def policies() -> list[tuple[str, dict[str, Any]]]:
 
 def choice_of_parts(policy: Policy, prompt: Any, total: int, protected: int) -> torch.Tensor:
     """[L, H, N] bool: what scorer, budget rule and selector keep, which are what the papers describe."""
-    geometry, show = prompt.geometry, shows(prompt)
-    views = [show(layer) for layer in range(0, geometry.num_layers, policy.reuse_layers)]
+    geometry = prompt.geometry
+    views = [prompt.show(layer) for layer in range(0, geometry.num_layers, policy.reuse_layers)]
     scores = policy._score(views, total // geometry.num_runs, protected)
     net = total - geometry.num_runs * scores.num_pinned
     if policy.reuse_layers > 1:
@@ -139,10 +132,10 @@ def test_one_order_has_the_choice_at_the_budget_and_all_others_around_it(
     for slots, protected in ((4, 3), (13, 4), (29, 0), (56, 2)):
         total = slots * 9
         kept = choice_of_parts(policy, prompt, total, protected)
-        order = policy.order(shows(prompt), prompt.geometry, total, protected).keys
+        order = policy.order(prompt.show, prompt.geometry, total, protected).keys
         assert order.dtype == torch.int16 and order.shape == kept.shape
         assert torch.equal(order >= 0, kept) and torch.equal(best(order, total), kept)
-        decision = decide(policy, shows(prompt), prompt.geometry, total, protected)
+        decision = prompt.run(policy, total, protected)
         assert torch.equal(mask_of(decision.selection, 57), kept)
         assert decision.order is not None and torch.equal(decision.order, order)
         pinned = order == PINNED
@@ -160,7 +153,7 @@ def test_a_range_that_is_kept_whole_can_be_ordered(random_prompt: Run) -> None:
     """Every entry is kept at the budget; it is the order in which they would go."""
     prompt = random_prompt(length=60)
     for name in NAMES:
-        order = build(name).order(shows(prompt), prompt.geometry, 52 * 9, 2).keys
+        order = build(name).order(prompt.show, prompt.geometry, 52 * 9, 2).keys
         assert order.ge(0).all() and order[..., :2].eq(PINNED).all() and order.unique().numel() > 10
 
 
@@ -172,7 +165,7 @@ def test_a_selector_that_keeps_another_number_is_an_error(random_prompt: Run) ->
     policy = replace(build("knorm"), selector=Greedy())
     prompt = random_prompt(length=60)
     with pytest.raises(ValueError, match=r"'knorm' kept 189 entries of a range of \(3, 3, 52\) .* instead of 180"):
-        policy.order(shows(prompt), prompt.geometry, 180, 0).check()
+        policy.order(prompt.show, prompt.geometry, 180, 0).check()
 
 
 @pytest.mark.parametrize(
@@ -189,14 +182,13 @@ def test_stored_keys_and_values_count_as_what_they_stand_for(
     stored = [[(4 * x).to(dtype) for x in rows] for rows in (prompt.keys, prompt.values)]
     prompt.keys = [k_scale * x.float() for x in stored[0]]
     prompt.values = [v_scale * x.float() for x in stored[1]]
-    meant = shows(prompt)
 
     def as_stored(layer: int) -> LayerView:
         buffers = torch.zeros(2, prompt.length + 1, prompt.num_heads, prompt.head_dim, dtype=dtype)
         buffers[0, prompt.slots], buffers[1, prompt.slots] = stored[0][layer], stored[1][layer]
-        return replace(meant(layer), k_buffer=buffers[0], v_buffer=buffers[1], k_scale=k_scale, v_scale=v_scale)
+        return replace(prompt.show(layer), k_buffer=buffers[0], v_buffer=buffers[1], k_scale=k_scale, v_scale=v_scale)
 
-    want, got = (decide(build(name), show, prompt.geometry, 17 * 9, 2) for show in (meant, as_stored))
+    want, got = (decide(build(name), show, prompt.geometry, 17 * 9, 2) for show in (prompt.show, as_stored))
     assert kept(got) == kept(want)
 
 
@@ -204,7 +196,7 @@ def test_stored_keys_and_values_count_as_what_they_stand_for(
 def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, name: str) -> None:
     """Not a law for merging or coverage, whose choices depend on the budget; sizes grow for all."""
     prompt = random_prompt(length=60)
-    small, large = (decide(build(name), shows(prompt), prompt.geometry, 9 * n, 2) for n in (12, 30))
+    small, large = (prompt.run(build(name), 9 * n, 2) for n in (12, 30))
     assert bool((large.selection.keep_lens >= small.selection.keep_lens).all())
     if name in ("snapkv", "knorm", "keydiff", "random", "streaming-llm", "chunkkv"):
         pairs = zip(kept(small), kept(large), strict=True)
@@ -215,10 +207,9 @@ def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, nam
 def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
     policy = build(name)
     prompt = random_prompt(length=60)
-    show = shows(prompt)
 
     def stripped(layer: int) -> LayerView:
-        seen = show(layer)
+        seen = prompt.show(layer)
         poison = torch.full_like(seen.k_buffer, torch.nan)
         return replace(
             seen,
@@ -227,26 +218,19 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
             v_buffer=seen.v_buffer if Signal.VALUES in policy.needs else poison,
         )
 
-    full = decide(policy, show, prompt.geometry, 9 * 20, 2)
+    full = prompt.run(policy, 9 * 20, 2)
+    assert prompt.shown == [0, 1, 2]  # all layers, in ascending order
     bare = decide(policy, stripped, prompt.geometry, 9 * 20, 2)
     assert torch.equal(full.selection.indices, bare.selection.indices)
     assert (policy.window_size > 0) == (Signal.WINDOW_QUERIES in policy.needs)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_are_shown_once_in_ascending_order(random_prompt: Run, name: str) -> None:
-    prompt = random_prompt(length=60)
-    decide(build(name), shows(prompt), prompt.geometry, 9 * 20, 2)
-    assert prompt.shown == [0, 1, 2]
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_half_precision_arenas(random_prompt: Run, name: str) -> None:
     prompt = random_prompt(length=60)
-    show = shows(prompt)
 
     def half(layer: int) -> LayerView:
-        seen = show(layer)
+        seen = prompt.show(layer)
         window = seen.need_window()
         window = replace(window, queries=window.queries.bfloat16())
         seen = replace(seen, k_buffer=seen.k_buffer.bfloat16(), v_buffer=seen.v_buffer.bfloat16())
@@ -260,7 +244,7 @@ def test_half_precision_arenas(random_prompt: Run, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_token_and_one_head(random_prompt: Run, kept: Run, name: str) -> None:
     prompt = random_prompt(num_layers=1, num_heads=1, group=6, length=9, tail=7)
-    decision = decide(build(name), shows(prompt), prompt.geometry, 1, 0)
+    decision = prompt.run(build(name), 1)
     assert [len(run) for run in kept(decision)[0]] == [1]
-    nothing = decide(build(name), shows(prompt), prompt.geometry, 0, 0)
+    nothing = prompt.run(build(name), 0)
     assert nothing.selection.indices.numel() == 0

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from helpers.decisions import built
+from helpers.decisions import Run, built
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, RangeScores
 from sgl_kvevict.policies.methods.chunkkv import ChunkKV, ChunkSelector
 
-Run = Callable[..., Any]
 TOKENS = [5, 0, 0, 0, 1, 1, 1, 1, 0, 0, 3, 0, 2, 2, 2, 0, 3, 3, 3, 3]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.decisions import Decision, built, decide
+from helpers.decisions import Decision, Run, built, decide
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.methods.d2o import NearestKeyMerger, mean_similarity, merge_plan, nearest_kept
 from sgl_kvevict.ragged import MergePlan
-
-Run = Callable[..., Any]
 
 
 def view_of(keys: Tensor, values: Tensor | None = None, sums: Tensor | None = None) -> LayerView:

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from helpers.decisions import built
+from helpers.decisions import Run, built
 from sgl_kvevict.policies import LayerView, RangeScores, Signal
 from sgl_kvevict.policies.selectors import HeavyHitterSelector
-
-Run = Callable[..., Any]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from helpers.decisions import built
+from helpers.decisions import Run, built
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy
 
-Run = Callable[..., Any]
 Array = NDArray[np.float64]
 
 FIXTURE = np.array(

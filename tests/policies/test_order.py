@@ -13,7 +13,8 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal
 from sgl_kvevict.policies.order import LARGEST, PINNED, order_of
 from sgl_kvevict.policies.parts import RangeScores
-from sgl_kvevict.segments import Packed, Rows, Segment, Source, TokenRange, View
+from sgl_kvevict.segments.segment import Packed, Rows, Segment, View
+from sgl_kvevict.segments.sources import Source, TokenRange
 
 
 def keys(values, kept, *, comparable=True, num_first=0, num_last=0):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.decisions import built
+from helpers.decisions import Run, built
 from sgl_kvevict.config import parse_config, read_config_file
 from sgl_kvevict.policies import Policy
 
-Run = Callable[..., Any]
 FOLDER = Path(__file__).parents[2] / "examples" / "papers"
 
 

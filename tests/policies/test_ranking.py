@@ -55,11 +55,6 @@ def test_negative_and_extreme_scores_keep_their_order() -> None:
         assert int(keys.max()) < key_max(keys)
 
 
-def test_equal_keys_fill_from_the_left() -> None:
-    keys = torch.zeros(2, 5, dtype=torch.int64)
-    assert top_mask(keys, 2).tolist() == [[True, True, False, False, False]] * 2
-
-
 @pytest.mark.parametrize(("amount", "expected"), [(0, [0, 0, 0]), (4, [2, 2, 0]), (9, [2, 3, 1])])
 def test_fill_in_order(amount: int, expected: list[int]) -> None:
     assert fill_in_order(torch.tensor([2, 3, 1]), amount).tolist() == expected

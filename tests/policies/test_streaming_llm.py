@@ -1,14 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
-
-from sgl_kvevict.errors import ConfigError
+from helpers.decisions import Run
 from sgl_kvevict.policies import build_policy
-
-Run = Callable[..., Any]
 
 
 def test_sinks_and_recent_tokens(random_prompt: Run, kept: Run) -> None:
@@ -32,11 +25,3 @@ def test_caller_may_protect_more(random_prompt: Run, kept: Run) -> None:
     policy = build_policy("streaming-llm", {"num_sink_tokens": 0})
     prompt = random_prompt(length=30, tail=0, window=0)
     assert kept(prompt.run(policy, 9 * 5, protected=2))[0][0] == [0, 1, 27, 28, 29]
-
-
-def test_adaptive_heads_are_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"AdaptiveHeads.* needs scores that are comparable across heads; those of PositionScorer",
-    ):
-        build_policy("streaming-llm", {"budget_rule": "adaptive"})

@@ -48,10 +48,6 @@ def sound(scores: torch.Tensor) -> TokenScores:
     return TokenScores(scores, scores, scores[0])
 
 
-def test_sound_scores_are_taken() -> None:
-    order(Scores(sound))
-
-
 SHAPES = {
     "one token short": (lambda x: TokenScores(x[:, 1:], x, x[0]), r"values of Scores, layer 1: .*\(2, 39\).*\(2, 40\)"),
     "one head short": (lambda x: TokenScores(x[:1], x, x[0]), r"values of Scores, layer 1: .*\(1, 40\).*\(2, 40\)"),

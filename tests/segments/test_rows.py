@@ -16,15 +16,9 @@ from sgl_kvevict.config import Bits
 from sgl_kvevict.copies import CopiedEntries
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.segments import (
-    Packed,
-    Segment,
-    SegmentPacker,
-    Source,
-    Span,
-    TokenRange,
-    View,
-)
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.segment import Packed, Segment, Span, View
+from sgl_kvevict.segments.sources import Source, TokenRange
 
 NUM_TOKENS, START, SLOTS = 40, 100, 64
 RUNS = 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.packing import pack, repack
+from helpers.packing import Selection, pack, repack
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import MergePlan, Selection
-from sgl_kvevict.segments import SegmentPacker, Span
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.segment import Span
 
 GEOMETRY = KVGeometry(num_layers=3, num_qo_heads=10, num_kv_heads=5, head_dim=4, num_token_slots=64)
 START = 100
@@ -95,29 +95,20 @@ def test_packing_touches_no_other_slot(store):
     assert torch.equal(store.k_arena[:, others], before[:, others])
 
 
-@pytest.mark.parametrize("cut", [1, 7, 19])
-def test_split_is_a_view_of_both_halves(store, cut):
+@pytest.mark.parametrize("cuts", [(1,), (7,), (19,), range(1, 20)], ids=str)
+def test_splits_are_views_of_their_tokens(store, cuts):
     token_slots = torch.arange(1, 21)
     selection, indices = make_selection(20, KEEP_LENS[1])
     segment, _ = pack(store, token_slots, START, selection)
-    upper, lower = Span(segment, START, START + 20, is_owner=True).split(START + cut)
-    want = expected(indices, token_slots)
-    assert read(store, upper) == [[e for e in run if e[0] < START + cut] for run in want]
-    assert read(store, lower) == [[e for e in run if e[0] >= START + cut] for run in want]
-    assert upper.runs()[0].rows is lower.runs()[0].rows is segment.packed.rows.rows
-    assert (upper.charged_slots, lower.charged_slots) == (segment.num_slots, 0)
-    assert segment.num_spans == 2
-
-
-def test_split_of_a_split_adds_up(store):
-    selection, _ = make_selection(20, KEEP_LENS[1])
-    segment, _ = pack(store, torch.arange(1, 21), START, selection)
-    rest = Span(segment, START, START + 20, is_owner=True)
-    lens = torch.zeros_like(selection.keep_lens)
-    for cut in range(START + 1, START + 20):
-        upper, rest = rest.split(cut)
-        lens += upper.runs()[0].lens
-    assert torch.equal(lens + rest.runs()[0].lens, selection.keep_lens)
+    spans, want = [Span(segment, START, START + 20, is_owner=True)], expected(indices, token_slots)
+    for cut in cuts:
+        spans += spans.pop().split(START + cut)
+    assert [span.end - START for span in spans] == [*cuts, 20]
+    for span in spans:
+        assert read(store, span) == [[e for e in run if span.start <= e[0] < span.end] for run in want]
+        assert span.runs()[0].rows is segment.packed.rows.rows
+    assert [span.charged_slots for span in spans] == [segment.num_slots] + [0] * len(cuts)
+    assert segment.num_spans == len(spans)
 
 
 @pytest.mark.parametrize("position", [START, START + 20, START - 1])
@@ -166,25 +157,6 @@ def test_repack_keeps_what_live_spans_read_and_frees_the_rest(store, cuts, keep_
     assert sorted(segment.packed.token_slots.tolist() + freed.tolist()) == sorted(held.tolist())
 
 
-def test_merge_stores_weighted_sums_of_old_rows(store):
-    token_slots = torch.arange(1, 5)
-    lens = torch.zeros(3, 5, dtype=torch.int32)
-    lens[1, 2] = 2
-    selection = Selection(lens, torch.tensor([1, 3], dtype=torch.int32), 2)
-    merge = MergePlan(
-        indptr=torch.tensor([0, 2, 3], dtype=torch.int32),
-        layers=torch.tensor([1, 1, 1]),
-        heads=torch.tensor([2, 2, 2]),
-        indices=torch.tensor([1, 0, 3]),
-        weights=torch.tensor([0.75, 0.25, 1.0]),
-    )
-    segment, freed = pack(store, token_slots, START, selection, merge=merge)
-    rows = store.k_arena.view(-1, 4)[segment.packed.rows.rows.long()][:, 0].tolist()
-    old = [head_slot(1, slot, 2) for slot in (1, 2, 3, 4)]
-    assert rows == [0.75 * old[1] + 0.25 * old[0], old[3]]
-    assert freed.tolist() == [2, 3, 4]
-
-
 def test_values_inside_keys_rows_are_packed_with_them():
     geometry = KVGeometry(num_layers=3, num_qo_heads=4, num_kv_heads=1, head_dim=6, num_token_slots=64, latent_dim=4)
     k = torch.randn(geometry.arena_shape)
@@ -195,8 +167,8 @@ def test_values_inside_keys_rows_are_packed_with_them():
     kept = [torch.randperm(20)[:n].sort().values for n in lens.flatten().tolist()]
     segment, _ = pack(store, token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
     want = torch.cat([before[layer, token_slots[indices], 0] for layer, indices in enumerate(kept)])
-    assert torch.equal(store.keys(segment.packed.rows.rows), want)
-    assert torch.equal(store.values(segment.packed.rows.rows), want[:, :4])
+    assert torch.equal(store.k_arena.flatten(0, 2)[segment.packed.rows.rows], want)
+    assert torch.equal(store.v_arena.flatten(0, 2)[segment.packed.rows.rows], want[:, :4])
 
 
 @pytest.mark.parametrize("latent_dim", [-1, 7])

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.packing import kept_rows, pack, repack, resize
+from helpers.packing import Selection, kept_rows, pack, repack, resize
 from sgl_kvevict.copies import CopiedEntries, CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import Selection
-from sgl_kvevict.segments import DraftRows, SegmentPacker, Source, Span, TokenRange, View
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.segment import Span, View
+from sgl_kvevict.segments.shadow import DraftRows
+from sgl_kvevict.segments.sources import Source, TokenRange
 
 TARGET = KVGeometry(num_layers=2, num_qo_heads=2, num_kv_heads=2, head_dim=4, num_token_slots=64)
 DRAFT = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=8, num_token_slots=64)

@@ -11,12 +11,14 @@ from helpers.packing import compress, resize
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, ScoreWeights, with_learned_scores
-from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
+from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, num_cache_features
+from sgl_kvevict.distill.weights import ScoreWeights, with_learned_scores
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal
-from sgl_kvevict.segments import Compressor, Segment, SegmentPacker
+from sgl_kvevict.segments.packer import SegmentPacker
 from sgl_kvevict.segments.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.segment import Segment
 
 KNORM = OWN_POLICIES["knorm"]
 NUM_TOKENS, START = 150, 40

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.packing import kept_rows, ordered, pack
+from helpers.packing import Selection, kept_rows, ordered, pack
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import MergePlan, Selection
-from sgl_kvevict.segments import Order, Packed, Segment, SegmentPacker, Source, Span, TokenRange, View
+from sgl_kvevict.ragged import MergePlan
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.segment import Order, Packed, Segment, Span, View
+from sgl_kvevict.segments.sources import Source, TokenRange
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=4, num_token_slots=64)
 START = 100
@@ -45,7 +47,7 @@ def whole(segment: Segment) -> View:
 def read(packer: SegmentPacker, packed: Packed) -> LOOKED_UP:
     found, part = [], packed.rows
     for begin, end in zip(part.indptr[:-1].tolist(), part.indptr[1:].tolist(), strict=True):
-        keys = packer.keys(part.rows[begin:end])[:, 0].tolist()
+        keys = packer.k_arena.flatten(0, 2)[part.rows[begin:end], 0].tolist()
         found.append(list(zip(part.positions[begin:end].tolist(), keys, strict=True)))
     return found
 
@@ -99,7 +101,7 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
     )
     source = Source(GEOMETRY, tokens, kept_rows(selection([1], [], [], [4]), 5))
     merged = packer.rewrite(source, 1, merge=plan)[0].rows
-    keys = packer.keys(merged.rows)[:, 0].tolist()
+    keys = packer.k_arena.flatten(0, 2)[merged.rows, 0].tolist()
     assert keys == pytest.approx([104.0, 0.5 * 107.3 + 0.25 * 103.3 + 0.25 * 105.3])
     assert merged.positions.tolist() == [104, 107]
 
@@ -149,7 +151,7 @@ def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker
     kept = kept_rows(selection([0], [1], [0, 1], [1]), 2)
     source = Source(GEOMETRY, TokenRange(torch.tensor([1, 2]), START), kept)
     with pytest.raises(
-        ValueError, match=f"num_slots: got {num_slots} for 5 entries of a range of 2 slots; allowed: 2 to 2"
+        InvariantError, match=f"num_slots: got {num_slots} for 5 entries of a range of 2 slots; allowed: 2 to 2"
     ):
         packer.rewrite(source, num_slots)
     assert packer.k_arena.equal(before)

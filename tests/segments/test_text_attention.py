@@ -8,7 +8,7 @@ from torch import Tensor
 from helpers.references import accumulated_attention_reference
 from helpers.statistics import normal
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.segments import TextAttention
+from sgl_kvevict.segments.text_attention import TextAttention
 
 NUM_TOKENS = 20
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=16, num_token_slots=60)

@@ -14,19 +14,15 @@ from helpers.specialisations import recorded
 from helpers.statistics import random_coding
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.segments import (
-    Compressor,
-    Segment,
-    SegmentPacker,
-    TokenRange,
-    View,
-    warm_up,
-)
-from sgl_kvevict.segments.warm_up import _observe, _resize, _written
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.ranker import Compressor
+from sgl_kvevict.segments.segment import Segment, View
+from sgl_kvevict.segments.sources import TokenRange
+from sgl_kvevict.segments.warm_up import _observe, _resize, _written, warm_up
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
 
@@ -122,7 +118,7 @@ def test_batches_of_other_sizes(stored: torch.dtype, has_extras: bool) -> None:
     attention = TritonAttention(geometry, *arena(stored), q_dtype=torch.float16)
     with recorded() as warm:
         attention.warm_up(None if sink_logits is None else sink_logits.dtype)
-    assert not len(attention._recent)
+    assert not attention._recent._kept
     head_slots = torch.randint(0, 4000, (401,), dtype=torch.int32)
     lens = torch.tensor([[30, 7], [0, 64]], dtype=torch.int32)
     starts = torch.tensor([[5, 100], [0, 301]], dtype=torch.int32)

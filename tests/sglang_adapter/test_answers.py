@@ -8,7 +8,7 @@ import pytest
 
 from helpers.admission import HookedAdder
 from helpers.documents import ranges, reading
-from helpers.harness import CONFIG, FULL, Harness
+from helpers.harness import CONFIG, Harness
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from helpers.verify_machines import VerifyingHarness
 from sgl_kvevict.cache.nodes import length_of, path_to
@@ -17,6 +17,7 @@ from sgl_kvevict.sglang_adapter import operations
 
 DOCUMENT = [i * 7 % 11 for i in range(40)]
 BLOCK, TAIL = 10, 4
+found = Harness.serve
 
 
 def make(kind=Harness, **changes):
@@ -32,16 +33,6 @@ def generate(harness, req, count):
 
 def text_of(req):
     return [*req.origin_input_ids, *req.output_ids]
-
-
-def found(harness, tokens):
-    """Tokens that the next turn finds."""
-    req = harness.request(tokens)
-    assert harness.admit(req)
-    num_found = req.prefix_len
-    assert harness.prefill(req)
-    harness.finish(req)
-    return num_found
 
 
 def test_blocks_are_compressed_while_the_answer_grows_and_its_end_when_it_is_finished():
@@ -93,13 +84,6 @@ def test_a_block_is_at_least_what_may_be_compressed():
     req = harness.run(DOCUMENT)
     generate(harness, req, 12 + TAIL)
     assert ranges(harness) == [(0, 40), (40, 52)] and sum(1 for _ in harness.tree.nodes()) == 2
-
-
-def test_a_short_prompt_is_compressed_with_the_first_block():
-    harness = make()
-    req = harness.run(DOCUMENT[:5])
-    generate(harness, req, 14)
-    assert ranges(harness) == [(0, 5), (5, 15)] and len(harness.tree.prefixes.table.packed) == 1
 
 
 @pytest.mark.parametrize(
@@ -245,26 +229,6 @@ def test_drafts_that_are_not_verified_are_never_inserted(keys_are_pairs):
     harness.verify(req, [0, 1, 2, 3, 4], 6)
     harness.finish(req, num_beyond_stop=3)
     assert sum(len(node.key) for node in harness.tree.nodes()) == 40 + req.finished_len - keys_are_pairs
-
-
-def test_a_block_and_what_lies_before_it_may_go_to_the_host_and_come_back():
-    harness = make(host_blocks=60, scores_any_range=True)
-    req = harness.run(DOCUMENT)
-    generate(harness, req, 30)
-    harness.finish(req)
-    harness.evict(harness.num_slots)
-    assert not ranges(harness)
-    assert found(harness, [*text_of(req)[:-1], 9, 9]) >= 60
-
-
-def test_zeros_stand_for_what_is_read_from_spans():
-    harness = make()
-    req = harness.run(DOCUMENT)
-    generate(harness, req, 20)
-    row = harness.rows.req_to_token[req.kv.req_pool_idx]
-    assert row[:50].eq(0).all() and row[50:60].ne(0).all()
-    node = harness.tree.tree_core.node_by_id(req.last_node)
-    assert node.component_data[FULL].value.eq(0).all() and len(node.key) == BLOCK
 
 
 @pytest.mark.parametrize(("is_exact", "num_admitted"), [(False, 1), (True, 0)])

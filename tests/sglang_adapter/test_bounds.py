@@ -9,7 +9,7 @@ import tracemalloc
 from helpers.harness import Harness, PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
+from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 VALUES = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6}

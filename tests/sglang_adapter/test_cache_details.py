@@ -12,7 +12,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from helpers.documents import admitted
 from helpers.harness import Harness
 from sgl_kvevict.cache_report import CacheReport
-from sgl_kvevict.sglang_adapter.cache_details import after_details
+from sgl_kvevict.sglang_adapter.operations import after_details
 
 DOCUMENT = [(i * 3 + 3) % 11 for i in range(60)]
 COMPRESSED = 60

@@ -55,18 +55,17 @@ from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
 from sgl_kvevict.machine import SGLANG_RANGE, SUPPORTED_SGLANG
 from sgl_kvevict.sglang_adapter import compat, tree_shims
-from sgl_kvevict.sglang_adapter.adapters import adapter_of, namespace_of_request
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.hooks import FEATURES
 from sgl_kvevict.sglang_adapter.span_component import SpanComponent
-from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree, UnifiedTreePort, namespace_of_request
 from sgl_kvevict.sglang_adapter.window_component import SpanAwareSWA
 from sgl_kvevict.support import BACKENDS, FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_HOOKS = [hook for feature in FEATURES for hook in feature.hooks]
 
-FIELDS = {
+ASSIGNED = {
     ForwardBatch: (
         "forward_mode",
         "seq_lens",
@@ -82,9 +81,6 @@ FIELDS = {
     TreeLock: ("node", "receipt"),
     CacheInitParams: ("component_registry_override", "tree_components", "attn_tp_cache_group", "kv_event_lora_names"),
     ReqKvInfo: ("req_pool_idx", "cache_protected_len", "kv_allocated_len", "holds_kv"),
-}
-
-ASSIGNED = {
     UnifiedTreeNode: ("id", "children", "parent", "key", "component_data", "last_access_time"),
     ComponentData: ("value", "lock_ref", "metadata"),
     UnifiedTreeCore: ("root_node", "eviction_strategy", "kv_events", "evictable_device_leaves"),
@@ -167,12 +163,6 @@ def test_signature(function):
     assert list(inspect.signature(function).parameters) == SIGNATURES[function].split()
 
 
-@pytest.mark.parametrize("owner", FIELDS, ids=lambda owner: owner.__name__)
-def test_fields(owner):
-    names = {field.name for field in dataclasses.fields(owner)} | set(dir(owner))
-    assert set(FIELDS[owner]) <= names
-
-
 @pytest.mark.parametrize("owner", ASSIGNED, ids=lambda owner: owner.__name__)
 def test_attributes_exist(owner):
     assert set(ASSIGNED[owner]) - assigned_names(owner) == set()
@@ -181,8 +171,8 @@ def test_attributes_exist(owner):
 def test_a_namespace_ends_with_the_id_of_its_adapter():
     for ref in (LoRARef(lora_name="a"), LoRARef(lora_id=LoRARef.deterministic_id("a", "/path"), lora_name="a")):
         req = Req("rid", "", array("q", [1]), SamplingParams(), extra_key="tenant", lora_id=ref.lora_id)
-        assert adapter_of(namespace_of_request(req), LORA_NAMES.from_lora_refs([ref])) == ref.lora_id
-        assert adapter_of(namespace_of_request(req), LORA_NAMES()) is None
+        for adapters, found in ((LORA_NAMES.from_lora_refs([ref]), ref.lora_id), (LORA_NAMES(), None)):
+            assert UnifiedTreePort(None, adapters).adapter_of(namespace_of_request(req)) == found
 
 
 OVERRIDES = {
@@ -384,7 +374,7 @@ def test_hook_targets_resolve(hook):
         assert hook.target in resolution_hooks._OVERRIDABLE_HOOKS
     else:
         assert callable(pkgutil.resolve_name(hook.target)) and hook.kind in HookType.__members__
-    assert callable(hook.load()) and len(hook.why) > 20 and len(hook.until) > 20
+    assert callable(hook.load())
 
 
 @pytest.mark.parametrize("place", Place, ids=lambda place: place.value)

@@ -9,15 +9,15 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from helpers.verify_machines import VerifyingHarness
-from sgl_kvevict.attention import TorchAttention
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.sglang_adapter.attention_backend import BatchReaders
 from sgl_kvevict.sglang_adapter.draft_attention import (
     DraftAttentionBackend,
     DraftSteps,
     around_capture,
     around_create_backend,
 )
-from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders
 from sgl_kvevict.support import BACKEND_NAME
 
 DOCUMENT = [i * 7 % 11 for i in range(40)]
@@ -145,3 +145,24 @@ def test_sglang_builds_our_steps_and_captures_none():
     captured = []
     around_capture(captured.append, SimpleNamespace(draft_attn_backend="theirs"))
     assert len(captured) == 1
+
+
+def test_the_draft_reads_rows_of_its_own():
+    """As many as the segment's slots have room for, also when it comes back from the host."""
+    harness = VerifyingHarness(host_blocks=40)
+    harness.finish(harness.run(DOCUMENT))
+    reader = harness.run([*DOCUMENT, 1])
+    ((runs,),) = harness.tree.draft_paths([reader])
+    (span,) = harness.tree.spans.values()
+    num_rows = 3 * span.segment.num_slots
+    assert runs.lens.sum() == num_rows and runs.num_tokens == span.num_tokens
+    before = harness.num_draft_rows_read
+    harness.verify(reader, [0, 1, 2], 4)
+    assert harness.num_draft_rows_read == before + num_rows
+    harness.finish(reader)
+    harness.evict(harness.num_slots)
+    assert not len(harness.tree.spans)
+    again, before = harness.run([*DOCUMENT, 2]), harness.num_draft_rows_read
+    assert harness.tree.prefixes.totals.moved_in_segments == 1
+    harness.verify(again, [0], 4)
+    assert harness.num_draft_rows_read == before + num_rows

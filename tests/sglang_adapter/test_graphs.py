@@ -18,8 +18,7 @@ from helpers.harness import TINY_LLAMA
 from helpers.settings import refused
 from sgl_kvevict.config import ENV_VAR
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
-from sgl_kvevict.sglang_adapter.forward_readers import after_init_new, replayed_readers
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, after_init_new, replayed_readers
 from sgl_kvevict.sglang_adapter.plugin import register
 
 OFF = GraphBackend.DISABLED

@@ -9,17 +9,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENTS = [[(i * step + step) % 11 for i in range(60)] for step in (3, 5, 7, 9)]
-
-
-def serve(harness, tokens, extra_key=None) -> int:
-    """Run a request to its end; return how much of its prompt it found. The harness checks all that it reads."""
-    req = harness.request(tokens, extra_key)
-    assert harness.admit(req)
-    found = req.prefix_len
-    assert harness.prefill(req)
-    harness.decode(req)
-    harness.finish(req)
-    return found
+serve = Harness.serve
 
 
 @pytest.fixture
@@ -96,26 +86,6 @@ def test_who_waits_is_tried_again_when_more_slots_are_available(harness, monkeyp
         assert harness.admit(req)
         assert (req.prefix_len, len(loads)) == (found, num_loads)
         harness._cancel(req)  # it was not admitted
-
-
-def test_without_the_hosts_memory_it_is_computed_again():
-    harness = Harness()
-    serve(harness, DOCUMENTS[0])
-    harness.drop_all()
-    assert serve(harness, DOCUMENTS[0]) == 0
-
-
-def test_what_comes_back_is_what_was_dropped(harness):
-    (span,) = harness.tree.spans.values()
-    before, order = span.segment.packed.rows, span.segment.keys
-    keys = harness.tree.packer.keys(before.rows)
-    harness.drop_all()
-    serve(harness, [1, 1, 1])  # so that slots are others
-    serve(harness, [*DOCUMENTS[0], 1])
-    (segment,) = (span.segment for span in harness.tree.spans.values())
-    after = segment.packed.rows
-    assert after.positions.equal(before.positions) and after.indptr.equal(before.indptr)
-    assert harness.tree.packer.keys(after.rows).equal(keys) and order is not None and segment.keys.equal(order)
 
 
 def test_what_comes_back_keeps_nothing_alive_but_itself(harness):
@@ -327,3 +297,20 @@ def test_a_path_that_is_held_shrinks_for_slots_and_is_not_dropped(is_read):
         assert port.alloc(most + 1) is None and harness.tree.held_slots() >= 28 + 5
         assert port.alloc(most).numel() == most
     assert port.find(DOCUMENTS[0][:56], (None, None)) == path and harness.tree.node_slots(path[-1]) == least
+
+
+def test_the_rest_of_a_document_keeps_the_sinks_that_another_prompt_reads():
+    """In every KV head, however short what is left of it has become: the tokens with which every template begins."""
+    config = KVEvictConfig(budget=0.3, min_budget=0.1, tail_tokens=4, sink_tokens=4, min_prefix_tokens=6)
+    harness = Harness(config=config, host_blocks=60)
+    harness.finish(harness.run(DOCUMENTS[0]))
+    reader = harness.request([*DOCUMENTS[0][:4], 1, 2, 1])
+    assert harness.admit(reader) and reader.prefix_len == 4 and harness.prefill(reader)
+    while harness.evict(1):
+        pass
+    while harness.tree.prefixes.pressure.reclaim(None):
+        pass
+    (rest,) = (span for span in harness.tree.spans.values() if span.end == 4)
+    assert rest.segment.num_slots == 4 and rest.runs()[0].lens.eq(4).all()
+    harness.decode(reader)
+    harness.finish(reader)

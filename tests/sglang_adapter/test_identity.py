@@ -8,17 +8,15 @@ import pytest
 
 from helpers.harness import WINDOWS, Harness
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders, after_init_new, readers_of
-from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.sglang_adapter.attention_backend import BatchReaders, after_init_new, readers_of
 
 BASES = ([i * 7 % 11 for i in range(60)], [i * 5 % 7 for i in range(60)])
 
 
-def twins(harness: Harness) -> None:
-    """Two live requests of one name, with other texts and other namespaces, step by step beside each other.
-
-    The harness reads back what each forward reads, byte for byte.
-    """
+@pytest.mark.parametrize("windows", [(), WINDOWS])
+def test_two_requests_of_one_name_read_their_own_prefixes(windows):
+    """Live ones, of other texts in other namespaces; the harness reads back what each forward reads, byte for byte."""
+    harness = Harness(num_slots=400, windows=windows)
     for base, extra_key in zip(BASES, ("a", "b"), strict=True):
         harness.finish(harness.run([*base, 1], extra_key))
     first, second = (harness.request([*base, 2, 3, 4], key) for base, key in zip(BASES, ("a", "b"), strict=True))
@@ -34,26 +32,7 @@ def twins(harness: Harness) -> None:
     harness.finish(second)
     assert harness.decode(first)
     harness.finish(first)
-
-
-@pytest.mark.parametrize("windows", [(), WINDOWS])
-def test_two_requests_of_one_name_read_their_own_prefixes(windows):
-    harness = Harness(num_slots=400, windows=windows)
-    twins(harness)
     assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
-
-
-def test_the_test_above_notices_requests_that_are_known_by_name(monkeypatch):
-    """Mutation: readers are looked up by name, as they once were."""
-    read_paths = KVEvictTree.read_paths
-
-    def by_name(tree, readers):
-        named = {req.rid: req for req in tree.prefixes.readers}
-        return read_paths(tree, [named[req.rid] for req in readers])
-
-    monkeypatch.setattr(KVEvictTree, "read_paths", by_name)
-    with pytest.raises((AssertionError, KeyError)):
-        twins(Harness(num_slots=400))
 
 
 def test_a_forward_carries_its_requests_and_a_view_of_it_too():

@@ -27,8 +27,8 @@ from sgl_kvevict.events.questions import (
 )
 from sgl_kvevict.events.service import Question
 from sgl_kvevict.segments.kept import kept_share
+from sgl_kvevict.sglang_adapter.factory import events_of_rank
 from sgl_kvevict.sglang_adapter.monitoring.inspection import ANSWERING_SHARE, Inspection
-from sgl_kvevict.sglang_adapter.monitoring.start import events_of_rank
 
 
 @pytest.fixture
@@ -136,6 +136,7 @@ def test_status_adds_up_and_sorts(harness, watched):
     report = ask(watched, Status(sort="readers"), StatusReport)
     pool = report.gauges.pool
     assert pool.free + pool.compressed + pool.full + pool.private == pool.total == 240
+    assert pool.compressed == report.gauges.span_slots == sum(row.slots for row in report.prefixes)
     assert report.gauges.logical_tokens == sum(len(node.key) for node in harness.tree.nodes())
     assert (report.gauges.shared_spans, report.gauges.max_readers_per_span) == (1, 3)
     assert [(row.tokens, row.slots, row.readers) for row in report.prefixes] == [(61, 19, 3), (30, 9, 0)]
@@ -158,10 +159,14 @@ def test_bytes_entries_and_bits_of_rows_of_few_bits(tmp_path):
         harness.finish(reader)
     gauges, (segment,) = status.gauges, harness.tree.prefixes.table.packed
     counts = {16: 4 * segment.packed.num_sinks, segment.packed.rows.bits: segment.packed.rows.num_entries}
-    assert counts == segment.entries_by_bits and segment.num_bytes == segment.num_slots * gauges.slot_bytes
+    assert counts == segment.entries_by_bits
     assert counts.keys() == {16, 4}
     (row,) = status.prefixes
-    assert (row.entries, row.bytes, row.kept) == (counts, segment.num_bytes, sum(counts.values()) / (61 * 4))
+    assert (row.entries, row.bytes, row.kept) == (
+        counts,
+        segment.num_slots * gauges.slot_bytes,
+        sum(counts.values()) / (61 * 4),
+    )
     assert (gauges.entries_16, gauges.entries_4) == (counts[16], counts[4])
     assert gauges.beside_bytes == 10 * sum(counts.values()) + harness.tree.packer.coding.num_bytes
     assert (gauges.span_bytes, gauges.share_of_bytes) == (row.bytes, row.slots / row.tokens)

@@ -59,7 +59,7 @@ def test_what_two_pools_rule_out_is_named():
 
 def test_what_recurrent_layers_rule_out_is_named():
     assert refused(**STATES) == []
-    (reason,) = refused(own=settings(state_strategy="extra_buffer_lazy"), **STATES)
+    (reason,) = refused(own=settings(mamba_radix_cache_strategy="extra_buffer_lazy"), **STATES)
     assert reason.startswith("--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and")
     (reason,) = refused(own=settings(speculative_algorithm="NGRAM"), **STATES)
     assert reason.startswith("--speculative-algorithm: the model has recurrent layers")

@@ -13,7 +13,10 @@ from helpers.scheduling import Letters, MiniScheduler
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import Learned, LearnedScores, RowSums, ScoreLearner, ScoreWeights
+from sgl_kvevict.distill.files import Learned
+from sgl_kvevict.distill.learner import ScoreLearner
+from sgl_kvevict.distill.row_sums import RowSums
+from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy

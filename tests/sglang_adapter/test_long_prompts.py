@@ -10,13 +10,13 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness
 from helpers.long_machine import CONFIG
-from sgl_kvevict.sglang_adapter.cache_details import after_details
 from sgl_kvevict.sglang_adapter.long_prompts import (
     abort_stuck,
     admission_of,
     lift_limits,
 )
-from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
+from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
+from sgl_kvevict.sglang_adapter.operations import after_details
 
 POOL, CHUNK = 160, 20
 

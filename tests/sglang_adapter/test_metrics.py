@@ -11,8 +11,8 @@ from prometheus_client import REGISTRY
 
 from helpers.harness import Harness
 from helpers.watched import DOCUMENT
-from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
+from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
@@ -48,7 +48,8 @@ def test_series_follow_the_cache(harness):
     harness.metrics.refresh()
     gauges, totals = read_gauges(harness.tree), harness.tree.prefixes.totals
     assert gauges.spans > 0 and totals.dropped_spans > 0 and gauges.max_readers_per_span > 0
-    assert value("spans") == gauges.spans and value("segments") == gauges.segments
+    for name in ("spans", "segments", "dead_entries"):
+        assert value(name) == getattr(gauges, name)
     assert value("logical_tokens") == sum(len(node.key) for node in harness.tree.nodes())
     assert value("held_slots") == harness.tree.total_size()[0]
     assert value("tokens_per_slot") == pytest.approx(gauges.logical_tokens / harness.tree.total_size()[0])

@@ -8,15 +8,14 @@ import pytest
 from sglang.srt.managers.io_struct import EndWeightUpdateReqOutput
 
 from helpers.harness import WINDOWS, Harness
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter import operations
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
+found = Harness.serve
 
 
 def cache(**kind) -> Harness:
-    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
-    return Harness(num_slots=400, config=config, **kind)
+    return Harness(num_slots=400, **kind)
 
 
 @pytest.fixture
@@ -25,16 +24,6 @@ def harness() -> Harness:
     harness = cache()
     harness.finish(harness.run([*DOCUMENT, 1]))
     return harness
-
-
-def found(harness, tokens) -> int:
-    """Tokens that a new request finds in the cache."""
-    req = harness.request(tokens)
-    assert harness.admit(req)
-    num_tokens = req.prefix_len
-    harness.prefill(req)
-    harness.finish(req)
-    return num_tokens
 
 
 def manager_of(harness) -> SimpleNamespace:

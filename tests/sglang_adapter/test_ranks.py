@@ -17,7 +17,10 @@ from helpers.threads_as_ranks import on_two_ranks
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
 from sgl_kvevict.config import Bits, KVEvictConfig
-from sgl_kvevict.distill import CachedRange, Learned, RowSums, ScoreWeights
+from sgl_kvevict.distill.features import CachedRange
+from sgl_kvevict.distill.files import Learned
+from sgl_kvevict.distill.row_sums import RowSums
+from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.distilling import Distilling

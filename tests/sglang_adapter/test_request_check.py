@@ -39,17 +39,9 @@ def refusals(custom_params) -> list[str]:
     return reasons
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exact": 1}, "custom_params.kvevict.exact: got 1; allowed: true or false"),
-        ("exact", 'custom_params.kvevict: got "exact"'),
-        ({"warm": True}, "custom_params.kvevict.warm: got true; allowed"),
-    ],
-)
-def test_impossible_options_are_refused_with_a_reason(options, message):
-    (reason,) = refusals({"kvevict": options})
-    assert message in reason
+def test_impossible_options_are_refused_with_a_reason():
+    (reason,) = refusals({"kvevict": {"exact": 1}})
+    assert "custom_params.kvevict.exact: got 1; allowed: true or false" in reason
 
 
 @pytest.mark.parametrize(

@@ -39,15 +39,6 @@ def burst(harness, first=10):
         ask(harness, document(number))
 
 
-def found(harness, tokens) -> int:
-    """Tokens of a prompt that are in the pool."""
-    req = harness.request([*tokens, 7])
-    assert harness.admit(req)
-    num_tokens = req.prefix_len
-    harness.abort(req)
-    return num_tokens
-
-
 @pytest.mark.parametrize(
     ("options", "seconds", "expected"),
     [
@@ -59,7 +50,7 @@ def test_it_is_found_after_a_burst_of_four_times_the_pool(options, seconds, expe
     harness = cache(options=options)
     ask(harness, document(1), seconds)
     burst(harness)
-    assert min(found(harness, document(1)), 20) == expected
+    assert min(harness.found([*document(1), 7]), 20) == expected
 
 
 @pytest.mark.parametrize(("seconds", "again", "expected"), [(60, None, 0), (60, 1, 0), (60, 600, 20), (600, 1, 20)])
@@ -72,7 +63,7 @@ def test_its_time_ends_unless_a_request_with_retain_finds_it(clock, seconds, aga
     ask(harness, document(1), again)
     clock.now += 2
     burst(harness, 200)
-    assert found(harness, document(1)) == expected
+    assert harness.found([*document(1), 7]) == expected
 
 
 def test_when_its_time_has_come_it_goes_like_what_was_used_then(clock):
@@ -91,7 +82,7 @@ def test_both_halves_of_a_cut_prefix_count_as_used(num_shared):
     ask(harness, [*document(1)[:num_shared], 50, 51])
     assert len(nodes_of(harness, 1)) >= 2
     burst(harness)
-    assert found(harness, document(1)) == 20
+    assert harness.found([*document(1), 7]) == 20
 
 
 def test_its_question_goes_like_any_other():

@@ -15,7 +15,7 @@ from helpers.harness_store import Server, identity_for
 from kvevict_kernels.row_codec import read_rows
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.config import Bits, KVEvictConfig
-from sgl_kvevict.segments import Segment
+from sgl_kvevict.segments.segment import Segment
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 WIDTHS: dict[Bits, set[int]] = {16: {16}, "auto": {16, 4}}
@@ -82,11 +82,14 @@ def test_what_is_left_of_a_prefix_is_repacked_while_it_is_read(bits):
 def test_what_was_dropped_to_the_host_comes_back_byte_for_byte(bits):
     harness = Harness(host_blocks=60, bits=bits)
     harness.finish(harness.run(DOCUMENT))
-    before = contents(harness)
+    (segment,), before = segments(harness), contents(harness)
+    rows, order = segment.packed.rows, segment.keys
     harness.drop_all()
     harness.finish(harness.run([1, 1, 1]))  # so that slots are others
     reader = harness.run([*DOCUMENT, 1, 1])
     assert reader is not None and harness.decode(reader) and same_contents(contents(harness), before)
+    (segment,) = segments(harness)
+    assert segment.packed.rows.indptr.equal(rows.indptr) and segment.keys.equal(order)
     assert harness.tree.prefixes.totals.moved_in_tokens == 60
 
 

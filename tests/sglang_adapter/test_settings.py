@@ -14,7 +14,7 @@ from helpers.harness import TINY_LLAMA, publish_server_args
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.sglang_adapter import settings
 from sgl_kvevict.sglang_adapter.plugin import register
-from sgl_kvevict.sglang_adapter.settings import ServerSettings, published
+from sgl_kvevict.sglang_adapter.settings import has_tokenizer_files, published, ranks_per_host, tokenizer_path
 
 OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
 READERS = {"get_server_args", "resolved_view", "resolving_view", "resolution_result", "model_config_of", "config_leaf"}
@@ -31,14 +31,13 @@ def folder(tmp_path):
     publish_server_args(tmp_path)
 
 
-def started(folder: Path, **flags) -> ServerSettings:
-    """What a scheduler reads of a server that was started with these flags."""
+def start(folder: Path, **flags) -> None:
+    """Let this process be a scheduler of a server that was started with these flags."""
     register()
     args = ServerArgs(model_path=str(folder), device="cpu", skip_tokenizer_init=True, **{**OURS, **flags})
     args.resolve_once()
     args.check_server_args()
     publish(args, role="scheduler")
-    return ServerSettings.read()
 
 
 def reads_in(source: str) -> set[str]:
@@ -85,42 +84,42 @@ def test_a_read_elsewhere_is_found(source):
 
 def test_what_sglang_decides_later_is_what_we_read(folder):
     """The record that a user typed says None, or 1, in all of these."""
-    own = started(folder)
-    assert own.chunked_prefill_size == 4096 and own.ranks_per_host == own.attn_dp_size == 1
-    assert own.tokenizer_path == own.model_path == str(folder) and not own.has_tokenizer_files
-    assert started(folder, chunked_prefill_size=-1).chunked_prefill_size is None
-    drafts = started(folder, speculative_algorithm="NGRAM")
-    assert drafts.speculative_algorithm == "NGRAM" and drafts.speculative_num_draft_tokens == 12
-    assert started(folder, speculative_algorithm="ngram").speculative_algorithm == "NGRAM"
+    start(folder)
+    assert published("chunked_prefill_size") == 4096 and ranks_per_host() == published("attn_dp_size") == 1
+    assert tokenizer_path() == str(folder) and not has_tokenizer_files()
+    start(folder, speculative_algorithm="ngram")
+    assert published("speculative_algorithm") == "NGRAM" and published("speculative_num_draft_tokens") == 12
 
 
 def test_adapters_switch_lora_on(folder):
-    started(folder, lora_paths=[f"first={folder}"], max_lora_rank=4, lora_target_modules=["q_proj"])
+    start(folder, lora_paths=[f"first={folder}"], max_lora_rank=4, lora_target_modules=["q_proj"])
     assert published("enable_lora") is True
 
 
 def test_ranks_that_share_a_host(folder):
-    assert started(folder, tp_size=2, dp_size=3).ranks_per_host == 6
-    assert started(folder, tp_size=4, nnodes=2, dist_init_addr="127.0.0.1:20000").ranks_per_host == 2
-    within = started(folder, tp_size=2, attn_dp_size=2)
-    assert (within.ranks_per_host, within.attn_dp_size) == (2, 2)
+    start(folder, tp_size=2, dp_size=3)
+    assert ranks_per_host() == 6
+    start(folder, tp_size=4, nnodes=2, dist_init_addr="127.0.0.1:20000")
+    assert ranks_per_host() == 2
+    start(folder, tp_size=2, attn_dp_size=2)
+    assert (ranks_per_host(), published("attn_dp_size")) == (2, 2)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_older_way_to_write_data_parallel_attention_is_the_same(folder):
-    older = started(folder, tp_size=2, dp_size=2, enable_dp_attention=True)
-    assert older == started(folder, tp_size=2, attn_dp_size=2)
+    start(folder, tp_size=2, dp_size=2, enable_dp_attention=True)
+    assert (ranks_per_host(), published("attn_dp_size")) == (2, 2)
 
 
 @pytest.mark.parametrize("flags", [{"dp_size": 2, "enable_dp_attention": True}, {"attn_dp_size": 2}])
 def test_both_ways_to_write_data_parallel_attention_are_checked(folder, flags):
     with pytest.raises(UnsupportedSetupError) as refused:
-        started(folder, tp_size=2, speculative_algorithm="NGRAM", **flags)
+        start(folder, tp_size=2, speculative_algorithm="NGRAM", **flags)
     (batch,) = refused.value.reasons
     assert batch == "--attn-dp-size: with --speculative-algorithm a batch is padded with drafts of no request"
 
 
 def test_a_value_that_sglang_overrides_later_is_the_one_in_effect(folder):
-    started(folder)
+    start(folder)
     get_context().override("a scheduler", chunked_prefill_size=512)
-    assert published("chunked_prefill_size") == ServerSettings.read().chunked_prefill_size == 512
+    assert published("chunked_prefill_size") == 512

@@ -76,21 +76,3 @@ def test_a_state_counts_as_the_slots_that_its_memory_would_make():
     assert order.get_priority(leaf)[0] == pytest.approx(60 / (18 + state_bytes / slot_bytes))
     harness.finish(harness.run(DOCUMENT[:30] + [9] * 5))  # cuts the node: the upper half has no state
     assert order.get_priority(leaf.parent)[0] == 0
-
-
-def test_a_finished_request_that_is_not_cached_gives_its_state_back():
-    harness = StatesHarness()
-    req = harness.request([*DOCUMENT, 1], options={"exact": True})
-    harness.finish(harness.run(DOCUMENT))
-    harness.tree.prefixes.readers[req].is_exact = True
-    harness.admit(req)
-    harness.prefill(req)
-    harness.finish(req)  # checks that no state is lost
-
-
-def test_a_dropped_leaf_gives_back_its_state():
-    harness = StatesHarness()
-    harness.finish(harness.run(DOCUMENT))
-    harness.finish(harness.run(DOCUMENT[:30] + [9] * 9))
-    harness.evict(harness.num_slots)
-    assert harness.rows.mamba_allocator.available_size() == harness.num_states

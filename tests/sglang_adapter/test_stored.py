@@ -17,28 +17,19 @@ DOCUMENT = [i * 7 % 11 for i in range(60)]
 TURN = [*DOCUMENT, *(i * 5 % 11 for i in range(40))]
 
 
-def stored(prompts, extra_key=None, **kind):
+def stored(prompts, **kind):
     """Segments that a server makes of prompts."""
     harness = Harness(**kind)
     for prompt in prompts:
-        harness.finish(harness.run(prompt, extra_key))
-    return exported(harness, extra_key)
+        harness.finish(harness.run(prompt))
+    return exported(harness)
 
 
-def adopted(harness, record, namespace=(None, None), rest=()):
+def adopted(harness, record, rest=()):
     """How much of a segment comes into a tree, which is sound afterwards."""
-    num_tokens = adoption(harness).adopt(record, namespace, rest)
+    num_tokens = adoption(harness).adopt(record, (None, None), rest)
     harness.check()
     return num_tokens
-
-
-def assert_found(harness, prompt, prefix_len, extra_key=None):
-    """A request finds so much, and reads every entry right; the harness checks each."""
-    req = harness.request(prompt, extra_key)
-    assert harness.admit(req) and req.prefix_len == prefix_len
-    assert harness.prefill(req)
-    harness.decode(req)
-    harness.finish(req)
 
 
 @pytest.mark.parametrize("windows", [(), WINDOWS])
@@ -50,20 +41,13 @@ def test_a_segment_comes_back_into_another_pool(windows):
     end = 56 if windows else 60  # what cannot be split ends before the tail
     assert ranges(harness) == [(0, end)]
     assert cache_state(harness.tree)["span_slots"] == math.ceil(0.3 * end) and harness.tree.protected_size() == 0
-    assert_found(harness, [*DOCUMENT[:end], 10, 10, 10], end)
+    assert harness.serve([*DOCUMENT[:end], 10, 10, 10]) == end
     again = exported(harness)[0]
     assert torch.equal(again.kept.rows.k, record.kept.rows.k)
     assert torch.equal(again.kept.rows.positions, record.kept.rows.positions)
     assert again.key == record.key and (
         again.kept.rows.order is None or torch.equal(again.kept.rows.order, record.kept.rows.order)
     )
-
-
-def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning(harness):
-    (record,) = stored([DOCUMENT])
-    adopted(harness, record)
-    assert_found(harness, [*DOCUMENT[:30], *[9] * 20], 30)
-    assert ranges(harness)[:2] == [(0, 30), (30, 50)]
 
 
 def test_turns_come_back_one_after_the_other():
@@ -74,7 +58,7 @@ def test_turns_come_back_one_after_the_other():
     assert cache_state(harness.tree)["free_slots"] == 240
     for record in records:
         assert adopted(harness, record)
-    assert_found(harness, [*TURN, 10, 10], 100)
+    assert harness.serve([*TURN, 10, 10]) == 100
 
 
 def test_uncompressed_nodes_give_way_under_their_readers():
@@ -86,7 +70,7 @@ def test_uncompressed_nodes_give_way_under_their_readers():
     assert ranges(harness) == [(0, 20), (20, 60)]
     harness.decode(reader)
     harness.finish(reader)
-    assert_found(harness, [*DOCUMENT, 10], 60)
+    assert harness.serve([*DOCUMENT, 10]) == 60
 
 
 @pytest.mark.parametrize("who", ["a branch", "a reader", "nobody"])
@@ -104,11 +88,11 @@ def test_what_cannot_be_cut_takes_no_place_where_others_would_read_its_beginning
     free = harness.allocator.available_size()
     assert adopted(harness, record) == (56 if who == "nobody" else 0)
     if who == "nobody":
-        assert_found(harness, [*DOCUMENT[:56], 10], 56)
+        assert harness.serve([*DOCUMENT[:56], 10]) == 56
         return
     assert harness.allocator.available_size() == free and ranges(harness) == []
     if who == "a branch":
-        assert_found(harness, [*DOCUMENT[:20], *[9] * 5, 10], 25)
+        assert harness.serve([*DOCUMENT[:20], *[9] * 5, 10]) == 25
     else:
         harness.decode(reader)
         harness.finish(reader)
@@ -125,14 +109,6 @@ def test_who_reads_exactly_is_left_alone():
     harness.finish(reader)
 
 
-def test_nothing_changes_where_the_tree_has_all_of_it(harness):
-    (record,) = stored([DOCUMENT])
-    harness.finish(harness.run(DOCUMENT))
-    free = harness.allocator.available_size()
-    assert not adopted(harness, record)
-    assert harness.allocator.available_size() == free
-
-
 def test_others_give_way_as_for_any_insertion():
     (record,) = stored([DOCUMENT])
     harness = Harness(num_slots=30)
@@ -145,13 +121,6 @@ def test_others_give_way_as_for_any_insertion():
     full.finish(reader)
 
 
-def test_namespaces_stay_apart(harness):
-    (record,) = stored([DOCUMENT], "tenant")
-    assert adopted(harness, record, ("tenant", None))
-    assert_found(harness, [*DOCUMENT, 10], 60, "tenant")
-    assert_found(harness, [*DOCUMENT, 10], 0)
-
-
 def test_a_segment_finds_its_place_among_keys_of_pairs():
     """Of 60 tokens 59 are cached. A prompt that goes on finds the whole segment, another one all but its last token."""
     (record,) = stored([DOCUMENT], keys_are_pairs=True)
@@ -159,15 +128,7 @@ def test_a_segment_finds_its_place_among_keys_of_pairs():
     for rest, prefix_len in ((DOCUMENT[59:], 59), ([], 58)):
         harness = Harness(keys_are_pairs=True)
         assert adopted(harness, record, rest=rest) == 59 and adopted(harness, record, rest=rest) == 0
-        assert_found(harness, [*DOCUMENT, 10, 10], prefix_len)
+        assert harness.serve([*DOCUMENT, 10, 10]) == prefix_len
     plain = Harness()
     assert adopted(plain, record) == 59  # of a server whose keys are tokens
-    assert_found(plain, [*DOCUMENT[:59], 10], 59)
-
-
-def test_an_adopted_segment_is_shrunk_and_dropped_like_any_other(harness):
-    (record,) = stored([DOCUMENT])
-    adopted(harness, record)
-    while harness.evict(1):
-        pass
-    assert ranges(harness) == [] and harness.allocator.available_size() == harness.num_slots
+    assert plain.serve([*DOCUMENT[:59], 10]) == 59

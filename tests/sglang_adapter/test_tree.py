@@ -25,17 +25,6 @@ def test_prompt_is_compressed_and_takes_exactly_its_budget(harness):
     assert harness.tree.evictable_size() == harness.num_slots - harness.allocator.available_size()
 
 
-def test_sharers_read_one_copy(harness):
-    first = harness.run([*DOCUMENT, 1, 2, 3, 4])
-    slots = cache_state(harness.tree)["span_slots"]
-    others = [harness.run([*DOCUMENT, 5, i, i, i]) for i in range(4)]
-    for req in [first, *others]:
-        harness.decode(req)
-    assert cache_state(harness.tree)["span_slots"] == slots
-    harness.tree.read_paths([first, *others])
-    assert cache_state(harness.tree)["max_sharers"] == 5
-
-
 @pytest.mark.parametrize("windows", [(), WINDOWS])
 def test_first_position_after_a_compressed_prefix_is_logical(windows):
     """Also after one that cannot be split, which is shared whole."""
@@ -54,19 +43,6 @@ def test_divergence_inside_a_span_splits_it_without_copying(harness):
     again = harness.run([*DOCUMENT, 4])
     assert again is not None and free > 0
     harness.finish(again)
-
-
-def test_dropping_the_lower_half_gives_its_slots_back(harness):
-    harness.finish(harness.run(DOCUMENT))
-    header = harness.run(DOCUMENT[:10] + [9] * 3)
-    before = harness.allocator.available_size()
-    released = harness.evict(1)
-    while released and len(harness.tree.spans) == 2:
-        released = harness.evict(1)
-    assert ranges(harness) == [(0, 10)]
-    assert cache_state(harness.tree)["span_slots"] <= 10
-    assert harness.allocator.available_size() > before
-    harness.decode(header)  # still reads the same contents after the repack
 
 
 def test_range_read_by_others_is_compressed_when_the_last_lets_go():
@@ -150,14 +126,6 @@ def test_chunked_prefill_compresses_once_at_the_end(harness):
     harness.decode(req)
 
 
-def test_max_new_tokens_zero_still_compresses(harness):
-    req = harness.request(DOCUMENT)
-    req.sampling_params.max_new_tokens = 1
-    harness.admit(req)
-    harness.prefill(req)
-    assert not harness.live and ranges(harness) == [(0, 60)]
-
-
 def test_next_turn_compresses_the_answer_of_the_last(harness):
     first = harness.run(DOCUMENT)
     for _ in range(5):
@@ -167,14 +135,6 @@ def test_next_turn_compresses_the_answer_of_the_last(harness):
     second = harness.run(DOCUMENT + answer[:-1] + [9] * 10)
     assert max(end for _, end in ranges(harness)) == 60 + 5 + 10
     harness.decode(second)
-
-
-def test_short_ranges_stay_uncompressed(harness):
-    harness.finish(harness.run(DOCUMENT))
-    compressions = harness.tree.prefixes.totals.compressions
-    harness.finish(harness.run([*DOCUMENT, 1]))
-    harness.finish(harness.run(DOCUMENT[:5]))
-    assert harness.tree.prefixes.totals.compressions == compressions
 
 
 def test_policy_none_is_stock():

@@ -107,32 +107,6 @@ def test_running_requests_go_on_while_the_window_of_their_prefix_is_taken(harnes
     harness.finish(req)
 
 
-def test_short_window_slots_take_windows_and_leave_compressed_prefixes(harness):
-    harness.finish(harness.run([*DOCUMENT, 1, 1]))
-    harness.finish(harness.run([*DOCUMENT, 2, 2]))
-    full = harness.tree.full_evictable_size()
-    while harness.evict_windows(1) and windows(harness) > 4:
-        pass
-    assert harness.tree.full_evictable_size() <= full
-    assert harness.allocator.swa_available_size() + windows(harness) == harness.num_slots
-
-
-def test_a_dropped_leaf_gives_back_slots_of_both_pools(harness):
-    harness.finish(harness.run(DOCUMENT))
-    harness.finish(harness.run(DOCUMENT[:30] + [9] * 9))
-    harness.evict(harness.num_slots)
-    assert harness.allocator.full_available_size() == harness.num_slots
-    assert harness.allocator.swa_available_size() == harness.num_slots
-
-
-def test_paths_of_other_weights_give_back_slots_of_both_pools(harness):
-    harness.finish(harness.run(DOCUMENT))
-    harness.tree.forget_compressed()
-    harness.check()
-    assert not harness.tree.spans
-    assert harness.allocator.swa_available_size() == harness.num_slots
-
-
 def test_a_window_that_reaches_into_blocks_of_the_answer_stays():
     harness = TwoPoolHarness(num_slots=200, config=CONFIG.model_copy(update={"answer_block": 6}))
     req = harness.run(DOCUMENT[:20])

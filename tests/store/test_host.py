@@ -235,13 +235,3 @@ def test_memory_is_bounded_after_many_moves():
             check_host(segments)
         assert segments.used_bytes <= bytes_there == 60 * 128
     assert segments.num_evicted > 1000
-
-
-def test_the_rest_of_a_segment_has_the_rest_of_the_drafts_rows():
-    whole = record(OURS, NAMES, tokens(40), shadow=SHADOW)
-    rest = whole.after(20)
-    assert rest.shadow.lens.tolist() == [[1, 0, 2]] and rest.shadow.positions.tolist() == [39, 20, 21]
-    for name in ("k", "v", "paid"):
-        assert torch.equal(getattr(rest.shadow, name), getattr(SHADOW, name)[[1, 3, 4]])
-    rows = rest.kept.rows
-    assert (rows.positions >= 20).all() and rows.keep_lens.sum() == len(rows.positions) > 0

@@ -191,6 +191,7 @@ def test_rows_of_tokens_that_are_behind_a_segment_are_not_written():
     assert found.paid.tolist() == [0.5, 2.0, 1.0, 0.25]
     later = ours.after(20).shadow
     assert later.positions.tolist() == [20, 21] and later.lens.tolist() == [[0, 0, 2]]
+    assert all(torch.equal(getattr(later, name), getattr(SHADOW, name)[[3, 4]]) for name in ("k", "v", "paid"))
 
 
 @pytest.mark.parametrize(

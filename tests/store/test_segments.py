@@ -13,15 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from helpers.stored import MIN_PREFIX, SHADOW, assert_same, completed, identity, keys_in, record, tokens, with_rows
+from helpers.stored import MIN_PREFIX, SHADOW, assert_same, completed, identity, keys_in, record, tokens
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError, StoreError
-from sgl_kvevict.store import Lookup, SegmentStore, describe_identity, list_segments, open_backend
 from sgl_kvevict.store.directory import SCRATCH, DirectoryBackend
 from sgl_kvevict.store.identity import FORMAT_VERSION
 from sgl_kvevict.store.maintenance import copy_store, find_segments, verify_store
-from sgl_kvevict.store.segment_file import encode_segment
-from sgl_kvevict.store.segments import segment_name
-from sgl_kvevict.store.tier import IndexEntry, listed_blocks
+from sgl_kvevict.store.segments import SegmentStore, describe_identity, list_segments, open_backend, segment_name
+from sgl_kvevict.store.tier import IndexEntry, Lookup, listed_blocks
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
@@ -66,15 +64,6 @@ def test_servers_with_other_draft_models_share_segments(backend):
         assert store.put(ours, SPACE) == 0
         assert_same(store.get(ours.key), expected)
     assert verify_store(backend, pytest.fail) == {"segments": 1, "prefixes": 1}
-
-
-@pytest.mark.parametrize("change", [{"num_kv_heads": 2}, {"head_dim": 5}, {"dtype": "torch.bfloat16"}])
-def test_rows_that_do_not_fit_the_draft_model_are_refused(backend, change):
-    """A file that names this server's draft model, and has rows of another shape."""
-    ours, draft = record(OWN, SPACE, tokens(40), shadow=SHADOW), dataclasses.replace(DRAFT, **change)
-    backend.put(segment_name(OWN.digest, ours.key), encode_segment(ours, draft.digest))
-    with pytest.raises(CorruptSegmentError, match=r"shadow\.[a-z]+: got"):
-        SegmentStore(backend, OWN, draft=draft).get(ours.key)
 
 
 def test_a_segment_is_written_once_and_listed_once(store, backend):
@@ -134,13 +123,6 @@ def test_a_segment_is_not_written_under_a_name_that_is_not_its_own(store):
         store.put(OURS, OWN.namespace("tenant", None))
     with pytest.raises(ValueError, match="identity"):
         store.put(dataclasses.replace(OURS, identity="00" * 32), SPACE)
-
-
-def test_a_segment_of_another_shape_is_refused(store):
-    rows = OURS.kept.rows
-    store.put(with_rows(OURS, k=rows.k[:, :2], v=rows.v[:, :2]), SPACE)
-    with pytest.raises(CorruptSegmentError, match=r"rows\.[kv]: got torch.float32 of \(18, 2\)"):
-        store.get(OURS.key)
 
 
 @pytest.mark.parametrize("data", [b"", b"half", b"[]", b"{}", b"\xff", b'{"key": 1}', b"[" * 5000])
@@ -297,19 +279,6 @@ def test_half_written_files_are_never_seen_and_go_away(tmp_path):
     assert [path.name for path in (tmp_path / SCRATCH).iterdir()] == ["alive"]
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatch):
-    backend = DirectoryBackend(tmp_path)
-
-    def full(path: Path, data: bytes) -> int:
-        path.touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(StoreError, match="No space left"):
-        backend.put("a/b", b"data")
-    assert list(backend.list()) == [] and list((tmp_path / SCRATCH).iterdir()) == []
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_loses_what_was_used_longest_ago(tmp_path, monkeypatch, code):
     """As a folder that reached its limit: what is new is stored."""
@@ -340,17 +309,21 @@ def test_a_full_disk_loses_what_was_used_longest_ago(tmp_path, monkeypatch, code
     assert {item.name for item in backend.list()} == names  # nothing is removed for what cannot fit
 
 
-def test_another_error_of_a_disk_removes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("code", "names"), [(errno.ENOSPC, []), (errno.EIO, [f"{PLACE}/a"])])
+def test_an_error_of_a_disk_leaves_nothing_behind_and_removes_nothing(tmp_path, monkeypatch, code, names):
+    """One that is full, where nothing can be removed, and one that fails."""
     backend = DirectoryBackend(tmp_path)
-    backend.put(f"{PLACE}/a", b"old")
+    for name in names:
+        backend.put(name, b"old")
 
-    def fail(_path: Path, _data: bytes) -> int:
-        raise OSError(errno.EIO, "Input/output error")
+    def fail(path: Path, _data: bytes) -> int:
+        path.touch()
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(Path, "write_bytes", fail)
-    with pytest.raises(StoreError, match="Input/output"):
+    with pytest.raises(StoreError, match=os.strerror(code)):
         backend.put("b", b"new")
-    assert [item.name for item in backend.list()] == [f"{PLACE}/a"]
+    assert [item.name for item in backend.list()] == names and list((tmp_path / SCRATCH).iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless", "folder"])

@@ -11,9 +11,8 @@ import pytest
 from helpers.store_services import Mooncake, s3_server
 from helpers.stored import assert_same, identity, keys_in, record, tokens
 from sgl_kvevict.errors import ConfigError, StoreError
-from sgl_kvevict.store import SegmentStore, list_segments, open_backend
 from sgl_kvevict.store.maintenance import copy_store, verify_store
-from sgl_kvevict.store.segments import segment_name
+from sgl_kvevict.store.segments import SegmentStore, list_segments, open_backend, segment_name
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ import pytest
 
 from helpers.stored import drained, identity, record, tokens
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.store import Lookup, ReadAhead, SegmentStore, WriteBehind, open_backend
-from sgl_kvevict.store.reader import PAUSE_S
-from sgl_kvevict.store.segments import QUARANTINE_S, segment_name
+from sgl_kvevict.store.reader import PAUSE_S, ReadAhead
+from sgl_kvevict.store.segments import QUARANTINE_S, SegmentStore, open_backend, segment_name
+from sgl_kvevict.store.tier import Lookup
 from sgl_kvevict.store.workers import Workers
-from sgl_kvevict.store.writer import LOG_EVERY_S
+from sgl_kvevict.store.writer import LOG_EVERY_S, WriteBehind
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)

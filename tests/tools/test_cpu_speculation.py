@@ -28,7 +28,7 @@ from kvevict_tools.cpu_speculation import (
     sample_tree,
     verify_tree_greedy,
 )
-from sgl_kvevict.sglang_adapter.verification import visible_drafts
+from sgl_kvevict.sglang_adapter.attention_backend import visible_drafts
 
 TREES = [[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 0, 0]]
 """Parent of each node."""

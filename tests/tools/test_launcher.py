@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.fake_server import helper_pid, install, is_running, wait_gone
+from helpers.event_sockets import wait_until
+from helpers.fake_server import helper_pid, install, is_running
 from kvevict_tools import launcher
 from kvevict_tools.launcher import LaunchError, System, config_env, free_port, launch, launch_all
 
@@ -34,7 +35,7 @@ def test_a_server_answers_and_stops_with_its_children(tmp_path: Path, fake_env: 
         pid = helper_pid(server.log())
         assert is_running(pid)
     assert not server.alive
-    assert wait_gone(pid)
+    wait_until(lambda: not is_running(pid))
     server.stop()  # a second time is harmless
     with pytest.raises(LaunchError, match="exited with code"):
         server.check_alive()
@@ -54,7 +55,7 @@ def test_a_suspended_server_answers_only_after_it_is_continued(tmp_path: Path, f
         server.suspend()
         server.stop(grace_s=60)
     assert server.process.returncode == -signal.SIGTERM  # continued, so that it could end by itself
-    assert wait_gone(pid)
+    wait_until(lambda: not is_running(pid))
 
 
 #: Launches a server and waits; the test kills it.
@@ -90,7 +91,7 @@ def test_a_killed_process_leaves_no_server(
         pids = [int(parent.stdout.readline()), helper_pid(log_path.read_text())]
         assert all(map(is_running, pids))
         parent.send_signal(how)
-    assert all(map(wait_gone, pids))
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 @needs_proc
@@ -117,7 +118,7 @@ def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path, fak
     log_path = tmp_path / "s.log"
     with pytest.raises(LaunchError, match=r"code 3\n[^$]*refused: two reasons"):
         launch("m", flags=["--fail"], env=fake_env, log_path=log_path)
-    assert wait_gone(helper_pid(log_path.read_text()))
+    wait_until(lambda: not is_running(helper_pid(log_path.read_text())))
 
 
 @needs_proc
@@ -143,7 +144,7 @@ def test_a_server_that_never_gets_healthy_is_stopped(tmp_path: Path, fake_env: d
     log_path = tmp_path / "s.log"
     with pytest.raises(LaunchError, match="no answer within 10 s"):
         launch("m", flags=["--never"], env=fake_env, log_path=log_path, timeout_s=10)
-    assert wait_gone(helper_pid(log_path.read_text()))
+    wait_until(lambda: not is_running(helper_pid(log_path.read_text())))
 
 
 def test_complaints_of_the_memory_checker_are_found(tmp_path: Path, fake_env: dict[str, str]) -> None:

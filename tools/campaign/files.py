@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from helpers.stored import SHADOW, identity, record, sealed, tokens
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.row_codec import RowStatistics
-from sgl_kvevict.distill import Learned, ModelIdentity, ScoreWeights, load_learned, save_learned
+from sgl_kvevict.distill.files import Learned, ModelIdentity, load_learned, save_learned
+from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError
 from sgl_kvevict.store.segment_file import PREFIX_BYTES, decode_segment, encode_segment
 

@@ -26,8 +26,7 @@ json_values = st.recursive(
     max_leaves=15,
 )
 options = json_values | st.fixed_dictionaries(
-    {},
-    optional={"exact": st.booleans() | json_values, "share": json_values, "retain": json_values, "x": json_values},
+    {}, optional={"exact": st.booleans() | json_values, "share": json_values, "retain": json_values, "x": json_values}
 )
 policies = st.sampled_from([info.name for info in list_policies()])
 

@@ -82,12 +82,7 @@ def build(name: str, options: dict[str, Any], rank: int = 0, group: distributed.
     """A small cache with a real policy; of a rank of two if there is a group."""
     _published()
     config = KVEvictConfig(
-        policy=name,
-        budget=0.4,
-        tail_tokens=4,
-        sink_tokens=2,
-        min_prefix_tokens=6,
-        policy_options=options,
+        policy=name, budget=0.4, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, policy_options=options
     )
     kinds = (Harness, MergedHarness) if group is None else (RankHarness, MergedRankHarness)
     kind = kinds[name == "d2o"]

@@ -27,9 +27,10 @@ from kvevict_tools.launcher import (
     config_env,
     launch,
 )
-from sgl_kvevict.distill import Learned, ModelIdentity, ScoreWeights, save_learned
 from sgl_kvevict.distill.features import NUM_WINDOW
+from sgl_kvevict.distill.files import Learned, ModelIdentity, save_learned
 from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.distill.weights import ScoreWeights
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -42,10 +42,7 @@ class Uniform:
         """Device seconds per layer of every baseline that is installed and takes these sizes."""
         # FlashInfer's fa3 is not among them: it compiles for minutes, and sgl_kernel's is the same method.
         makers = {"flashinfer decode": self._flashinfer_decode} if self.lens[2] == 1 else {}
-        makers |= {
-            "flashinfer fa2": lambda: self._flashinfer_prefill("fa2"),
-            "fa3": self._fa3,
-        }
+        makers |= {"flashinfer fa2": lambda: self._flashinfer_prefill("fa2"), "fa3": self._fa3}
         found = {}
         for name, make in makers.items():
             try:

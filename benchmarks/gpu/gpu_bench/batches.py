@@ -9,7 +9,7 @@ from gpu_bench.setting import Setting
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.row_codec import RowCoding, RowStatistics
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
 
@@ -88,7 +88,8 @@ class Requests:
         held = token_slots[: geometry.slots_for(-(-used // self.per_slot))].long()
         on_device = lens.to(setting.device)
         indptr, rows = alloc_head_slots(on_device, held, geometry.num_token_slots, used, per_slot=self.per_slot)
-        return SpanRuns(rows, indptr[:-1].view(lens.shape), on_device, setting.prefix_tokens, bits=self.bits)
+        starts, positions = indptr[:-1].view(lens.shape), torch.zeros_like(rows)
+        return SpanRuns(rows, starts, on_device, setting.prefix_tokens, positions, self.bits)
 
     def seq_lens(self, grown: int) -> list[int]:
         """Logical lengths after so many more tokens."""

@@ -13,7 +13,8 @@ from kvevict_kernels.compact_kv import compact_kv, compact_kv_cpu
 from kvevict_kernels.key_scores import accumulated_attention, key_scores_cpu, window_scores
 from kvevict_kernels.radix_select import top_mask, top_mask_cpu
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention import AttentionBatch, TorchAttention
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
 
@@ -135,4 +136,5 @@ def _span(setting: Setting, layers: int, heads: int, slots: int, longest: int) -
     starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape).int()
     head_slots = torch.randperm(layers * slots * heads)[: int(lens.sum())].int()
     num_tokens = longest + 10
-    return SpanRuns(*(x.to(setting.device) for x in (head_slots, starts, lens)), num_tokens)
+    rows, starts, lens = (x.to(setting.device) for x in (head_slots, starts, lens))
+    return SpanRuns(rows, starts, lens, num_tokens, torch.zeros_like(rows))

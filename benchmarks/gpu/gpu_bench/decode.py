@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpu_bench.batches import Requests
 from gpu_bench.clock import copy_bandwidth, device_seconds, host_seconds, synchronize, wall_seconds
 from gpu_bench.setting import Setting, syncs_raise
-from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.batch import AttentionBatch
 
 PLACES = ((False, 16), (True, 16), (True, 4))
 """Whether token slots are scattered, and bits of a row; with 4 as many bytes hold up to four times the entries."""

@@ -15,7 +15,9 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.segments import KeptRows, Segment, SegmentPacker, Source, TokenRange
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.segment import Segment
+from sgl_kvevict.segments.sources import KeptRows, Source, TokenRange
 
 POLICIES = ("ada-snapkv", "random")
 WINDOW = 32
@@ -60,9 +62,7 @@ class Prefix:
             v_buffer=self.store.v_arena[layer],
             token_slots=self.token_slots,
             sm_scale=self.setting.sm_scale,
-            signals={
-                Signal.WINDOW_QUERIES: QueryWindow(self.queries, self.lse, self.setting.prefix_tokens),
-            },
+            signals={Signal.WINDOW_QUERIES: QueryWindow(self.queries, self.lse, self.setting.prefix_tokens)},
         )
 
     def compress(self, policy: Policy) -> None:

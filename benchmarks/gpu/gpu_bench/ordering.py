@@ -19,7 +19,7 @@ from gpu_bench.clock import synchronize
 from gpu_bench.setting import Setting
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
 
 ROUNDS = 20
@@ -45,7 +45,8 @@ def _rounds(setting: Setting, forwards: int, *, is_fenced: bool) -> int:
     requests.k, requests.v = arenas
     entry_layers = span.rows.long() // (slots * heads)
     low = (span.rows.long() + entry_layers * slots * heads).int()
-    homes = [SpanRuns(place, span.starts, span.lens, span.num_tokens) for place in (low, low + slots * heads)]
+    runs = span.starts, span.lens, span.num_tokens, span.positions
+    homes = [SpanRuns(place, *runs) for place in (low, low + slots * heads)]
     attention = _attention(requests)
     streams = [torch.cuda.Stream() for _ in range(2)] if setting.device == "cuda" else []
     synchronize(setting)

@@ -11,12 +11,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from policy_bench.prompt import CLOCK, PrefilledPrompt
-from sgl_kvevict.distill import CachedRange, with_learned_scores
+from sgl_kvevict.distill.features import CachedRange
+from sgl_kvevict.distill.weights import with_learned_scores
 from sgl_kvevict.policies import LayerView, Signal, build_policy
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.ragged import MergePlan
-from sgl_kvevict.segments import PromptObservation, SegmentPacker, Source, TokenRange
-from sgl_kvevict.segments.prompt_observation import ObservationSpec
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation
+from sgl_kvevict.segments.sources import Source, TokenRange
 
 TAIL_TOKENS = 32
 SINK_TOKENS = 4
@@ -103,9 +105,9 @@ class PolicyRun:
         total = self.num_slots * prompt.geometry.num_runs
         order = self.policy.order(show, prompt.geometry, total, SINK_TOKENS)
         source = Source(prompt.geometry, TokenRange(self.token_slots, 0, order.keys)).best(self.num_slots)
-        assert source.selection is not None
-        merge = self.policy.merge(show, prompt.geometry, source.selection)
-        return source, merge
+        merger, kept = self.policy.merger, source.mask
+        views = [show(layer) for layer in range(prompt.geometry.num_layers)]
+        return source, None if merger is None or kept is None else merger.merge(views, kept)
 
     def compact(self, source: Source, merge: MergePlan | None, store: SegmentPacker) -> None:
         """Move rows."""

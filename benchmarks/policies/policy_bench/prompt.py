@@ -14,8 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
-from sgl_kvevict.distill import ModelIdentity, ScoreWeights, all_weights, load_learned, weights_folders
+from sgl_kvevict.distill.files import ModelIdentity, files_of, load_learned
 from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments.prompt_observation import ObservationSpec, PromptObservation
 
@@ -121,12 +122,7 @@ class DemoModel:
         arena = torch.zeros(2, geometry.num_layers, num_tokens + 1, geometry.num_kv_heads, self.head_dim).bfloat16()
         queries = torch.empty(geometry.num_layers, num_tokens, geometry.num_qo_heads, self.head_dim).bfloat16()
         lse = torch.empty(queries.shape[:3])
-        self._state = {
-            "arena": arena,
-            "queries": queries,
-            "lse": lse,
-            "attention": LongPrefill(arena[0], arena[1]),
-        }
+        self._state = {"arena": arena, "queries": queries, "lse": lse, "attention": LongPrefill(arena[0], arena[1])}
         begin = CLOCK()
         for start in range(0, num_tokens, CHUNK_TOKENS):
             positions = torch.arange(start, min(start + CHUNK_TOKENS, num_tokens))[None]
@@ -157,7 +153,7 @@ class DemoModel:
         num_layers, _, num_heads = self.shape
         fingerprint = fingerprint_of(self._folder) or ""
         identity = ModelIdentity(self._folder.name, fingerprint, num_layers, num_heads, self.head_dim, rotary)
-        learned = (load_learned(path, identity).scores for path in all_weights(identity, weights_folders()))
+        learned = (load_learned(path, identity).scores for path in files_of(identity) if path.is_file())
         return next((scores for scores in learned if scores is not None), None)
 
     def _rotary(self, num_tokens: int) -> Rotary:

@@ -71,16 +71,7 @@ class Plan:
         def is_missing(task: str, tokens: int) -> bool:
             if task in FIDELITY_TASKS and setup.policy == FULL and not self.full_path(task, tokens, 0).exists():
                 return True  # the row is there, but what others are compared with was left on another machine
-            key = (
-                ENGINE,
-                setup.policy,
-                setup.options_text,
-                setup.budget,
-                task,
-                tokens,
-                self.model.name,
-                self.seed,
-            )
+            key = (ENGINE, setup.policy, setup.options_text, setup.budget, task, tokens, self.model.name, self.seed)
             return done.get(key, 0) < self.contexts(task, tokens)
 
         return [(task, tokens) for tokens in self.lengths for task in self.tasks if is_missing(task, tokens)]

@@ -16,10 +16,7 @@ FULL = "full"
 WHILE_PREFILLED = "while-prefilled"
 """The policy ``distilled`` on a pool of ``pool`` token slots (an option), fewer than a context has tokens: its chunks
 shrink while it is prefilled."""
-OWN_POLICIES = {
-    "knorm": "knorm:knorm",
-    "keydiff": "keydiff:keydiff",
-}
+OWN_POLICIES = {"knorm": "knorm:knorm", "keydiff": "keydiff:keydiff"}
 """Policies of ``examples/policies``, which are measured beside ours: their dotted paths by name."""
 OWN_FOLDER = Path(__file__).parents[3] / "examples" / "policies"
 if str(OWN_FOLDER) not in sys.path:

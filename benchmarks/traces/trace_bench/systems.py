@@ -19,7 +19,8 @@ from helpers.statistics import random_coding
 from sgl_kvevict.config import HOST_PER_POOL, Bits, KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import NO_POLICY
-from sgl_kvevict.segments import Compressor, SegmentPacker
+from sgl_kvevict.segments.packer import SegmentPacker
+from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.sglang_adapter.host_memory import BLOCK_SLOTS, host_identity
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL
@@ -99,7 +100,7 @@ def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0) -> TreeSe
     else:
         compressor = LearnedCompressor(config, PseudoRandomPolicy(), packer)
     ranks = TensorRanks(None)
-    identity = host_identity(packer, config.min_prefix_tokens, ranks)
+    identity = host_identity(config.min_prefix_tokens)
     arena = torch.empty(host * num_slots // BLOCK_SLOTS, BLOCK_SLOTS * packer.slot_bytes(), dtype=torch.uint8)
     tier = HostSegments(arena, k.device, identity, ranks.largest)
     tree = KVEvictTree(params, compressor, tier)

@@ -173,7 +173,8 @@ class HostLists:
             "span_address": [span.rows.data_ptr() for span in self.spans],
             "span_starts": [span.starts.data_ptr() for span in self.spans],
             "span_lens": [span.lens.data_ptr() for span in self.spans],
-            "span_positions": [_to_positions(span) for span in self.spans],
+            # Kernels add these bytes to the address of an entry's row number.
+            "span_positions": [span.positions.data_ptr() - span.rows.data_ptr() for span in self.spans],
             "suffix_partial": self.suffix_partial,
             "extend_partial": self.extend_partial,
         }
@@ -244,8 +245,3 @@ class _Tile(NamedTuple):
     split: int  # part of its keys
     share: int  # place of the part among those of its number of bits
     shares: int  # parts of that number of bits
-
-
-def _to_positions(span: SpanRuns) -> int:
-    """Bytes from an entry's row number to its position; 0: positions are unknown."""
-    return 0 if span.positions is None else span.positions.data_ptr() - span.rows.data_ptr()

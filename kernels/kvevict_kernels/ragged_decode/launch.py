@@ -1,14 +1,15 @@
-"""The functions that attention calls: lay out a batch, start a step with its lengths, run a layer."""
+"""The functions that attention calls: lay out a batch, start a step with its lengths, run a layer.
+
+Attention has checked what it passes: nothing is checked here.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8, KV_DTYPES, check_int, check_positions, check_tensor
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, Sizes
@@ -37,11 +38,8 @@ def sizes_on(
     The last two as for :func:`kvevict_kernels.ragged_decode.tile_table.tiles_for`.
 
     Raises:
-        ValueError: a size below 1, or a head_dim that no kernel is compiled for.
+        ValueError: a head_dim that no kernel is compiled for.
     """
-    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "group_size": group_size, "head_dim": head_dim}
-    for name, value in sizes.items():
-        check_int(name, value, 1)
     limits = limits_of(device)
     tiles = tiles_for(limits, head_dim, has_few_bits=has_few_bits, is_fp8=is_fp8)
     few, many, extend = (tile.rows for tile in tiles)
@@ -67,30 +65,11 @@ def plan_batch(
         device: where spans and arenas are.
         elsewhere: requests with more than 128 q rows per head for which another implementation attends.
 
-    Raises:
-        ValueError: different numbers of requests, no new token, a bound below the new tokens, a span of another shape,
-            dtype or device.
-
     Cost: two small launches, one copy to the device, a few allocations; no host sync; 32 bytes per work item.
     """
-    if not len(paths) == len(new_lens) == len(suffix_bounds):
-        raise ValueError(
-            f"new_lens, suffix_bounds: expected one for each of {len(paths)} paths, "
-            f"got {len(new_lens)} and {len(suffix_bounds)}"
-        )
-    for new, bound in zip(new_lens, suffix_bounds, strict=True):
-        check_int("new_lens", new, 1)
-        check_int("suffix_bounds", bound, new)
-    shape = (sizes.num_layers, sizes.num_kv_heads)
-    for span in {id(span): span for path in paths for span in path}.values():
-        check_tensor("rows", span.rows, (None,), torch.int32, device)
-        check_tensor("starts", span.starts, shape, torch.int32, device)
-        check_tensor("lens", span.lens, shape, torch.int32, device)
-        if sizes.has_windows:
-            check_positions(span.positions, span.rows)
     host = HostLists(paths, new_lens, suffix_bounds, sizes, elsewhere)
     sent = _send(host.addresses(), host.lists(), device)
-    units = (*shape[:1], len(host.spans), *shape[1:])
+    units = (sizes.num_layers, len(host.spans), sizes.num_kv_heads)
     tables = Tables(
         paths=tuple(tuple(path) for path in paths),
         new_lens=tuple(new_lens),
@@ -141,7 +120,6 @@ def start_step(
     req_to_token: Tensor,
     pool_rows: Tensor,
     seq_lens: Tensor,
-    previous: Step | None = None,
     visible: Tensor | None = None,
 ) -> Step:
     """Store the lengths of one forward for all its layers.
@@ -151,30 +129,18 @@ def start_step(
         req_to_token: [num_rows, max_context_len], int32, token slots.
         pool_rows: [num_requests], int64, each request's row of it.
         seq_lens: [num_requests], int32, logical tokens including new ones: at least compressed_len + new tokens.
-        previous: the previous step with the same tables, whose buffers are reused.
         visible: [num_new], int64: bit j is set if the token sees its request's j-th new token (at most 64 each); None:
             it sees those before it.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
     """
     tables = addresses.tables
-    num_requests, device = len(tables.new_lens), tables.compressed_lens.device
-    check_tensor("req_to_token", req_to_token, (None, None), torch.int32, device)
-    check_tensor("pool_rows", pool_rows, (num_requests,), torch.int64, device)
-    check_tensor("seq_lens", seq_lens, (num_requests,), torch.int32, device)
-    if visible is not None:
-        check_tensor("visible", visible, (tables.num_new,), torch.int64, device)
-    if previous is not None:
-        items, item_start = previous.items, previous.item_start
-    else:
-        items = tuple(
-            torch.empty(max(1, work.max_suffix_items), ITEM_WORDS, dtype=torch.int64, device=device)
-            for work in tables.classes
-        )
-        item_start = tuple(
-            torch.empty(work.requests.numel() + 1, dtype=torch.int32, device=device) for work in tables.classes
-        )
+    device = tables.compressed_lens.device
+    items = tuple(
+        torch.empty(max(1, work.max_suffix_items), ITEM_WORDS, dtype=torch.int64, device=device)
+        for work in tables.classes
+    )
+    item_start = tuple(
+        torch.empty(work.requests.numel() + 1, dtype=torch.int32, device=device) for work in tables.classes
+    )
     step = Step(req_to_token, pool_rows, seq_lens, items, item_start, visible)
     advance(addresses, step)
     return step
@@ -189,9 +155,6 @@ def run_layer(addresses: TableAddresses, step: Step, inputs: LayerInputs, *, out
     of ``out`` (like ``inputs.q``, as wide as values) and ``lse`` are written; ``lse`` is [num_new_tokens,
     num_qo_heads], float32, the natural log-sum-exp of the scaled scores.
 
-    Raises:
-        ValueError: wrong shape, dtype or device, or a value out of range.
-
     Source: split-KV decoding (Flash-Decoding) over runs per head, as FlashInfer's variable block sparse attention;
         FlashAttention-2's loop over gathered rows.
     Cost: keys are read once per tile of q rows of a unit (64 or 128; fewer where rows are wide);
@@ -199,29 +162,7 @@ def run_layer(addresses: TableAddresses, step: Step, inputs: LayerInputs, *, out
         keys, if they are split; no host sync, no atomics.
     """
     tables = addresses.tables
-    _check_layer(tables, inputs, out, lse)
-    if addresses.partials[0].shape[1] != inputs.v_head_dim:
-        raise ValueError(f"partials: expected {inputs.v_head_dim} columns, got {addresses.partials[0].shape[1]}")
     if tables.merge_request.numel():
         run_split(addresses, step, inputs, out, lse)
     if tables.tile_request.numel():
         run_extend(addresses, step, inputs, out, lse)
-
-
-def _check_layer(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
-    q, sizes = inputs.q, tables.sizes
-    num_qo_heads, head_dim = sizes.num_kv_heads * sizes.group_size, inputs.k_arena.shape[3]
-    dtypes = KV_DTYPES if inputs.k_arena.dtype == FP8 else inputs.k_arena.dtype
-    # Tokens may be strided, so only the first one is checked for contiguity.
-    check_tensor("q", q[:1], (min(1, tables.num_new), num_qo_heads, head_dim), dtypes, tables.compressed_lens.device)
-    if q.shape[0] != tables.num_new:
-        raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")
-    if inputs.sink_logits is not None:
-        check_tensor("sink_logits", inputs.sink_logits, (num_qo_heads,), KV_DTYPES, q.device)
-    check_int("window", inputs.window, 0, None if sizes.has_windows else 0)
-    check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
-    for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):
-        if not math.isfinite(scale) or scale <= 0:
-            raise ValueError(f"{name}: expected a finite number > 0, got {scale!r}")
-    check_tensor("out", out, (*q.shape[:2], inputs.v_head_dim), q.dtype, q.device)
-    check_tensor("lse", lse, tuple(q.shape[:2]), torch.float32, q.device)

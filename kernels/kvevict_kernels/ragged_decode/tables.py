@@ -108,7 +108,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """Inputs of one layer. The arenas were checked once, by :func:`kvevict_kernels.checks.check_arenas`."""
+    """Inputs of one layer."""
 
     layer: int
     # [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request; tokens may be

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels import head_slots, row_codec, row_sizes
-from kvevict_kernels.checks import KV_DTYPES, check_arenas, check_tensor
+from kvevict_kernels.checks import check_tensor
 from kvevict_kernels.numba_cache import compiled, stamp_of
-from kvevict_kernels.row_codec import RowCoding, check_coding, rotation
+from kvevict_kernels.row_codec import RowCoding, rotation
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.layout import Layout
 from kvevict_kernels.span_attention.openmp import Team, torch_team
@@ -66,14 +66,10 @@ class SpanAttention:
         coding: of the arenas' rows of 4 bits; None: no span has such rows.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena or of the coding.
         RuntimeError: see :func:`reason_not_to_run`.
     """
 
     def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, coding: RowCoding | None = None) -> None:
-        check_arenas(k_arena, v_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
-        for arena in (k_arena, v_arena):
-            check_coding(arena, coding)
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         v_head_dim = v_arena.shape[3]
         reason = reason_not_to_run(head_dim) or reason_not_to_run(v_head_dim)
@@ -173,10 +169,8 @@ class SpanAttention:
 
         Raises:
             IndexError: a row outside the arena.
-            ValueError: a window in a batch that was laid out without; or sink logits of another shape or dtype.
+            ValueError: sink logits of another shape or dtype.
         """
-        if window and not layout.has_windows:
-            raise ValueError(f"window: expected 0, as the batch was laid out, got {window}")
         if sink_logits is not None:
             check_tensor("sink_logits", sink_logits, (q.shape[1],), torch.float32, q.device)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:

@@ -1,3 +1,1 @@
 """Attention on a CPU: one compiled call per layer (numba), or plain PyTorch."""
-
-from __future__ import annotations

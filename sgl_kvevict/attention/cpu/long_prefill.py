@@ -21,7 +21,6 @@ from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.interface import with_sink_logits
-from sgl_kvevict.errors import InvariantError
 
 WINDOW_BLOCK = 256
 """Queries per call in a layer with a window. Keys are the window and as many again; the mask has every pair."""
@@ -158,7 +157,7 @@ class LongPrefill:
                 continue
             added = None
             if block is not None:
-                seen = [span.positions[run] for span, run in zip(path, runs, strict=True) if span.positions is not None]
+                seen = [span.positions[run] for span, run in zip(path, runs, strict=True)]
                 added = block.mask(torch.cat([*seen, torch.arange(block.end - own.numel(), block.end)]))
             heads = slice(head * group, (head + 1) * group)
             k, v = self._rows(rows, layer, head, q.dtype)
@@ -188,8 +187,6 @@ class LongPrefill:
         start, length = bounds[0][layer][head], bounds[1][layer][head]
         if block is None:
             return slice(start, start + length)
-        if span.positions is None:
-            raise InvariantError("a layer with a window reads a span whose positions are not known")
         hidden = int(torch.searchsorted(span.positions[start : start + length], block.oldest))
         return slice(start + hidden, start + length)
 

@@ -28,7 +28,6 @@ class NumbaAttention:
     Arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena or of the coding.
         RuntimeError: this machine cannot run it (``span_attention.reason_not_to_run``).
     """
 

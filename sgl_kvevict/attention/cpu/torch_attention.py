@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
 from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.row_codec import RowCoding, check_coding
+from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.attention.batch import AttentionBatch, require_widths
 from sgl_kvevict.errors import InvariantError
@@ -21,15 +20,9 @@ QUERY_BLOCK = 256
 
 
 class TorchAttention:
-    """Reference implementation; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
-
-    Raises:
-        ValueError: wrong shape, dtype or device of an arena or of the coding.
-    """
+    """Reference implementation; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`."""
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, coding: RowCoding | None = None) -> None:
-        check_arenas(k_arena, v_arena, geometry.arena_shape, (*KV_DTYPES, FP8))
-        check_coding(k_arena, coding)
         self.geometry = geometry
         self._arenas = (k_arena, v_arena)
         self._coding = coding
@@ -92,12 +85,7 @@ class TorchAttention:
             k, v = self._stored(layer, rows) if span.bits == 16 else self._decoded(layer, head, rows)
             keys.append(k)
             values.append(v)
-            if span.positions is not None:
-                positions.append(span.positions[run].long())
-            elif geometry.window(layer):
-                raise InvariantError("a layer with a window reads a span whose positions are not known")
-            else:
-                positions.append(torch.zeros_like(rows))  # before every new token
+            positions.append(span.positions[run].long())
         k, v = self._stored(layer, head_slot_of(layer, slots, head, geometry.num_token_slots, geometry.num_kv_heads))
         return torch.cat([*keys, k]), torch.cat([*values, v]), torch.cat([*positions, own])
 

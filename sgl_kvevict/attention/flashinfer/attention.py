@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import check_arenas
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention.batch import MAX_BATCHES, AttentionBatch, BatchKey, RecentBatches, require_widths
 from sgl_kvevict.attention.flashinfer.lists import SpanLists, build_span_lists, merge_spans
@@ -28,7 +27,7 @@ class FlashInferAttention:
 
     Raises:
         UnsupportedSetupError: FlashInfer cannot be imported or does not have the model's head_dim or dtype.
-        ValueError: wrong shape, dtype or device of an arena; or some layer has a window.
+        ValueError: some layer has a window.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
@@ -36,7 +35,6 @@ class FlashInferAttention:
         require(KERNELS, kernels_for("flashinfer", *pool, is_latent=geometry.is_latent))
         if geometry.has_windows:
             raise ValueError(f"windows: spans are read whole here, got {geometry.windows}")
-        check_arenas(k_arena, v_arena, geometry.arena_shape, (torch.bfloat16, torch.float16))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
@@ -55,10 +53,8 @@ class FlashInferAttention:
         self._num_new = -1
         self._spans: tuple[SpanLists, PagedPrefill] | None = None
 
-    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+    def warm_up(self) -> None:
         """Compile and run both kernels once, on token slot 0 and head slot 0.
-
-        ``sink_dtype`` is unused: sink logits are added after the kernels.
 
         Raises:
             UnsupportedSetupError: FlashInfer cannot compile or load them.
@@ -67,7 +63,7 @@ class FlashInferAttention:
         slots = torch.zeros(1, 2, dtype=torch.int32, device=device)
         shape = (geometry.num_layers, geometry.num_kv_heads)
         starts = torch.zeros(shape, dtype=torch.int32, device=device)
-        span = SpanRuns(slots[0, :1], starts, torch.ones_like(starts), num_tokens=1)
+        span = SpanRuns(slots[0, :1], starts, torch.ones_like(starts), 1, slots[0, :1])
         batch = AttentionBatch(((span,),), [2], None, torch.zeros(1, dtype=torch.int64, device=device), slots)
         q = torch.zeros(1, geometry.num_qo_heads, geometry.head_dim, dtype=self.k_arena.dtype, device=device)
         with compiles_kernels():

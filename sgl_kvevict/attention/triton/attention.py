@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
+from kvevict_kernels.checks import FP8
 from kvevict_kernels.ragged_decode.addresses import NUM_ADDRESSES, TableAddresses
 from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on, start_step
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.row_codec import RowCoding, check_coding
+from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.row_sizes import WIDTHS
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
@@ -30,11 +30,11 @@ WARM_UP_KEYS = 1024
 
 @dataclass
 class _PlannedBatch:
-    """Tables of a batch, and the buffers of its steps."""
+    """Tables of a batch, and its last step."""
 
     addresses: TableAddresses  # tables of what our kernels attend to
     plain_requests: list[int]  # requests for which ``plain_prefill`` attends
-    step: Step | None = None  # buffers of the last planned step
+    step: Step | None = None  # of the last planned forward
 
 
 class TritonAttention:
@@ -51,7 +51,6 @@ class TritonAttention:
         coding: by which rows of 4 bits are read; None: there are none.
 
     Raises:
-        ValueError: wrong shape, dtype or device of an arena or of statistics.
         UnsupportedSetupError: no kernel is compiled for the model's head_dim or the pool's dtype.
     """
 
@@ -68,12 +67,10 @@ class TritonAttention:
     ) -> None:
         is_latent = geometry.is_latent
         require(KERNELS, kernels_for("triton", k_arena.device, k_arena.dtype, geometry.head_dim, is_latent=is_latent))
-        check_arenas(k_arena, v_arena, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.plain_prefill = plain_prefill
-        check_coding(k_arena, coding)
         self._verifies = verifies
         self._coding = coding
         is_fp8 = k_arena.dtype == FP8
@@ -95,7 +92,13 @@ class TritonAttention:
         self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Launch every kernel once. Reads token slot 0 and row 0 of its own table, and writes to its own memory."""
+        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+
+        Reads token slot 0 and row 0 of its own table, and writes to its own memory.
+
+        Args:
+            sink_dtype: of the layers' sink logits; None: there are none.
+        """
         device, geometry = self.k_arena.device, self.geometry
         many = SPLIT_ROWS // geometry.group_size + 1  # q rows of ragged_extend, in split parts, and merged
         few = SPLIT_ROWS // geometry.group_size  # q rows of the larger tile
@@ -113,7 +116,7 @@ class TritonAttention:
             req_to_token=torch.zeros(1, length, dtype=torch.int32, device=device),
         )
         shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
-        sink_logits = None if sink_dtype is None else torch.zeros(shape[1], dtype=sink_dtype, device=device)
+        sinks = (None,) if sink_dtype is None else (None, torch.zeros(shape[1], dtype=sink_dtype, device=device))
         # A decode step has kernels of its own.
         batches = [batch, replace(batch, extend_lens=None)]
         if self._verifies:
@@ -125,7 +128,8 @@ class TritonAttention:
             q = torch.zeros(shape, dtype=self.q_dtype, device=device)[: sum(chosen.new_lens)]
             # Whether a layer has a window is compiled into a kernel; how wide it is, is not.
             for layer in {geometry.window(layer) > 0: layer for layer in range(geometry.num_layers)}.values():
-                self.run(layer, q, 1.0, sink_logits)
+                for sink_logits in sinks:
+                    self.run(layer, q, 1.0, sink_logits)
         # No batch of requests has these tables, and their scratch would stay allocated.
         self._recent = RecentBatches()
         self._planned = None
@@ -151,14 +155,11 @@ class TritonAttention:
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
-        # A graph has its buffers in its own memory pool; those of its warm-up are freed earlier.
-        previous = None if planned.addresses.is_captured else planned.step
         planned.step = start_step(
             planned.addresses,
             req_to_token=req_to_token,
             pool_rows=req_pool_indices.long(),
             seq_lens=seq_lens.int(),
-            previous=previous,
             visible=visible,
         )
 

@@ -26,7 +26,7 @@ class DistilledScorer(Scorer):
     Softmax weights add up to 1, so what is evicted is missed by this distance: a value near the mean is replaced by the
     others. Distances are shares of the layer's mean.
     The attention of the prompt's last ``WINDOW_SIZE`` queries is a feature of learned scores
-    (:class:`sgl_kvevict.distill.ScoreWeights`).
+    (:class:`sgl_kvevict.distill.weights.ScoreWeights`).
 
     Source: VATP (arXiv 2406.12335), Sec. 3, multiplies attention by the norm of the value.
     Differs: its distance from the mean, relative to the layer, because scores are compared over layers, and values grow

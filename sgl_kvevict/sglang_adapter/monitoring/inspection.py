@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from copy import copy
 from operator import attrgetter
@@ -31,13 +31,11 @@ from sgl_kvevict.events.questions import (
 )
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments import Segment, Span
 from sgl_kvevict.segments.kept import entries_by_head, kept_share
-from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
+from sgl_kvevict.segments.segment import Span
+from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
-
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 
@@ -71,16 +69,19 @@ class Inspection:
         for question in self._service.take_questions():
             reply: AnyReply = Failure("internal error; the server's log has it")
             with self._tree.guard.at(Place.MONITORING):
-                reply = self._reply(self._tree, question.request)
+                reply = self._reply(question.request)
             self._service.answer(question, reply)
             now = self._clock()
             if now - begin >= TURN_S:
                 break
         self._next_answer = now + (now - begin) * (1 / ANSWERING_SHARE - 1)
 
-    def _reply(self, tree: KVEvictTree, request: AnyRequest) -> AnyReply:
+    def _reply(self, request: AnyRequest) -> AnyReply:
+        tree = self._tree
         if isinstance(request, Status):
-            return self._status(tree, request)
+            rows = heapq.nlargest(request.limit, prefixes(tree), key=attrgetter(request.sort))
+            totals = copy(tree.prefixes.totals)
+            return StatusReport(time.time(), self._started, read_gauges(tree), totals, rows)
         if isinstance(request, Tree):
             return tree_report(tree, request.limit, expose_tokens=self._service.config.expose_tokens)
         if isinstance(request, Kept):
@@ -91,32 +92,18 @@ class Inspection:
             return tokens_report(tree, request.node)
         return Failure(f"cannot answer {type(request).__name__}")
 
-    def _status(self, tree: KVEvictTree, request: Status) -> StatusReport:
-        return StatusReport(
-            ts=time.time(),
-            started=self._started,
-            gauges=read_gauges(tree),
-            totals=copy(tree.prefixes.totals),
-            prefixes=heapq.nlargest(request.limit, prefixes(tree), key=attrgetter(request.sort)),
-        )
-
 
 def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
     """One row per segment. All spans of a segment are on one path, so each token counts once."""
-    tokens: Counter[Segment] = Counter()
-    owners: dict[Segment, UnifiedTreeNode] = {}
-    for node, span in tree.spans.items():
-        tokens[span.segment] += span.num_tokens
-        if span.is_owner:
-            owners[span.segment] = node
-    for segment, node in owners.items():
+    for segment, node in tree.prefixes.table.packed.items():
+        num_tokens = segment.live_end - segment.start
         yield Prefix(
             node=node.id,
-            start=tree.spans[node].start,
-            tokens=tokens[segment],
+            start=segment.start,
+            tokens=num_tokens,
             slots=segment.num_slots,
-            bytes=segment.num_bytes,
-            kept=segment.num_live_entries / (tokens[segment] * segment.geometry.num_runs),
+            bytes=segment.num_slots * segment.geometry.slot_bytes,
+            kept=segment.num_live_entries / (num_tokens * segment.geometry.num_runs),
             entries=segment.entries_by_bits,
             spans=segment.num_spans,
             readers=tree.port.num_locks(node),
@@ -125,18 +112,15 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
 
 def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeReport:
     """Return up to ``limit`` nodes, level by level; reads the device if a segment has several spans."""
-    level = deque((child, 0) for child in tree.root_node.children.values())
-    found: list[tuple[UnifiedTreeNode, int]] = []
     # Level by level, so that a limit cuts off the deepest nodes, not whole branches.
-    while level and len(found) < limit:
-        node, start = level.popleft()
-        found.append((node, start))
-        level.extend((child, start + len(node.key)) for child in node.children.values())
-    spans = [span for node, _ in found if (span := tree.spans.get(node)) is not None]
+    every = tree.nodes()
+    found, ends = every[:limit], {tree.root_node: 0}
+    spans = [span for node in found if (span := tree.spans.get(node)) is not None]
     entries = dict(zip(spans, _entries(spans), strict=True))
     nodes, geometry = [], tree.packer.geometry
-    for node, start in found:
-        span = tree.spans.get(node)
+    for node in found:
+        span, start = tree.spans.get(node), ends[node.parent]
+        ends[node] = start + len(node.key)
         all_entries = len(node.key) * geometry.num_runs
         stored = {16: all_entries} if span is None else entries[span]
         slots = float(len(node.key)) if span is None else _slots(span, sum(stored.values()))
@@ -156,8 +140,7 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
                 namespace=node.key.extra_key if expose_tokens else None,
             )
         )
-    omitted = sum(1 for _ in tree.nodes()) - len(nodes) if level else 0
-    return TreeReport(time.time(), read_gauges(tree).pool, nodes, omitted)
+    return TreeReport(time.time(), read_gauges(tree).pool, nodes, len(every) - len(found))
 
 
 def _entries(spans: list[Span]) -> list[dict[int, int]]:

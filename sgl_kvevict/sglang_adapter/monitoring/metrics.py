@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge
 
 from sgl_kvevict.events.totals import ENTRIES, REFUSED, Gauges, Totals, descriptions
 from sgl_kvevict.guard import Place
-from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
+from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
 
 if TYPE_CHECKING:
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree

@@ -187,32 +187,18 @@ def clamp_position(out: Tensor, lengths: Tensor) -> None:
 
 
 OPERATORS: dict[str, Any] = {
-    "rmsnorm": rmsnorm,
-    "fused_add_rmsnorm": fused_add_rmsnorm,
-    "flash_attn_with_kvcache": flash_attn_with_kvcache,
+    **{each.__name__: each for each in (rmsnorm, fused_add_rmsnorm, flash_attn_with_kvcache, merge_state_v2)},
     "get_scheduler_metadata": lambda **sizes: torch.zeros(1, dtype=torch.int32),  # of no use to the stand-in
-    "merge_state_v2": merge_state_v2,
     "weak_ref_tensor": lambda x: x,
     "is_arch_support_pdl": lambda *args: False,
 }
 """Of ``sgl_kernel`` and its submodules."""
-COMPILED = {
-    "run_rope": run_rope,
-    "run_rope_store": run_rope_store,
-    "rotary_embedding": rotary_embedding,
-    "store_cache": store_cache,
-    "run_activation": run_activation,
-    "clamp_position": clamp_position,
-}
+COMPILED = (run_rope, run_rope_store, rotary_embedding, store_cache, run_activation, clamp_position)
 """Functions of the modules that SGLang compiles."""
 
 
 def load_jit(*args: Any, **kwargs: Any) -> Any:
     """In place of SGLang's: a module with the functions above."""
-    name = "_".join(map(str, args))
-    return SimpleNamespace(
-        **{
-            exported: COMPILED.get(exported, Missing(f"{name}.{exported}"))
-            for exported, *_ in kwargs.get("cuda_wrappers") or []
-        }
-    )
+    name, compiled = "_".join(map(str, args)), {each.__name__: each for each in COMPILED}
+    names = [exported for exported, *_ in kwargs.get("cuda_wrappers") or []]
+    return SimpleNamespace(**{each: compiled.get(each, Missing(f"{name}.{each}")) for each in names})

@@ -31,10 +31,7 @@ _DRAWN: Mapping[str, Make] = {
 READING = "reading"
 TASKS = (*_DRAWN, READING)
 #: Their texts and questions come from elsewhere (``archives``).
-TEXT_TASKS: Mapping[str, Make] = {
-    "squad": texts.squad,
-    "factbook": texts.factbook,
-}
+TEXT_TASKS: Mapping[str, Make] = {"squad": texts.squad, "factbook": texts.factbook}
 GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "texts": tuple(TEXT_TASKS), "all": TASKS}
 #: Distributions over real text, without questions.
 FIDELITY_TASKS = ("fidelity", "speeches")

@@ -1,16 +1,22 @@
-"""What SGLang decides by the model and the name of the attention backend: windows, sinks, CUDA graphs, latents."""
+"""Steps in which SGLang resolves its arguments: setups that are refused, windows, sinks, CUDA graphs, latents."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
 from sgl_kvevict.config import load_config
-from sgl_kvevict.sglang_adapter.settings import architecture, decide, is_graph_chosen, resolving
-from sgl_kvevict.support import BACKEND_NAME, PLANNED_ON_HOST, attention_backends
+from sgl_kvevict.errors import KVEvictError
+from sgl_kvevict.policies.by_name import configured_policy
+from sgl_kvevict.sglang_adapter.settings import architecture, is_graph_chosen, resolving
+from sgl_kvevict.sglang_adapter.start_facts import before_load
+from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, PLANNED_ON_HOST, attention_backends, require
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -22,6 +28,34 @@ LISTED = frozenset({"GptOssForCausalLM", "Exaone4ForCausalLM"})
 STAND_IN = "triton"
 """On every list; the settings that SGLang derives from it are right for ours too."""
 SOURCE = f"{BACKEND_NAME}: around_model_adjustments"
+_COMMANDS = ("launch_server.py", "sglang")
+"""``python -m sglang.launch_server`` and ``sglang serve``: programs that listen on ``--port``."""
+
+
+def after_first_step(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    """Resolution hook, first step of a server's start: refuse unsupported setups with all reasons.
+
+    The step turns ``--enable-dp-attention --dp-size N`` into ``--attn-dp-size N``; what the checks read is what it
+    decided. Prints the reasons and exits with code 1 in SGLang's own commands; raises :class:`KVEvictError` elsewhere
+    (``sgl.Engine``).
+    """
+    # First SGLang's own step: the checks read what it decides.
+    previous(server_args)
+    value_of = resolving(server_args)
+    if BACKEND_NAME not in map(value_of, BACKENDS):
+        return
+    is_command = Path(sys.argv[0]).name in _COMMANDS
+    try:
+        config = load_config()
+        # Wrong options of a policy would otherwise be found after the model is loaded.
+        configured_policy(config)
+        address = (str(value_of("host")), value_of("port")) if is_command else None  # it will listen there
+        require(BEFORE_LOAD, before_load(value_of, config, address=address))
+    except KVEvictError as error:
+        if not is_command:
+            raise
+        # In SGLang's own commands a traceback of its launcher would bury the reasons.
+        raise SystemExit(f"sgl-kvevict: error: {error}") from error
 
 
 def around_model_adjustments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
@@ -31,10 +65,10 @@ def around_model_adjustments(server_args: ServerArgs, previous: Callable[[Server
     """
     value_of = resolving(server_args)
     if value_of("attention_backend") == BACKEND_NAME and architecture(server_args) in LISTED:
-        decide(server_args, SOURCE, attention_backend=STAND_IN)
+        declare_resolution(server_args, SOURCE, attention_backend=STAND_IN)
         previous(server_args)
         # Back at once: later steps, and the runner, have to see the name that was asked for.
-        decide(server_args, SOURCE, attention_backend=BACKEND_NAME)
+        declare_resolution(server_args, SOURCE, attention_backend=BACKEND_NAME)
     else:
         previous(server_args)
     if BACKEND_NAME not in attention_backends(value_of):
@@ -49,7 +83,7 @@ def around_model_adjustments(server_args: ServerArgs, previous: Callable[[Server
         if is_graph_chosen(server_args, phase) or config[phase].backend == Backend.DISABLED:
             continue
         logger.warning("CUDA graphs of %s steps are switched off: %s.", phase, reason)
-        decide(server_args, SOURCE, cuda_graph_config=with_phase(config, phase, backend=Backend.DISABLED))
+        declare_resolution(server_args, SOURCE, cuda_graph_config=with_phase(config, phase, backend=Backend.DISABLED))
 
 
 def use_absorbed_queries() -> None:
