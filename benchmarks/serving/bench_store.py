@@ -22,6 +22,7 @@ from serving_bench.page import HIT_RATE, REQUESTS, Page, Table
 from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document, question
 
+from kvevict_kernels.row_sizes import STEP_BYTES
 from kvevict_tools.launcher import System, kvevict_system
 from kvevict_tools.measure import in_turn, plugin_state
 from sgl_kvevict import client
@@ -41,7 +42,6 @@ CONTEXT_TOKENS = 1024
 CONCURRENCY = 2
 LARGE_ROUND = 16
 ANSWER_TOKENS = 16
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 
 COUNTERS = {"stored": "stored_segments", "loaded": "loaded_segments", "late": "late_loads"}
 """Columns, and the totals of `/server_info` that they show."""
@@ -243,12 +243,12 @@ def ask(url: str, prompts: Sequence[Sequence[int]]) -> list[Stream]:
 
 
 def share_of_full(path: Path) -> float:
-    """Bytes of a stored segment, against those of all keys and values of its tokens."""
+    """Bytes of a stored segment with rows of 4 bits, against those of all keys and values of its tokens."""
     header = read_header(path.read_bytes())
-    num_layers, num_heads = header["tensors"]["parts.0.keep_lens"][1]
-    dtype, (_, head_dim) = header["tensors"]["parts.0.k"]
-    num_tokens = header["end"] - header["start"]
-    return path.stat().st_size / (num_tokens * num_layers * num_heads * 2 * head_dim * ITEM_BYTES[dtype])
+    num_layers, num_heads = header["tensors"]["rows.keep_lens"][1]
+    _, (_, width) = header["tensors"]["rows.k"]
+    head_dim, num_tokens = 2 * (width - STEP_BYTES), header["end"] - header["start"]
+    return path.stat().st_size / (num_tokens * num_layers * num_heads * 2 * head_dim * 2)
 
 
 if __name__ == "__main__":
