@@ -35,7 +35,7 @@ class Place(StrEnum):
     STORE = "store"
     """Saving, finding or loading a prefix: it is not stored, or is computed."""
     HOST = "host"
-    """Moving a prefix to the host's memory or back: it is dropped, or is computed."""
+    """Moving a prefix to the host's memory, or one from outside the pool into it: it is dropped, or is computed."""
     RELEASE = "release"
     """Continuing pending ranges after a request was released: they keep waiting."""
     MONITORING = "monitoring"

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import NamespaceKey, Node, length_of, path_to
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.guard import accounting
+from sgl_kvevict.guard import Place, accounting
 from sgl_kvevict.segments.segment import Segment
 from sgl_kvevict.store.identity import StoreIdentity
 from sgl_kvevict.store.segment_file import SegmentRecord
@@ -29,7 +29,7 @@ class Adoption:
     """Puts segments of a tier into the tree, as if they had been compressed here."""
 
     def __init__(self, core: Core, resizer: Resizer) -> None:
-        self._tree, self._spans, self._readers = core.tree, core.table.spans, core.readers
+        self._tree, self._spans, self._readers, self._guard = core.tree, core.table.spans, core.readers, core.guard
         self._packer, self._complements, self._resizer = core.compressor.packer, core.complements, resizer
 
     def lookup(self, prompt: Prompt, identity: StoreIdentity) -> Lookup:
@@ -69,14 +69,12 @@ class Adoption:
             slots = self._tree.alloc(self._tree.largest(num_slots, record.start, record.end))
         if slots is None:
             return 0
-        try:
-            # Before anything changes: the device may lack the memory for it.
+        segment = None
+        # Before anything changes: the device may lack the memory for it, maybe on one rank of several.
+        with self._guard.at(Place.HOST):
             segment = self._packer.new_segment(slots, record.kept, record.start, record.end, shadow=record.shadow)
-        except Exception:
-            self._tree.free(slots)
-            raise
-        segment.splittable = record.splittable
-        if not self._install(segment, tokens, namespace):
+            segment.splittable = record.splittable
+        if segment is None or not self._install(segment, tokens, namespace):
             self._tree.free(slots)
             return 0
         # After the segment is in the tree: what a file has needs room in the host's memory, and is lost without harm.

@@ -96,10 +96,8 @@ class Captured:
 
     def _copy(self, span: SpanRuns) -> SpanRuns:
         if span not in self.copies:
-            rows, starts, lens, positions = (
-                x.to(self.device) for x in (span.rows, span.starts, span.lens, span.positions)
-            )
-            self.copies[span] = SpanRuns(rows, starts, lens, span.num_tokens, positions)
+            of_span = {name: getattr(span, name).to(self.device) for name in ("rows", "starts", "lens", "positions")}
+            self.copies[span] = SpanRuns(**of_span, num_tokens=span.num_tokens)
         return self.copies[span]
 
 

@@ -69,8 +69,7 @@ def test_long_units_have_longer_chunks(start: Start) -> None:
     assert counts.max() == words.MAX_CHUNKS
     assert (counts[lens <= words.CHUNK] <= 1).all()
     runner, world = start(NUMBA, 1, 2, 16, num_layers=1, num_token_slots=9000)
-    length = words.CHUNK * words.MAX_CHUNKS + 5
-    span = world.span(torch.tensor([[length]], dtype=torch.int32), num_tokens=length)
+    span = world.span(torch.tensor([[words.CHUNK * words.MAX_CHUNKS + 5]], dtype=torch.int32), num_tokens=5000)
     world.add((replace(span, num_tokens=100, positions=torch.zeros_like(span.rows)),), 3)  # rows of tests are shorter
     runner.check()
 

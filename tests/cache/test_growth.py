@@ -7,6 +7,7 @@ import torch
 
 from helpers.harness import Harness
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import Place
 from sgl_kvevict.segments.kept import entries_by_head
 from sgl_kvevict.segments.segment import View
@@ -281,13 +282,16 @@ def test_without_memory_of_the_device_entries_come_back_later(monkeypatch, is_dr
     prefixes.readers[req].least_share = 1.0
     assert harness.admit(req) and req.prefix_len == 60 * (not is_dropped)
     harness._cancel(req)
-    assert segment.num_entries == size and harness.allocator.available_size() == free
-    assert prefixes._guard.errors[Place.HOST] == 1
-    harness.check()
+    now = segment.num_entries, harness.allocator.available_size(), prefixes._guard.errors[Place.HOST]
+    assert now == (size, free, 1)
     monkeypatch.undo()
     assert serve(harness, [*TEXT[:60], 5, 5], complete=True) == 60
-    (segment,) = prefixes.table.packed
-    assert segment.num_entries == num_entries(segment)
+    assert [each.num_entries == num_entries(each) for each in prefixes.table.packed] == [True]
+    harness.drop_all()
+    monkeypatch.setattr(prefixes.compressor.packer, "_placed", lambda *args: [].pop())
+    prefixes._guard.num_ranks = 2  # the other rank would go on with another tree
+    with pytest.raises(InvariantError, match="one rank's host failed"):
+        harness.admit(harness.request([*TEXT[:60], 5, 5]))
 
 
 @pytest.mark.parametrize("empty", [Harness.flush, lambda harness: harness.tree.forget_compressed()])

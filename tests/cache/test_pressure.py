@@ -152,7 +152,6 @@ def test_a_resize_keeps_the_first_in_order(harness):
 
 
 def test_a_resize_gives_no_slots(harness):
-    """What it refuses leaves everything as it was."""
     reclaim(harness)
     (segment,), free = harness.tree.prefixes.table.packed, harness.allocator.available_size()
     held = segment.num_slots
