@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,8 +175,9 @@ def _check_sources(
 
 
 def _check_different(places: Tensor) -> None:
-    ordered = places.sort().values
-    if bool((ordered[1:] == ordered[:-1]).any()):
+    marked = torch.zeros(int(places.max()) + 1 if places.numel() else 0, dtype=torch.bool)
+    marked[places] = True
+    if int(marked.count_nonzero()) != places.numel():
         raise ValueError("places: expected rows that are all different, got a repeated one")
 
 
@@ -193,27 +195,30 @@ def write_cpu(arena: Tensor, places: Tensor, encoded: Tensor, steps: Tensor) -> 
 
 def _compiled_encode(encoding: Encoding) -> None:
     """:func:`encode_cpu`, compiled by numba."""
-    from kvevict_kernels.recode_rows.numba_impl import calls
+    from kvevict_kernels.recode_rows import numba_impl as n
 
-    arena, out, coding = encoding.arena, encoding.out, encoding.coding
+    arena, coding = encoding.arena, encoding.coding
     found, head_dim = coding.statistics, arena.shape[-1]
     mean, scale = (found.v_mean, found.v_scale) if encoding.is_v else (found.k_mean, found.k_scale)
-    read = [mean, scale, rotation(head_dim, arena.device), coding.steps(encoding.is_v)]
-    encode, _, stamp = calls()
-    encode(
-        *(stamp, arena.data_ptr(), KINDS[arena.dtype], head_dim, encoding.bits),
-        *(x.data_ptr() for x in (encoding.rows, encoding.runs, *read)),
-        *(out.data_ptr(), encoding.rows.numel()),
-    )
+    read = {n.MEANS: mean, n.SCALES: scale, n.ROTATION: rotation(head_dim, arena.device), n.RUNS: encoding.runs}
+    words = {n.KIND: KINDS[arena.dtype], n.BITS: encoding.bits} | {word: x.data_ptr() for word, x in read.items()}
+    _run(n.calls().encode, arena, encoding.rows, encoding.out, coding.steps(encoding.is_v), words)
 
 
 def _compiled_write(arena: Tensor, places: Tensor, encoded: Tensor, steps: Tensor) -> None:
     """:func:`kvevict_kernels.row_codec.write_rows`, compiled by numba."""
     from kvevict_kernels.recode_rows.numba_impl import calls
 
-    _, write, stamp = calls()
-    pointers = (x.data_ptr() for x in (steps, places, encoded))
-    write(stamp, arena.data_ptr(), arena.shape[-1], *pointers, places.numel())
+    _run(calls().write, arena, places, encoded, steps, {})
+
+
+def _run(call: Any, arena: Tensor, rows: Tensor, encoded: Tensor, steps: Tensor, words: dict[int, int]) -> None:
+    from kvevict_kernels.recode_rows import numba_impl as n
+
+    given = {n.ARENA: arena, n.ROWS: rows, n.ENCODED: encoded, n.STEPS: steps}
+    words |= {word: x.data_ptr() for word, x in given.items()} | {n.NUM_ROWS: rows.numel()}
+    # PyTorch's number, so that its runtime keeps its team.
+    n.run(call, arena.shape[-1], words, torch.get_num_threads())
 
 
 def _encode(encoding: Encoding) -> None:
