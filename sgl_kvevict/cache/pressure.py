@@ -8,6 +8,7 @@ from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.cache.resize import Resizer
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.segments.segment import Segment
 
 ROUND_SHARE = 1 / 64
@@ -50,6 +51,11 @@ WITH_FEW_BITS = Losses(budget=_loss(1.0, 0.2), between=_loss(0.2, 0.125), least=
 """Of the default's shares; others, if configured, count the same."""
 
 
+def losses_of(config: KVEvictConfig) -> Losses:
+    """Losses of a pool whose rows have the bits of a configuration."""
+    return WITH_16_BITS if config.bits == 16 else WITH_FEW_BITS
+
+
 class Pressure:
     """Shrinks what may shrink when slots are short, in steps (``KVEvictConfig.shares``).
 
@@ -61,7 +67,7 @@ class Pressure:
         self._table, self._spans, self._shrinking = core.table, core.table.spans, core.table.shrinking
         self._readers, self._config = core.readers, core.compressor.config
         self._resizer, self._recency = resizer, recency
-        self._losses = WITH_16_BITS if self._config.bits == 16 else WITH_FEW_BITS
+        self._losses = losses_of(self._config)
         self._round = max(int(core.compressor.packer.geometry.num_token_slots * ROUND_SHARE), 1)
         self.clear()
 
@@ -104,7 +110,9 @@ class Pressure:
         Returns:
             Token slots released.
         """
-        num_released = self._resizer.try_open(is_short=True)
+        # Once: no reader comes or goes before this returns.
+        movable = set(self._readers.movable_nodes()) if self._table.open else set()
+        num_released = self._resizer.try_open(movable)
         rest: list[Node] = []
         # More than was asked for: each round walks readers and paths, and the next request needs room, too.
         while num_released < self._round and (top := self._heap.top()) is not None:
@@ -112,7 +120,7 @@ class Pressure:
             if leaf is not None and priority > leaf:
                 break
             self._heap.pop()
-            slots = self._shrink(node)
+            slots = self._shrink(node, movable)
             num_released += slots
             if node in self._shrinking:
                 rest.append(node)
@@ -144,14 +152,15 @@ class Pressure:
         shares = () if segment.keys is None else self._config.shares
         return next((share for share in shares if self._resizer.slots_at(segment, share) < segment.num_slots), None)
 
-    def _shrink(self, node: Node) -> int:
+    def _shrink(self, node: Node, movable: set[Node]) -> int:
         """Take the next step of a segment, or of a range that waits; return the token slots released.
 
-        0: it cannot shrink now; if the node has left ``shrinking``, it never can.
+        ``movable`` as in :meth:`Resizer.try_waiting`. 0: it cannot shrink now; if the node has left ``shrinking``, it
+        never can.
         """
         span = self._spans.get(node)
         if span is None:
-            return self._resizer.try_waiting(node)
+            return self._resizer.try_waiting(node, movable)
         if node in self._table.growing:
             return 0
         segment = span.segment
