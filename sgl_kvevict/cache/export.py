@@ -58,7 +58,7 @@ def export(
         start=sources[0].start,
         end=sources[-1].end,
         splittable=last.range.segment.splittable if isinstance(last.range, View) else not is_cut,
-        tokens=torch.tensor(tokens, dtype=torch.int64),
+        tokens=torch.frombuffer(tokens, dtype=torch.int64),
         kept=packer.copy(sources),
         shadow=packer.copy_shadow(sources),
         evicted=evicted,

@@ -157,7 +157,8 @@ class Loading:
             self._table.totals.late_loads += 1
         self._table.totals.failed_loads += len(waiting.fetch.errors)
         if answer is Answer.HERE:
-            with self._guard.at(Place.STORE):
+            # One rank may lack the memory, and the others would then exchange numbers that it does not.
+            with self._guard.at(Place.HOST):
                 self._place(request, waiting.fetch.records, waiting.prompt)
         else:
             waiting.fetch.is_abandoned = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -82,10 +83,13 @@ def length_of(path: Sequence[Node]) -> int:
     return sum(len(node.key) for node in path)
 
 
-def tokens_of(path: Sequence[Node]) -> list[int]:
+def tokens_of(path: Sequence[Node]) -> array[int]:
     """Token ids of a path, or of a part of one: those that have KV."""
-    # The last token of a pair's list has no KV yet.
-    return [token for node in path for token in node.key.token_ids[: len(node.key)]]
+    tokens = array("q")
+    for node in path:
+        # SGLang's are arrays, too, so this copies memory. The last token of a pair's list has no KV yet.
+        tokens.extend(node.key.token_ids[: len(node.key)])
+    return tokens
 
 
 def key_of(path: Sequence[Node]) -> list[int]:

@@ -92,6 +92,11 @@ class ReaderTable:
             record = self._records[reader] = ReaderRecord()
         return record
 
+    def is_exact(self, reader: Reader) -> bool:
+        """Whether a reader must read no compressed entry; makes no record, of which each waiting request had one."""
+        record = self._records.get(reader)
+        return record is not None and record.is_exact
+
     def chunk_share(self, record: ReaderRecord) -> float | None:
         """Share of their bytes that chunks of a prompt get while it is prefilled; None: they stay uncompressed."""
         return self._chunk_share if record.chunk_share is None else record.chunk_share

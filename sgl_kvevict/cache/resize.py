@@ -29,6 +29,8 @@ JOINED = 8
 """Small segments at the end of a path that become one, because attention reads each as a span of its own."""
 MOST_JOINED = 2**14
 """Tokens of :data:`JOINED` segments that are small, at most: larger ones are few."""
+MAX_OPEN = 1024
+"""Open ranges beyond which one that a reader holds is given up."""
 OBSERVATION_BYTES = 256 * 1024**2
 """Memory outside the pool for observations of open ranges; beyond it the oldest is given up."""
 
@@ -119,6 +121,9 @@ class Resizer:
             opened.prompt, opened.num_bytes = prompt, prompt.num_bytes
         if not opened.waits and self._try(last) is None:
             self._table.totals.refused_in_use += 1
+            # Each release tries all that are left. Without this, one long request with `exact` would let them pile up.
+            if len(self._table.open) > MAX_OPEN:
+                self._table.close(last)
         if last in self._table.open:
             self._trim()
 
@@ -144,7 +149,7 @@ class Resizer:
             num_bytes -= opened.num_bytes
             if opened.waits and not self._compressor.scores_any_range:
                 # It could not be ranked later, so it is packed while its prompt is still there.
-                self._try(last, is_short=True)
+                self._try(last, set(self._readers.movable_nodes()))
             opened.prompt, opened.num_bytes = None, 0
             if last in self._table.open and opened.order is None and not self._can_rank(opened):
                 self._table.close(last)
@@ -158,35 +163,41 @@ class Resizer:
         has_released, self._has_released = self._has_released, False
         return has_released
 
-    def try_open(self, *, is_short: bool = False) -> int:
-        """Compress open ranges but those that wait until slots are short, oldest first; ``is_short``: slots are.
+    def try_open(self, movable: set[Node] | None = None) -> int:
+        """Compress open ranges but those that wait until slots are short, oldest first; ``movable`` as in :meth:`_try`.
 
         Returns the token slots released.
         """
-        num_released = 0
+        num_released, held = 0, set[Node]()
         # A copy: a range that is packed leaves the table.
         ranges = list(self._table.open.items())
-        if not is_short:  # ranges that are not ranked yet may have waited because they begin with the tokens of these
+        if movable is None:
+            # Ranges that are not ranked yet may have waited because they begin with the tokens of these.
             ranges.sort(key=lambda each: not each[1].is_launched)
         for last, opened in ranges:
-            if not opened.waits:
-                num_released += self._try(last, is_short=is_short) or 0
+            if opened.waits or (first := self._spans.first_uncompressed(last)) in held:
+                continue
+            num_freed = self._try(last, movable)
+            if num_freed is None:
+                # Not asked again: it walks the paths of all readers, and none comes or goes meanwhile.
+                held.add(first)
+            num_released += num_freed or 0
         return num_released
 
-    def try_waiting(self, last: Node) -> int:
+    def try_waiting(self, last: Node, movable: set[Node]) -> int:
         """Slots are short: compress an open range that waited for that, or another one that begins with the same node.
 
         If this node has readers, the ranges that begin with it are tried in the order in which :meth:`reclaimable` has
-        counted them: what the one takes is not the other's.
+        counted them: what the one takes is not the other's. ``movable`` as in :meth:`_try`.
 
         Returns:
             Token slots released. 0: none can be compressed now; if the range is closed, it never can.
         """
-        first_of, locked, alike = self._spans.first_uncompressed, set(self._readers.movable_nodes()), [last]
-        if (first := first_of(last)) in locked:
+        first_of, alike = self._spans.first_uncompressed, [last]
+        if (first := first_of(last)) in movable:
             alike = [each for each, opened in self._table.open.items() if opened.waits and first_of(each) is first]
-        for each in sorted(alike, key=lambda each: each not in locked):
-            num_released = self._try(each, is_short=True)
+        for each in sorted(alike, key=lambda each: each not in movable):
+            num_released = self._try(each, movable)
             if num_released or each is last:
                 return num_released or 0
         return 0
@@ -276,10 +287,11 @@ class Resizer:
         order = opened.order
         return order is not None and order.turn is not None and self._turn < order.turn + TURNS_OF_RANKING
 
-    def _try(self, last: Node, *, is_short: bool = False) -> int | None:
-        """Compress an open range if that is possible now; ``is_short``: token slots are short.
+    def _try(self, last: Node, movable: set[Node] | None = None) -> int | None:
+        """Compress an open range if that is possible now.
 
-        Returns the token slots released. None: a reader that must not move holds it.
+        ``movable``: token slots are short, and these are the nodes of :meth:`ReaderTable.movable_nodes`; None: they are
+        not short. Returns the token slots released. None: a reader that must not move holds it.
         """
         opened = self._table.open.get(last)
         if opened is None:
@@ -288,12 +300,13 @@ class Resizer:
         if not self.is_long_enough(end - start):
             self._table.close(last)
             return 0
+        is_short, locked = movable is not None, movable or set()
+        # Before readers are asked for: of thousands of ranges that cannot be packed each takes little time.
+        if is_short and self._gain(opened, nodes, start, locked) is None:
+            return 0
         readers = self._readers.movable(nodes[0])
         if readers is None:
             return None
-        locked = set(self._readers.movable_nodes()) if is_short else set()
-        if is_short and self._gain(opened, nodes, start, locked) is None:
-            return 0
         # A ranking beside the scheduler's stream reads slots that another range with the same beginning would release.
         if not is_short and (self._is_early(opened) or (not opened.is_launched and self._is_early_at(nodes[0]))):
             return 0
@@ -359,12 +372,15 @@ class Resizer:
 
         None: the policy failed, and nothing was changed.
         """
-        begin, slots = time.perf_counter(), self._tree.token_slots(nodes)
-        num_tokens, totals = slots.numel(), self._table.totals
+        begin, num_tokens, totals = time.perf_counter(), length_of(nodes), self._table.totals
         num_slots = self._config.num_slots(num_tokens, start, opened.share)
+        if order is None and num_slots < num_tokens:
+            return None  # ranking failed, and nothing else says what to keep
         num_sinks = self._config.num_sinks(num_tokens, start)
         written = self._write(
-            lambda: TokenRange(slots, start, order.keys if order else None, num_sinks), num_slots, opened.prompt
+            lambda: TokenRange(self._tree.token_slots(nodes), start, order.keys if order else None, num_sinks),
+            num_slots,
+            opened.prompt,
         )
         if written is None:
             return None
@@ -488,6 +504,7 @@ class Resizer:
             written = _Written(packed, freed, source.end, num_merged, evicted)
         return written
 
+    @accounting()
     def _released(self, segment: Segment, written: _Written) -> int:
         """Release the slots that a segment has lost, and keep what was evicted; return how many slots."""
         self._tree.free(written.freed)

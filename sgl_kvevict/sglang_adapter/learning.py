@@ -180,7 +180,7 @@ class TextReader:
         num_tokens = length_of(path)
         attention = text.attention = TextAttention(tree.packer.geometry, num_tokens, tree.packer.k_arena.device)
         key = key_of(path)
-        for repetition in repetitions(self.tokenizer, tokens_of(path), self._repeated):
+        for repetition in repetitions(self.tokenizer, tokens_of(path).tolist(), self._repeated):
             self._run([*key, *repetition], is_cached=False)
         path = path_to(text.node)
         # Requests that repeat a text need slots, too; if the text was dropped for them, its nodes have lost their

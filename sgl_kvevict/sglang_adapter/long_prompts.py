@@ -118,7 +118,7 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
         has_overrides = req.positional_embed_overrides is not None
         field = "positional_embed_overrides" if has_overrides else f"bootstrap_host {shown(req.bootstrap_host)}"
         return f"{got}, with {field}; allowed: at most {most}, because nothing of it is cached, or shrinks"
-    if tree.prefixes.readers[req].is_exact:
+    if tree.prefixes.readers.is_exact(req):
         return f"{got}, with exact; allowed: at most {most}, because an exact request reads nothing compressed"
     if num_tokens > plan.longest():
         share = plan.affordable_share(num_tokens, 1)

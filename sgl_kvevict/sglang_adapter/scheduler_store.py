@@ -159,7 +159,7 @@ def fetch(scheduler: Scheduler, req: Req) -> None:
     # An adapter's id is new after each load, so no stored prefix could be named by it.
     if loading is None or req.lora_id is not None or req.to_finish is not None:
         return
-    if req.positional_embed_overrides is not None or tree.prefixes.readers[req].is_exact:
+    if req.positional_embed_overrides is not None or tree.prefixes.readers.is_exact(req):
         return  # of the former SGLang matches nothing
     loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 

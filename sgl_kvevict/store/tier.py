@@ -9,6 +9,7 @@ prompt token by token before an entry of it is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -131,7 +132,7 @@ class Tier(ABC):
     def _names(self, record: SegmentRecord, namespace: Namespace) -> list[str]:
         """Names of the prefixes under which a segment is listed, ascending by length."""
         block_tokens = self.identity.block_tokens
-        chain = namespace.chain(record.tokens.tolist(), block_tokens)
+        chain = namespace.chain(array("q", record.tokens.numpy().tobytes()), block_tokens)
         return [chain[number - 1] for number in listed_blocks(IndexEntry.of(record), block_tokens)]
 
     def _num_shared(self, entry: IndexEntry, tokens: Sequence[int], num_known: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.documents import document, make_harness, ranges
+from helpers.documents import document, make_harness, ranges, reading, reclaim
 from helpers.harness import Harness
 from sgl_kvevict.events.totals import Totals
 
@@ -34,6 +34,25 @@ def test_a_lock_that_no_reader_explains_is_waited_for():
     harness.tree.unlock(lock)
     harness.finish(req)
     assert ranges(harness)[0][0] == 0 and ranges(harness)[-1][1] == 18
+
+
+def test_many_prompts_behind_what_a_reader_holds_cost_one_question_for_its_readers(monkeypatch):
+    """However many requests end, and leaves go, while a request with `exact` reads what all prompts begin with."""
+    monkeypatch.setattr("sgl_kvevict.cache.resize.MAX_OPEN", 4)
+    harness, totals = cache()
+    prefixes, header = harness.tree.prefixes, DOCUMENT[:8]
+    reader = reading(harness, header)
+    for number in range(1, 8):
+        harness.finish(harness.run([*header, *document(number, 8)]))
+    assert ranges(harness) == [] and len(prefixes.table.open) == 4 and totals.refused_in_use == 8
+    asked, movable = [], prefixes.readers.movable
+    monkeypatch.setattr(prefixes.readers, "movable", lambda node: asked.append(node) or movable(node))
+    prefixes.resizer.try_open()
+    assert len(asked) == 1
+    reclaim(harness)
+    assert len(asked) == 1
+    harness.finish(reader)
+    assert ranges(harness) == [(0, 8), *3 * [(8, 16)]] and not prefixes.table.open
 
 
 def test_the_rest_of_what_cannot_be_split_is_worth_nothing():

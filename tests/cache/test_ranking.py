@@ -195,6 +195,30 @@ def test_a_policy_that_fails_leaves_the_range_as_it_is(cache, monkeypatch, is_la
     cache.harness.decode(reader)
 
 
+@pytest.mark.parametrize(("num_ranked", "wanted"), [(0, [8, 8]), (1, [8, 10])])
+def test_a_policy_that_fails_for_one_of_several_segments_leaves_the_rest_as_it_is(monkeypatch, num_ranked, wanted):
+    """What cannot be split ends where prompts branch off, and each part is ranked by itself."""
+    harness = make_harness(splittable=False)
+    compressor, lengths = harness.tree.compressor, []
+    rank = compressor.rank
+
+    def rank_some(slots, *args):
+        lengths.append(slots.numel())
+        if len(lengths) > num_ranked:
+            raise RuntimeError("no memory")
+        return rank(slots, *args)
+
+    monkeypatch.setattr(compressor, "rank", rank_some)
+    exact = reading(harness, [*DOCUMENT[:8], 50, 51])
+    reader = harness.run(document(0, 20))
+    assert not lengths
+    harness.finish(exact)
+    assert lengths == wanted and ranges(harness) == [(0, 8)][:num_ranked]
+    assert harness.tree.guard.errors[Place.COMPRESSION] == 2 - num_ranked and not harness.tree.prefixes.table.open
+    harness.decode(reader)
+    harness.finish(reader)
+
+
 @dataclass(frozen=True)
 class WrongScores(Scorer):
     """Scores that cannot be compared."""

@@ -87,3 +87,19 @@ def test_the_manual_names_exactly_the_series_there_are(harness):
     }
     documented = set(re.findall(r"^\|`(kvevict:\w+)`", (ROOT / "docs" / "serve.md").read_text(), re.MULTILINE))
     assert documented == ours
+
+
+def test_a_refresh_that_takes_long_is_made_less_often(harness, monkeypatch):
+    """At most 1 % of the time: half a second of it every 51."""
+    now, refreshed = 2e9, []
+
+    def refresh():
+        nonlocal now
+        refreshed.append(now)
+        now += 0.5
+
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: now)
+    monkeypatch.setattr(harness.metrics, "refresh", refresh)
+    for now in (2e9, 2e9 + 50.9, 2e9 + 51):  # noqa: B007 - read by the clock
+        harness.metrics.each_turn()
+    assert refreshed == [2e9, 2e9 + 51]

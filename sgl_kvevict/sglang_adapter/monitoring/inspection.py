@@ -189,4 +189,4 @@ def tokens_report(tree: KVEvictTree, wanted: int) -> TokensReport | NodeGone:
     node = next((node for node in tree.nodes() if node.id == wanted), None)
     if node is None:
         return NodeGone(f"node {wanted} is not in the tree (any more)")
-    return TokensReport(wanted, tokens_of([node]))
+    return TokensReport(wanted, tokens_of([node]).tolist())

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PREFIX = "kvevict:"
 REFRESH_S = 1.0
+REFRESH_SHARE = 0.01
+"""Part of the scheduler's time that refreshing may take: it grows with the number of segments."""
 HOLDERS = ("compressed", "full", "private", "free")
 
 
@@ -67,11 +69,12 @@ class Metrics:
             self._counters.append((counter, partial(tree.guard.errors.__getitem__, place)))
 
     def each_turn(self) -> None:
-        """Refresh, at most once per ``REFRESH_S``."""
+        """Refresh, at most once per ``REFRESH_S``, and less often if that takes long."""
         now = time.monotonic()
         if now >= self._next_refresh:
-            self._next_refresh = now + REFRESH_S
+            self._next_refresh = now + REFRESH_S  # before: one that fails is not repeated in every turn
             self.refresh()
+            self._next_refresh += (time.monotonic() - now) / REFRESH_SHARE
 
     def refresh(self) -> None:
         """Write all gauges, and the growth of all counters."""
