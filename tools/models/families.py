@@ -103,9 +103,8 @@ ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
 IMAGES = """## Images
 
 SGLang puts hashes where the tokens of an image are, so keys tell images apart, and image tokens are compressed like
-others.
-With positions of three axes (M-RoPE) learned scores take keys
-back to where they were before RoPE; the positions are kept per slot (12 bytes).
+others. With positions of three axes (M-RoPE) learned scores take keys back to where they were before RoPE; the
+positions are kept per slot (12 bytes).
 
 Videos and sound go the same way through SGLang, but no test has sent any.
 """
@@ -253,9 +252,10 @@ def page() -> str:
     others = [f"| {name} | {in_general(sentence)} |" for name, sentence in rows.items() if sentence not in listed]
     return f"""# Models
 
-Which models are served, which are refused and why. What decides is a model's attention, not its name: causal multi-head
-or grouped-query attention over all earlier tokens or a sliding window, keys and values of one width, sinks or not.
-Families that are not listed are served if SGLang's plain `RadixAttention` layers do that, and refused otherwise.
+Which models are served, which are refused and why. What decides is a model's attention, not its name. It must be
+causal, over all earlier tokens or a sliding window, with keys and values of one width (grouped-query heads and sinks
+are fine), or latent (MLA). Families that are not listed are served if SGLang's plain `RadixAttention` layers are like
+that, and refused otherwise.
 
 * *Served*: a tiny random model of the family was compared in real servers (`make test-models`), in float32. At budget
   1.0, read from spans, it gives the greedy tokens of stock SGLang, and its log-probabilities to 0.002. Where stock has
@@ -273,7 +273,7 @@ How layers with a window are compressed: [design](design/layers.md#models-with-o
 |---|---|---|
 {chr(10).join(served)}
 
-## Served with definitions of SGLang's kernels
+## Recurrent layers: served, not seen on a GPU
 
 The KV of the full attention of models with recurrent layers is compressed. SGLang has kernels of recurrent layers for
 GPUs only. The tests have slow definitions of them (`tools/models/recurrent`), to which SGLang's own are equal in
@@ -295,8 +295,8 @@ Nemotron-H and other hybrids of full attention and recurrent layers are taken in
 |---|---|---|
 {chr(10).join(refused)}
 
-Also refused, of these and of the families above. … stands for what the server knows. The table is written from
-`sgl_kvevict/support.py`, which also has the settings that are refused whatever the model is:
+Also refused, in any family (… stands for what the server knows). The table is written from `sgl_kvevict/support.py`,
+which also has the settings that are refused whatever the model is:
 
 | what | sentence |
 |---|---|
@@ -304,8 +304,7 @@ Also refused, of these and of the families above. … stands for what the server
 
 ## Rows of 16 bits only
 
-Compressed prefixes have rows of 4 bits ([design](design/prefix.md#packing)), but for these reasons, with which
-`bits: auto` means 16:
+`bits: auto` means rows of 4 bits ([design](design/prefix.md#packing)), but of 16 for these reasons:
 
 | what | reason |
 |---|---|
