@@ -105,7 +105,7 @@ campaign: model ## random operations, input, requests, faults and a soak; many h
 	@PYTHONPATH=tools:tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 ##@ Benchmarks: each writes its page and its raw figures below docs/
-bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, store, prefill, speculation, insertion, agents)
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, store, prefill, speculation, insertion, generation, agents)
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
 
 bench-judges: model ## foreign programs against stock and ours: cache-pressure, SGLang's bench_serving; writes docs/results/serving/judges.md

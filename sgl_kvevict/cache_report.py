@@ -67,7 +67,7 @@ class CacheReport:
             request has computed itself and which were compressed before its answer was complete.
         computed_again: of a request with ``exact``: prompt tokens that it has computed although the pool had them.
         prefilled_compressed: prompt tokens that the request has computed, and that were compressed before its prefill
-            was complete (prompts longer than the pool, ``prefill_budget``).
+            was complete (prompts longer than the pool).
     """
 
     device: int = 0

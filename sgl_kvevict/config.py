@@ -96,8 +96,7 @@ class KVEvictConfig(BaseModel):
     compress: Literal["at once", "when short"] = Field(
         default="at once",
         description="when a complete prompt shrinks to `budget`. when short: once token slots are short; until then "
-        "answers are those of the uncompressed cache (docs/configuration.md#exact-while-there-is-room). Not with "
-        "`prefill_budget`",
+        "answers are those of the uncompressed cache (docs/configuration.md#exact-while-there-is-room)",
     )
     bits: Bits = Field(
         default="auto",
@@ -112,14 +111,6 @@ class KVEvictConfig(BaseModel):
         description="part of its uncompressed bytes below which no prefix shrinks. From `budget` down to it a prefix "
         "shrinks only when slots are short and that loses less than dropping a leaf; null: not below `budget`. Default "
         "with `bits: 16`: 0.1. No effect with a `budget` of 1.0",
-    )
-    prefill_budget: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="policy `distilled`: each chunk of a prompt (`--chunked-prefill-size`) "
-        "shrinks to this share before the next one is computed; not below `budget`. null: only prompts longer than the "
-        "pool are compressed while they are prefilled, to what they can afford and at most to `budget`",
     )
     tail_tokens: int = Field(
         default=32,
@@ -207,16 +198,6 @@ class KVEvictConfig(BaseModel):
         ``store_complete`` needs a store, and host memory that keeps what is evicted until it is stored.
         """
         problems = []
-        if self.prefill_budget is not None and self.prefill_budget < self.budget:
-            problems.append(
-                f"prefill_budget: got {self.prefill_budget}, budget is {self.budget}; allowed: a float in [budget, 1), "
-                "or null"
-            )
-        if self.prefill_budget is not None and self.compress == "when short":
-            problems.append(
-                f"compress: got {self.compress!r}, prefill_budget is {self.prefill_budget}, with which prompts shrink "
-                "while they are prefilled; allowed: 'at once', or prefill_budget null"
-            )
         # A budget below the default of ``min_budget`` is allowed: the default then has no effect.
         least = self.min_budget if "min_budget" in self.model_fields_set else None
         if least is not None and least > self.budget:

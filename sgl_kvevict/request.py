@@ -30,7 +30,7 @@ class RequestOptions(BaseModel):
         default=None,
         gt=0,
         le=MAX_RETAIN_S,
-        description="seconds from the end of the prefill for which the prompt counts as used",
+        description="seconds from the end of the answer for which the prompt counts as used",
         json_schema_extra={"allowed": _NUMBER.format(MAX_RETAIN_S) + ", or null"},
     )
     complete: bool = Field(

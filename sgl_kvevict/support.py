@@ -529,12 +529,6 @@ AFTER_LOAD: Table[AfterLoad] = {
     "policy with windows": (lambda f: f.narrowest and f.policy is not None and f.policy.merger is not None,
         "policy {f.policy.name!r} merges evicted entries into others, which a layer with a sliding window may not "
         "show any more"),
-    "prefill_budget with places": (lambda f: f.config.prefill_budget is not None and (f.narrowest or f.has_places),
-        "prefill_budget ends segments between chunks, and models with sliding windows or recurrent layers keep a "
-        "window, or a state, at the end of a prompt"),
-    "prefill_budget without chunks": (
-        lambda f: f.config.prefill_budget is not None and (f["chunked_prefill_size"] or -1) < 0,
-        "prefill_budget: --chunked-prefill-size is off, so a prompt is prefilled in one piece"),
     "attn_dp_size with states": (lambda f: f["attn_dp_size"] != 1 and f.has_states,
         "--attn-dp-size: the model has recurrent layers, and SGLang makes up requests for ranks that have none, "
         "whose states the tree does not know"),
@@ -542,8 +536,6 @@ AFTER_LOAD: Table[AfterLoad] = {
         lambda f: f["attn_dp_size"] != 1 and f.device == "cuda" and f.decode_graphs != "disabled",
         "--attn-dp-size: a rank without requests replays the captured step of the others, and our layout of a step "
         "has at least one request: start with --cuda-graph-backend-decode disabled"),
-    "prefill_budget with latents": (lambda f: f.is_latent and f.config.prefill_budget is not None,
-        "prefill_budget: the model keeps latents (MLA), for which it was never measured"),
     "speculative_algorithm with latents": (lambda f: f.is_latent and f.speculates,
         "--speculative-algorithm: drafts of a model with latents (MLA) keep latents, too, and a segment's slots "
         "hold a draft's keys and values"),

@@ -38,7 +38,6 @@ from sgl_kvevict.support import (
 EMPTY = re.compile(r"\b(untested|not (yet )?(tested|supported|implemented)|unsupported|yet)\b", re.IGNORECASE)
 OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
 NGRAM = {"speculative_algorithm": "NGRAM"}
-EARLY = KVEvictConfig(prefill_budget=0.5)
 WINDOWS = ("ArenaKVPool", True)
 DRAFTS = settings(speculative_algorithm="NGRAM", speculative_num_draft_tokens=12)
 ON_CPU = {"attention": "numba", "chosen": "numba", "device": "cpu"}
@@ -108,11 +107,8 @@ AFTER = {
     "layout of the pool": loaded(layout="hnd"),
     "kernel_size": loaded(pooling=(127, 95)),
     "policy with windows": loaded(policy=build_policy("d2o", {}), windows=(8, 0)),
-    "prefill_budget with places": loaded(EARLY, has_states=True),
-    "prefill_budget without chunks": loaded(EARLY, own=settings(chunked_prefill_size=None)),
     "attn_dp_size with states": loaded(own=settings(attn_dp_size=2), has_states=True),
     "attn_dp_size with captured steps": loaded(own=settings(attn_dp_size=2), decode_graphs="full"),
-    "prefill_budget with latents": loaded(EARLY, is_latent=True),
     "speculative_algorithm with latents": loaded(own=DRAFTS, is_latent=True),
 }
 SIXTEEN = {
@@ -184,12 +180,11 @@ def test_nothing_is_refused_of_a_plain_model() -> None:
         loaded(policy=build_policy("d2o", {})),
         loaded(policy=build_policy("snapkv", {}), windows=(8, 0)),
         loaded(policy=build_policy("distilled", {}), is_latent=True),
-        loaded(KVEvictConfig(prefill_budget=0.5), own=DRAFTS),
+        loaded(own=DRAFTS),
         loaded(own=settings(attn_dp_size=2)),
         loaded(has_states=True, decode_graphs="full"),
         loaded(own=settings(attn_dp_size=2), decode_graphs="full", **ON_CPU),
         loaded(own=settings(chunked_prefill_size=None)),
-        loaded(EARLY),
         loaded(windows=(8, 0), has_states=True),
     ],
 )

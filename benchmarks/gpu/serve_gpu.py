@@ -2,17 +2,17 @@
 
     python benchmarks/gpu/serve_gpu.py [--plan ours,fa3,ours-full,triton] [--seconds 540] [--out out/gpu]
 
-Needs SGLang: an installation, or the kit's environment (docs/gpu.md). All systems have the same shape of weights, pool,
-page size and limits (``gpu_bench/systems.py``); each runs alone. The model is llama-8B's shape with random weights, so
-only times have a meaning. ``--tiny`` asks the same of tiny models; without a GPU SGLang's CPU path serves them, to see
-that everything works.
+Needs SGLang: an installation, or the kit's environment (docs/gpu.md). All systems have the same shape of weights,
+pool, page size and limits (``gpu_bench/systems.py``); each runs alone. The model is llama-8B's shape with random
+weights, which take 16 GB in the folder for temporary files; only times have a meaning. ``--tiny`` asks the same of
+tiny models; without a GPU SGLang's CPU path serves them, to see that everything works.
 
 | word of a plan | does |
 |---|---|
 | ours, ours-16, ours-full | our plugin at budget 0.2, with rows of 16 bits, at budget 1.0: all phases |
 | fa3, triton, flashinfer | the same of stock SGLang with this attention |
 | answers | greedy answers of ``triton``, ``ours-full`` and ``ours`` from a thin model with random weights |
-| real-answers | the same from SmolLM2, if it is there (``sgl-kvevict model``), beside ``--expected`` |
+| real-answers | the same from SmolLM2, if it is there (``make model``), beside ``--expected`` |
 | mixed | two minutes of random traffic with aborts against ``ours`` |
 
 Phases of one system: ``first``: seconds for an uncached document of 32k tokens; ``cached``: ms to the first token of a
@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import urllib.error
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,6 @@ from gpu_bench.systems import (  # noqa: E402
     SMALL,
     MissingError,
     require,
-    write_model,
     write_random_model,
 )
 
@@ -83,9 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     load = SMALL if args.tiny else FULL
     rows = Rows(args.out, device or "CPU", args.seconds, load.sizes())
-    model = write_model(args.out / "model", load.model)
-    phases = Phases(rows, load, model, args.out, is_gpu=bool(device), graphs=not args.no_graphs)
-    return run(args.plan, phases, args.expected)
+    # Not in ``--out``, which is copied back from the machine.
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_random_model(Path(folder) / "model", load.model, "cuda" if device else "cpu")
+        phases = Phases(rows, load, model, args.out, is_gpu=bool(device), graphs=not args.no_graphs)
+        return run(args.plan, phases, args.expected)
 
 
 def plan_of(text: str) -> list[str]:
@@ -103,8 +105,7 @@ def plan_of(text: str) -> list[str]:
 def device_name(*, is_tiny: bool) -> str | None:
     """Name of the GPU; None without one.
 
-    Raises:
-        MissingError: there is none, and the sizes are not tiny.
+    MissingError: there is none, and the sizes are not tiny.
     """
     import torch
 
@@ -144,7 +145,7 @@ def do(word: str, phases: Phases, expected: Path | None) -> None:
     elif word == "real-answers":
         model = model_path()
         if model is None:
-            raise MissingError("SmolLM2 is not there: `sgl-kvevict model` makes it")
+            raise MissingError("SmolLM2 is not there: `make model` makes it")
         phases.compare(ANSWERING, model, expected)
     else:
         phases.measure(word)

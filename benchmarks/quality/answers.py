@@ -28,7 +28,6 @@ from bits import NUM_SINKS, TAIL, Context, Reader, kept_entries, learned, read_b
 from kvevict_quality.rows import ROOT
 from torch import Tensor
 
-from kvevict_kernels.rotary import Rotary
 from kvevict_tools.csv_rows import read_rows, write_rows
 from kvevict_tools.models import made_model
 from sgl_kvevict.cache.resize import JOINED
@@ -70,6 +69,8 @@ class Cache:
 class BlockReader(Reader):
     """Reads tokens behind any cache, and keeps what it computes of them."""
 
+    num_positions = PROMPT + ANSWER + NEXT
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.weights, self.statistics = learned(self)
@@ -77,13 +78,6 @@ class BlockReader(Reader):
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
         self._computed[module.layer_idx] = key[0], value[0]
         return super()._attend(module, query, key, value, *rest, **more)
-
-    def rotary(self) -> Rotary:
-        """As in the base class, for all positions of a text."""
-        count = PROMPT + ANSWER + NEXT
-        cos, sin = self.model.model.rotary_emb(torch.zeros(1), torch.arange(count)[None])
-        half = self.head_dim // 2
-        return Rotary(torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1), is_neox=True)
 
     def go_on(self, cache: Cache, ids: Sequence[int]) -> tuple[Cache, Tensor]:
         """The cache with further tokens, and their log-probabilities [len(ids), words]."""

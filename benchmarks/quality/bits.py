@@ -81,6 +81,8 @@ class Context:
 class Reader:
     """A model in transformers, which reads contexts, and continuations with any keys and values in their place."""
 
+    num_positions = CONTEXT
+
     def __init__(self, folder: Path) -> None:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, self._attend)
         self.folder = folder
@@ -138,8 +140,8 @@ class Reader:
         return out.unflatten(1, (groups, num_new)).flatten(0, 1).transpose(0, 1)[None], None
 
     def rotary(self) -> Rotary:
-        """The model's rotary embedding, for positions of a context."""
-        cos, sin = self.model.model.rotary_emb(torch.zeros(1), torch.arange(CONTEXT)[None])
+        """The model's rotary embedding, for ``num_positions``."""
+        cos, sin = self.model.model.rotary_emb(torch.zeros(1), torch.arange(self.num_positions)[None])
         half = self.head_dim // 2
         return Rotary(torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1), is_neox=True)
 

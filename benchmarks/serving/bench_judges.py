@@ -100,8 +100,7 @@ def cache_pressure(fleet: Fleet, recorder: Recorder) -> None:
 def bench_serving(server: RunningServer, model: Path, requests: int, *arguments: str) -> dict[str, float]:
     """Run SGLang's client as a process; it sends so many ``requests``.
 
-    Raises:
-        RuntimeError: a request failed, or the client did.
+    RuntimeError: a request failed, or the client did.
     """
     path = LOGS / PAGE.name / "bench_serving.jsonl"
     path.unlink(missing_ok=True)

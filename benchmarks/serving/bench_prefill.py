@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems
+from serving_bench.fleet import Fleet, compared_systems
 from serving_bench.options import Recorder, measure_points, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import stream_all
 from serving_bench.texts import document
 
-from kvevict_tools.launcher import kvevict_system
 from kvevict_tools.measure import flush, in_turn, plugin_state
 
 POOL_SLOTS = 10_000
-SHRINKING = "prefill_budget 0.5, chunks of 1024"
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,6 @@ def main() -> None:
     is_full = not options.quick
     budgets = (1.0,) if is_full else ()
     systems = compared_systems(POOL_SLOTS, budgets=budgets, has_none=is_full, beside=options.beside)
-    if is_full:
-        flags = ("--max-total-tokens", str(POOL_SLOTS), "--chunked-prefill-size", "1024", *COMMON_FLAGS)
-        systems.append(kvevict_system(SHRINKING, {"prefill_budget": 0.5}, flags))
     measure_points(PAGE, options, QUICK if options.quick else POINTS, systems, measure)
 
 

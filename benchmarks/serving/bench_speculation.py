@@ -159,8 +159,7 @@ def model_of(point: Acceptance | Equality | Decode, given: Path) -> Path:
 def documents(model: Path, texts: Sequence[str]) -> list[list[int]]:
     """Token ids: the handbook as other benchmarks have it, and the beginnings of the other texts.
 
-    Raises:
-        ValueError: a text is too short.
+    ValueError: a text is too short.
     """
     found = [document(model, 1, DOCUMENT_TOKENS)]
     for text in texts[1:]:

@@ -37,12 +37,6 @@ class PrefixCache:
     here. A feature that is off is an object that does nothing: policy ``none`` compresses nothing, and a host tier may
     have no memory.
 
-    Args:
-        clock: see :class:`CostAwareRecency`.
-        access: None without a store.
-        host: the tier of the host's memory; it may have no blocks.
-        state_slots: see :class:`CostAwareRecency`.
-
     Attributes:
         saving: None without a store.
         loading: None if nothing is loaded from it.
@@ -63,7 +57,7 @@ class PrefixCache:
         self._tree, self._guard, self.compressor, self.access = tree, guard, compressor, access
         table = self.table = PrefixTable(shrinks=compressor.config.budget < 1)
         self.spans, self.totals = table.spans, table.totals
-        self.readers = ReaderTable(tree, compressor.config.prefill_budget)
+        self.readers = ReaderTable(tree)
         self.complements = Complements(compressor, guard, host)
         core = self.core = Core(tree, table, self.readers, compressor, guard, self.complements)
         self.recency = CostAwareRecency(table, clock, self._now, state_slots)

@@ -11,7 +11,6 @@ from sgl_kvevict.cache.complements import parts_of
 from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.export import export, views_of
 from sgl_kvevict.cache.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
-from sgl_kvevict.cache.pressure import losses_of
 from sgl_kvevict.guard import Place
 from sgl_kvevict.segments.prompt_observation import CacheObservation
 from sgl_kvevict.segments.segment import Segment, View
@@ -36,7 +35,7 @@ class HostMemory:
         self._spans, self._complements, self._compressor = core.table.spans, core.complements, core.compressor
         self._packer, self._config, self._adoption = core.compressor.packer, core.compressor.config, adoption
         self._min_tokens = segments.identity.min_prefix_tokens
-        segments.sizes, segments.loss_of_step = self._sizes, losses_of(self._config).least
+        segments.sizes = self._sizes
 
     def has_room_for(self, segment: Segment) -> bool:
         """Whether a segment would be here once it was dropped, and push out nothing that the pool does not have."""

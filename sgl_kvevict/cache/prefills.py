@@ -55,7 +55,7 @@ class Prefills:
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree: compress it if chunks are, by learned scores."""
         record = self.readers[reader]
-        share, observation = self.readers.chunk_share(record), record.observation
+        share, observation = record.chunk_share, record.observation
         if share is None or observation is None or observation.has_failed or not self._compressor.scores_any_range:
             return
         self._resizer.compress(node, share=share, goes_on=True)

@@ -8,7 +8,6 @@ from sgl_kvevict.cache.core import Core
 from sgl_kvevict.cache.nodes import Node
 from sgl_kvevict.cache.recency import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.cache.resize import Resizer
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.segments.segment import Segment
 
 ROUND_SHARE = 1 / 64
@@ -51,11 +50,6 @@ WITH_FEW_BITS = Losses(budget=_loss(1.0, 0.2), between=_loss(0.2, 0.125), least=
 """Of the default's shares; others, if configured, count the same."""
 
 
-def losses_of(config: KVEvictConfig) -> Losses:
-    """Losses of a pool whose rows have the bits of a configuration."""
-    return WITH_16_BITS if config.bits == 16 else WITH_FEW_BITS
-
-
 class Pressure:
     """Shrinks what may shrink when slots are short, in steps (``KVEvictConfig.shares``).
 
@@ -67,7 +61,7 @@ class Pressure:
         self._table, self._spans, self._shrinking = core.table, core.table.spans, core.table.shrinking
         self._readers, self._config = core.readers, core.compressor.config
         self._resizer, self._recency = resizer, recency
-        self._losses = losses_of(self._config)
+        self._losses = WITH_16_BITS if self._config.bits == 16 else WITH_FEW_BITS
         self._round = max(int(core.compressor.packer.geometry.num_token_slots * ROUND_SHARE), 1)
         self.clear()
 
@@ -101,14 +95,9 @@ class Pressure:
     def reclaim(self, leaf: Priority | None) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
-        Open ranges that need not wait come first: they lose no more than they would two turns later.
-
-        Args:
-            leaf: priority of the leaf that would be dropped next; steps of higher priority are not taken. None: there
-                is none.
-
-        Returns:
-            Token slots released.
+        Open ranges that need not wait come first: they lose no more than they would two turns later. ``leaf``: priority
+        of the leaf that would be dropped next; steps of higher priority are not taken. None: there is none. Returns the
+        token slots released.
         """
         # Once: no reader comes or goes before this returns.
         movable = set(self._readers.movable_nodes()) if self._table.open else set()

@@ -69,14 +69,10 @@ class ReaderTable:
 
     A reader is *movable* if its slots may be replaced between two of its steps: its next forward plans from the tree.
     A request with ``exact`` is not, nor is a lock whose reader is unknown.
-
-    ``chunk_share``: share of their bytes that chunks of every prompt get (``prefill_budget``); None: only those of
-    prompts longer than the pool are compressed before the prompt is complete.
     """
 
-    def __init__(self, tree: TreePort, chunk_share: float | None) -> None:
+    def __init__(self, tree: TreePort) -> None:
         self._tree = tree
-        self._chunk_share = chunk_share
         # Weak: SGLang tells of a release, but a request that is refused early just disappears.
         self._records: WeakKeyDictionary[Reader, ReaderRecord] = WeakKeyDictionary()
 
@@ -96,10 +92,6 @@ class ReaderTable:
         """Whether a reader must read no compressed entry; makes no record, of which each waiting request had one."""
         record = self._records.get(reader)
         return record is not None and record.is_exact
-
-    def chunk_share(self, record: ReaderRecord) -> float | None:
-        """Share of their bytes that chunks of a prompt get while it is prefilled; None: they stay uncompressed."""
-        return self._chunk_share if record.chunk_share is None else record.chunk_share
 
     def has_exact(self, path: Sequence[Node]) -> bool:
         """Whether an exact request reads a part of a path."""

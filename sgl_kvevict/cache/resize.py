@@ -58,8 +58,6 @@ class Resizer:
 
     Attributes:
         on_budget: called with the last node of each segment that has reached the budget; None: nobody waits for that.
-        observation_bytes: :data:`OBSERVATION_BYTES`.
-        num_joined: :data:`JOINED`.
     """
 
     def __init__(self, core: Core) -> None:
@@ -188,10 +186,8 @@ class Resizer:
         """Slots are short: compress an open range that waited for that, or another one that begins with the same node.
 
         If this node has readers, the ranges that begin with it are tried in the order in which :meth:`reclaimable` has
-        counted them: what the one takes is not the other's. ``movable`` as in :meth:`_try`.
-
-        Returns:
-            Token slots released. 0: none can be compressed now; if the range is closed, it never can.
+        counted them: what the one takes is not the other's. ``movable`` as in :meth:`_try`. Returns the token slots
+        released. 0: none can be compressed now; if the range is closed, it never can.
         """
         first_of, alike = self._spans.first_uncompressed, [last]
         if (first := first_of(last)) in movable:
@@ -404,16 +400,9 @@ class Resizer:
         """Let a segment shrink.
 
         The best entries of its order are written into the first of its slots, as many as fit into ``num_slots``
-        (:meth:`Source.best`). The other slots are released. Readers read the new rows from their next step on. While a
-        reader must not move (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed and 0 slots are
-        released.
-
-        Args:
-            segment: if ``num_slots`` is less than it holds, its order must be known.
-            num_slots: token slots afterwards.
-
-        Returns:
-            Token slots released.
+        (:meth:`Source.best`). The other slots are released; returns how many. Readers read the new rows from their next
+        step on. While a reader must not move (:meth:`ReaderTable.movable`), or if the policy fails, nothing is changed
+        and 0 slots are released.
         """
         nodes = self._spans.views_of(self._table.packed[segment])
         readers, num_live = self._readers.movable(nodes[0]), segment.num_live_entries

@@ -89,13 +89,13 @@ def check_policy(config: KVEvictConfig) -> None:
     """Check the policy's name and options.
 
     Raises:
-        ConfigError: the policy's name or an option of it is wrong, or a field does not fit the policy.
+        ConfigError: the policy's name or an option of it is wrong.
     """
-    from sgl_kvevict.policies.by_name import configured_policy
+    from sgl_kvevict.policies.by_name import build_policy
 
     if ":" in config.policy and "" not in sys.path:
         sys.path.insert(0, "")  # a module of the current folder: the server, started with -m, finds it too
-    configured_policy(config)
+    build_policy(config.policy, config.policy_options)
 
 
 def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -> ServePlan:

@@ -1,6 +1,6 @@
 """Policies choose the entries of a prefix to keep: signals, scorer, budget, selector, and optional merger."""
 
-from sgl_kvevict.policies.by_name import build_policy, configured_policy, list_policies
+from sgl_kvevict.policies.by_name import build_policy, list_policies
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import NamedPolicy
 from sgl_kvevict.policies.parts import (
@@ -29,6 +29,5 @@ __all__ = [
     "TokenScores",
     "Trait",
     "build_policy",
-    "configured_policy",
     "list_policies",
 ]

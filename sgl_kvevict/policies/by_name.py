@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies.methods import METHODS
 from sgl_kvevict.policies.methods.streaming_llm import StreamingLLM
 from sgl_kvevict.policies.options import NamedPolicy
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import Signal
 
 NO_POLICY = replace(StreamingLLM.parse({}).build(), name="none", compresses=False)
 """What a cache works with under policy ``none``; it never asks the parts."""
@@ -57,20 +55,6 @@ def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
     if ":" in name:
         return _load_user_policy(name, options)
     return find_policy(name).parse(options).build()
-
-
-def configured_policy(config: KVEvictConfig) -> Policy | None:
-    """Build a configuration's policy; None for "none".
-
-    ConfigError as for :func:`build_policy`, or if ``prefill_budget`` does not suit the policy.
-    """
-    policy = build_policy(config.policy, config.policy_options)
-    if config.prefill_budget is not None and (policy is None or Signal.LEARNED_SCORES not in policy.needs):
-        raise ConfigError(
-            f"prefill_budget: got {config.prefill_budget} for policy {config.policy!r}, which keeps what later tokens "
-            "attend to; allowed: null, or policy distilled"
-        )
-    return policy
 
 
 def _load_user_policy(path: str, options: Mapping[str, Any]) -> Policy:

@@ -24,7 +24,7 @@ from sgl_kvevict.config import Bits, load_config
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
-from sgl_kvevict.policies.by_name import configured_policy
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.segments.prompt_observation import Recorder
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
@@ -73,7 +73,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         config = load_config()
-        policy = configured_policy(config)
+        policy = build_policy(config.policy, config.policy_options)
         facts = after_load(model_runner, config, policy)
         require(ATTENTION if model_runner.is_draft_worker else AFTER_LOAD, facts)
         # Shadows are copies of a draft's rows, for which no statistics are learned.

@@ -22,7 +22,7 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.questions import Description
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.by_name import NO_POLICY, configured_policy
+from sgl_kvevict.policies.by_name import NO_POLICY, build_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.segments.packer import SegmentPacker
@@ -59,7 +59,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     """
     require_supported_sglang()
     config = load_config()
-    policy = configured_policy(config)
+    policy = build_policy(config.policy, config.policy_options)
     require(SETTINGS, BeforeLoad(published, config))
     built = ctx.tp_worker.model_runner.attn_backend
     # SGLang wraps the full-attention backend if the model also has recurrent layers.

@@ -157,8 +157,7 @@ class TextReader:
     def read(self, tokens: Sequence[int], sums: RowSums | None = None) -> CachedRange:
         """Prefill a text, of whose queries ``sums`` get theirs; its slots stay as they are until :meth:`forget`.
 
-        Raises:
-            UnsupportedSetupError: the text was not admitted, or aborted.
+        UnsupportedSetupError: the text was not admitted, or aborted.
         """
         tree = self._tree
         # Takes the place of what compresses prompts, so that the text stays in the tree as it was computed.
@@ -171,8 +170,7 @@ class TextReader:
     def score(self) -> ScoredText:
         """Have the text that was read last repeated, part by part.
 
-        Raises:
-            UnsupportedSetupError: a request was not admitted, or failed, or the text was dropped between two of them.
+        UnsupportedSetupError: a request was not admitted, or failed, or the text was dropped between two of them.
         """
         tree, text = self._tree, self._text
         assert text is not None and text.node is not None

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_pha
 
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import KVEvictError
-from sgl_kvevict.policies.by_name import configured_policy
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter.settings import architecture, is_graph_chosen, resolving
 from sgl_kvevict.sglang_adapter.start_facts import before_load
 from sgl_kvevict.support import BACKEND_NAME, BACKENDS, BEFORE_LOAD, PLANNED_ON_HOST, attention_backends, require
@@ -48,7 +48,7 @@ def after_first_step(server_args: ServerArgs, previous: Callable[[ServerArgs], N
     try:
         config = load_config()
         # Wrong options of a policy would otherwise be found after the model is loaded.
-        configured_policy(config)
+        build_policy(config.policy, config.policy_options)
         address = (str(value_of("host")), value_of("port")) if is_command else None  # it will listen there
         require(BEFORE_LOAD, before_load(value_of, config, address=address))
     except KVEvictError as error:

@@ -55,8 +55,7 @@ def is_graph_chosen(server_args: ServerArgs, phase: Any) -> bool:
 def published(name: str) -> Any:
     """The value of a field in effect now, in a process of a running server.
 
-    Raises:
-        ValueError: nothing has been published yet, or SGLang has no such field.
+    ValueError: nothing has been published yet, or SGLang has no such field.
     """
     return get_context().config_leaf(name)
 

@@ -445,7 +445,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     def _report_compressed(self, record: ReaderRecord, node: UnifiedTreeNode) -> None:
         """Note how much of a prompt was compressed while it was prefilled."""
-        if self.prefixes.readers.chunk_share(record) is None or record.observation is None:
+        if record.chunk_share is None or record.observation is None:
             return
         num_tokens = self.spans.compressed_len(path_to(node)) - record.observation.first_query
         if num_tokens > 0:

@@ -32,11 +32,9 @@ class HostSegment:
         record: its tensors have no contents, but shapes and dtypes, except ``tokens``, which are compared.
         names: prefixes of its path under which it is listed.
         copy: what the pool had of it.
-        credit: what its next step, or its going, loses per block, above the level at its last use; the smallest goes
-            first.
+        credit: tokens that it saves per block, above the level at its last use; the smallest goes first.
         in_pool: it was loaded, and the pool did not drop it since.
         loose: blocks that it gives up in all steps but the last, in which it loses most.
-        is_least: no step is left: it goes next.
     """
 
     record: SegmentRecord
@@ -45,7 +43,6 @@ class HostSegment:
     credit: float = 0.0
     in_pool: bool = False
     loose: int = 0
-    is_least: bool = True
 
     @property
     def place(self) -> tuple[bool, bool, float]:
@@ -74,7 +71,6 @@ class HostSegments(Tier):
 
     Attributes:
         sizes: numbers of entries, beside those of sinks, to which a segment may shrink, descending.
-        loss_of_step: loss per block of the last step, relative to that of a segment which goes before the step.
         num_evicted: segments that went because others needed room.
         evicted: entries that were evicted from segments; first what was written first.
     """
@@ -84,7 +80,6 @@ class HostSegments(Tier):
     ) -> None:
         super().__init__(identity)
         self.num_blocks, self.block_bytes = arena.shape
-        self.loss_of_step = 1.0
         self.sizes: Callable[[SegmentRecord], Sequence[int]] = lambda record: ()
         self.num_evicted = 0
         self.evicted: dict[EvictedPart, None] = {}
@@ -146,8 +141,7 @@ class HostSegments(Tier):
         segment = self._segments[record.key] = HostSegment(without_contents, names, copy)
         for name in names:
             self._index.setdefault(name, {})[record.key] = IndexEntry.of(record)
-        self._measure(segment)
-        self._count(segment, 1)
+        self._add(segment)
         self.use(record.key)
         return num_blocks * self.block_bytes
 
@@ -226,14 +220,10 @@ class HostSegments(Tier):
             return
         self._count(segment, -1)
         segment.in_pool = in_pool
-        # GreedyDual-Size: the level rises with what goes, so that an old segment of high value goes, too, in the end.
-        segment.credit = self._level + self._loss_of(segment)
-        self._count(segment, 1)
-
-    def _loss_of(self, segment: HostSegment) -> float:
-        """Tokens of prefill, per block released, that a segment's last step loses, or its going if no step is left."""
         saved = (segment.record.end - segment.record.start) / len(segment.copy.blocks)
-        return saved if segment.is_least else self.loss_of_step * saved
+        # GreedyDual-Size: the level rises with what goes, so that an old segment of high value goes, too, in the end.
+        segment.credit = self._level + saved
+        self._count(segment, 1)
 
     def _evict(self) -> None:
         """Remove a copy of what the pool has, else evicted entries; else one shrinks, its last step last, or goes."""
@@ -284,28 +274,29 @@ class HostSegments(Tier):
             if num_blocks < len(segment.copy.blocks):
                 yield number, num_blocks
 
-    def _measure(self, segment: HostSegment) -> None:
-        """Note what a segment, of which the blocks were just written, gives up in its steps."""
+    def _add(self, segment: HostSegment) -> None:
+        """Count a segment of which the blocks were just written."""
         left = [len(segment.copy.blocks), *(num_blocks for _, num_blocks in self._steps(segment))]
-        segment.loose, segment.is_least = left[0] - left[-2] if len(left) > 1 else 0, len(left) == 1
+        segment.loose = left[0] - left[-2] if len(left) > 1 else 0
+        self._count(segment, 1)
 
     def _keep_best(self, segment: HostSegment, number: int, num_blocks: int) -> None:
         """Write a segment's best entries into so many of its blocks; all others are lost."""
         record, blocks, whole = segment.record, segment.copy.blocks, self.get(segment.record.key)
         assert whole is not None
         parts = _parts(replace(whole, kept=replace(whole.kept, rows=whole.kept.rows.best(number))))
-        data, loss = self._gathered(parts), self._loss_of(segment)
+        data = self._gathered(parts)
         self._count(segment, -1)
         self._free += blocks
         segment.copy = Copy(_shapes(parts), self._write(data, num_blocks))
         lost = EvictedPart({}, [], record.start, record.end)
         left = record.with_tensors({"tokens": record.tokens, **segment.copy.shapes})
         segment.record = replace(left, parts=[*record.parts, lost])
+        num_tokens = record.end - record.start
         # As for one that goes: what is used from now on is worth more.
         self._level = max(self._level, segment.credit)
-        self._measure(segment)
-        segment.credit += self._loss_of(segment) - loss
-        self._count(segment, 1)
+        segment.credit += num_tokens / num_blocks - num_tokens / len(blocks)
+        self._add(segment)
 
     # ---- the arena --------------------------------------------------------------------------------------------
 

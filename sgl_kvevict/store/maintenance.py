@@ -18,8 +18,7 @@ CORRUPT = "corrupt"
 def find_segments(backend: Backend, keys: Sequence[str]) -> list[StoredSegment]:
     """Return one segment per key; ``keys`` are beginnings of names, at least 4 digits each.
 
-    Raises:
-        ConfigError: a key matches no segment, or several.
+    ConfigError: a key matches no segment, or several.
     """
     segments, named = list(list_segments(backend)), []
     for key in keys:

@@ -38,8 +38,7 @@ class MooncakeBackend(Backend):
             (default: P2PHANDSHAKE), ``host`` (this machine's address), ``listing_port`` (of the master's HTTP server),
             ``buffer_bytes`` (the largest object).
 
-    Raises:
-        ConfigError: the package is not installed, or the URL has unknown parts.
+    ConfigError: the package is not installed, or the URL has unknown parts.
     """
 
     # A listing that is no text raises a ValueError.

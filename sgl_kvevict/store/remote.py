@@ -17,8 +17,7 @@ class RemoteBackend(Backend):
     Writes of an object are atomic if the service promises it (S3 does). Size limit and expiry are set in the service
     (life-cycle rules).
 
-    Raises:
-        ConfigError: fsspec, or its package for this protocol, is not installed; or the URL is not valid for it.
+    ConfigError: fsspec, or its package for this protocol, is not installed; or the URL is not valid for it.
     """
 
     _failures: ClassVar[tuple[type[Exception], ...]] = (Exception,)

@@ -139,8 +139,7 @@ def decode_segment(data: bytes, key: str, identity: StoreIdentity, draft: StoreI
 
     ``draft``: identity of the draft model, if there is one; rows of another one are left out.
 
-    Raises:
-        CorruptSegmentError: they are not what :func:`encode_segment` returned for this key, identity and draft model.
+    CorruptSegmentError: they are not what :func:`encode_segment` returned for this key, identity and draft model.
     """
     from safetensors.torch import load
 
@@ -188,11 +187,7 @@ def most_bytes(key: str, *models: StoreIdentity) -> int:
 
 
 def read_header(data: bytes) -> dict[str, Any]:
-    """Return fields and shapes of a segment, without its tensors, for ``sgl-kvevict store show``.
-
-    Raises:
-        CorruptSegmentError: not a segment.
-    """
+    """Return fields and shapes of a segment, without its tensors; CorruptSegmentError: not a segment."""
     header, tensors = _header(_payload(data))
     start, end = key_bounds(header.key)
     shapes = {name: [each.get("dtype"), each.get("shape")] for name, each in tensors.items()}

@@ -31,8 +31,7 @@ MAX_QUARANTINED = 4096
 def open_backend(url: str, max_bytes: int | None = None) -> Backend:
     """Return the back end of a URL or folder without creating or contacting it; ``max_bytes`` limits a folder.
 
-    Raises:
-        ConfigError: the URL's protocol is unknown, or its package is not installed.
+    ConfigError: the URL's protocol is unknown, or its package is not installed.
     """
     if url.startswith("mooncake://"):
         return MooncakeBackend(url)
@@ -86,9 +85,8 @@ class SegmentStore(Tier):
 
         A stored segment is kept (0 bytes are written) unless only the new one is complete.
 
-        Raises:
-            StoreError: it cannot be written.
-            ValueError: the record has another identity, or a key that is not of this namespace.
+        StoreError: it cannot be written. ValueError: the record has another identity, or a key that is not of this
+        namespace.
         """
         is_own = record.identity == self.identity.digest
         if not is_own or record.key != namespace.segment(record.tokens.tolist(), record.start):
@@ -141,9 +139,7 @@ class SegmentStore(Tier):
     def _listed(self, names: Sequence[str]) -> Mapping[str, list[IndexEntry]]:
         """What is listed under names of prefixes; a damaged file of the index counts as missing.
 
-        Raises:
-            StoreError: the store cannot be read.
-            UnreadableItemError: a file of the index cannot be read; it is quarantined.
+        StoreError: the store cannot be read. UnreadableItemError: a file of the index cannot be; it is quarantined.
         """
         files = {self._prefix_name(name): name for name in names}
         readable = [file for file in files if not self._is_quarantined(file)]

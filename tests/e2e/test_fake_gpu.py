@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu
 import serve_gpu
 from gpu_bench.phases import Phases
 from gpu_bench.rows import Rows, read_rows
-from gpu_bench.systems import SMALL, TINY, Load, write_model, write_random_model
+from gpu_bench.systems import SMALL, TINY, Load, write_random_model
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one here"),
@@ -147,7 +147,7 @@ def served(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Rows of ``serve_gpu.py`` by system and phase; mixed traffic is one round."""
     rows = Rows(folder, "fake" if is_gpu else "CPU", 3600.0, load.sizes())
-    phases = Phases(rows, load, write_model(folder / "model", load.model), folder, is_gpu=is_gpu, spawn=spawn)
+    phases = Phases(rows, load, write_random_model(folder / "model", load.model), folder, is_gpu=is_gpu, spawn=spawn)
     phases.mixed_seconds = 0.0
     failed = serve_gpu.run(plan, phases, None)
     found = {(row["system"], row["what"]): row for row in read_rows([rows.path]) if "system" in row}

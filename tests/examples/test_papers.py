@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvevict.config import parse_config, read_config_file
-from sgl_kvevict.policies import configured_policy
+from sgl_kvevict.policies import build_policy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "papers"
 SIZES = {
@@ -30,7 +30,7 @@ def test_a_paper_stores_what_it_prints(name: str) -> None:
     num_tokens, stored = SIZES[name]
     assert config.num_slots(num_tokens) == stored
     assert config.shares[-1] == config.budget and config.bits == 16  # an entry is a row, and none is evicted later
-    policy = configured_policy(config)
+    policy = build_policy(config.policy, config.policy_options)
     assert policy is not None
     window = policy.scorer.kept_window
     assert config.tail_tokens == (window or 1)  # the window, or as little as there can be

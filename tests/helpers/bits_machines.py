@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers import machines
 from helpers.harness import CONFIG
-from helpers.long_machine import LongMachine, PrefillBudgetMachine, RetainLongMachine
+from helpers.long_machine import LongMachine, RetainLongMachine
 from helpers.verify_machines import PairsHostMachine, PairsStoreMachine, VerifyPressureMachine
 
 SHARES = {"": 0.15, "Whole": 0.3}
@@ -24,7 +24,7 @@ BITS_MACHINES = (
             *(machines.CacheMachine, machines.PressureMachine, machines.ExactMachine, machines.CoarsePressureMachine),
             *(machines.SessionMachine, machines.BesideMachine, machines.BesideRetainMachine),
             *(machines.BesidePressureMachine, machines.HostMachine, machines.GrowthMachine, machines.RetainMachine),
-            *(machines.HostExactMachine, LongMachine, RetainLongMachine, PrefillBudgetMachine, VerifyPressureMachine),
+            *(machines.HostExactMachine, LongMachine, RetainLongMachine, VerifyPressureMachine),
             *(PairsHostMachine, PairsStoreMachine),
         )
     ),

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
 from helpers.admission import LongPromptScheduler
-from helpers.machines import BASES, PressureMachine, RetainMachine, varied
+from helpers.machines import BASES, PressureMachine, RetainMachine
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.long_prompts import is_long
 
@@ -72,7 +72,4 @@ class RetainLongMachine(RetainMachine, LongMachine):
     options: ClassVar[dict[str, Any]] = RetainMachine.options | LongMachine.options
 
 
-SHRINKING = CONFIG.model_copy(update={"prefill_budget": 0.5})
-PrefillBudgetMachine = varied("PrefillBudgetMachine", LongMachine, config=SHRINKING)
-"""All prompts that are prefilled in chunks shrink meanwhile."""
-LONG_MACHINES = (LongMachine, PrefillBudgetMachine, RetainLongMachine)
+LONG_MACHINES = (LongMachine, RetainLongMachine)

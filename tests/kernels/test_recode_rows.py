@@ -8,14 +8,7 @@ from helpers.encoded import assert_as_near
 from helpers.tolerance import assert_same_bits
 from kvevict_kernels.recode_rows import encoded_rows, prepare_on_cpu, recode_rows, temporary_bytes, write_encoded
 from kvevict_kernels.recode_rows.numba_impl import calls
-from kvevict_kernels.row_codec import (
-    RowCoding,
-    RowStatistics,
-    decode_rows,
-    encode_rows,
-    read_rows,
-    write_rows,
-)
+from kvevict_kernels.row_codec import RowCoding, RowStatistics, decode_rows, encode_rows, read_rows, write_rows
 from kvevict_kernels.row_sizes import ROWS_PER_SLOT
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -230,15 +223,14 @@ def test_bad_encoded_rows_are_named() -> None:
             write_encoded(store.k, store.v, places, rows, v, coding)
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_without_numba_torch_encodes(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+def test_without_numba_torch_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows at a time."""
     monkeypatch.setattr("kvevict_kernels.recode_rows.reason_not_to_run", lambda head_dim: "not installed")
     monkeypatch.setattr("kvevict_kernels.recode_rows.CHUNK_ROWS", 7)
     store = Store("cpu", torch.bfloat16, 32)
     runs = runs_of(60, "cpu")
-    rows, places = store.written(60, bits, runs), store.places(60, 4)
-    store.recode(rows, bits, runs, places)
+    rows, places = store.written(60, 16, runs), store.places(60, 4)
+    store.recode(rows, 16, runs, places)
 
 
 def test_what_a_cpu_runs_is_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from helpers.decisions import built
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, build_policy, configured_policy, list_policies
+from sgl_kvevict.policies import Policy, build_policy, list_policies
 
 
 def test_none_is_stock_behaviour() -> None:
@@ -54,13 +53,6 @@ def test_unknown_name_lists_what_is_allowed() -> None:
 def test_bad_options_name_option_value_and_what_is_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_policy("snapkv", options)
-
-
-@pytest.mark.parametrize("policy", ["none", "snapkv"])
-def test_chunks_shrink_by_learned_scores_only(policy: str) -> None:
-    assert configured_policy(KVEvictConfig(prefill_budget=0.5)) is not None
-    with pytest.raises(ConfigError, match=f"prefill_budget: got 0.5 for policy '{policy}'.* or policy distilled"):
-        configured_policy(KVEvictConfig(policy=policy, prefill_budget=0.5))
 
 
 def test_options_are_models_with_a_schema() -> None:

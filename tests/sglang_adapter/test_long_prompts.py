@@ -10,11 +10,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness
 from helpers.long_machine import CONFIG
-from sgl_kvevict.sglang_adapter.long_prompts import (
-    abort_stuck,
-    admission_of,
-    lift_limits,
-)
+from sgl_kvevict.sglang_adapter.long_prompts import abort_stuck, admission_of, lift_limits
 from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
 from sgl_kvevict.sglang_adapter.operations import after_details
 
@@ -53,6 +49,14 @@ def prefill(scheduler: LongPromptScheduler, req) -> int:
 
 def prefilled(scheduler: LongPromptScheduler, tokens: list[int]):
     req = submit(scheduler, tokens)
+    prefill(scheduler, req)
+    return req
+
+
+def shrinking(scheduler: LongPromptScheduler, tokens: list[int]):
+    """As if it were longer than the pool."""
+    req = submit(scheduler, tokens)
+    scheduler.tree_cache.prefixes.readers[req].chunk_share = 0.5
     prefill(scheduler, req)
     return req
 
@@ -115,27 +119,6 @@ def test_chunks_are_compressed_to_what_the_prompt_can_afford_and_at_most_to_the_
     prefill(scheduler, req)
     assert scheduler.tree_cache.prefixes.totals.resizes == 0
     scheduler.harness.finish(req)
-
-
-def test_with_prefill_budget_chunks_shrink_where_slots_are_ample():
-    scheduler = serve(pool=1000, prefill_budget=0.5)
-    req = submit(scheduler, text(210))
-    for done in range(1, 11):
-        scheduler.round()
-        assert [segment.num_slots for segment in scheduler.tree_cache.prefixes.table.packed] == [CHUNK // 2] * done
-    prefill(scheduler, req)
-    assert told(scheduler, req)["kvevict_prefilled_compressed"] == 200
-
-
-def test_with_prefill_budget_neither_exact_requests_nor_what_they_read_shrink():
-    scheduler = serve(pool=1000, prefill_budget=0.5)
-    exact = scheduler.harness.request(text(200))
-    scheduler.tree_cache.prefixes.readers[exact].is_exact = True
-    scheduler.submit(exact)
-    prefill(scheduler, exact)
-    assert len(scheduler.tree_cache.spans) == 0
-    prefill(scheduler, submit(scheduler, text(300)))
-    assert len(scheduler.tree_cache.spans) == 0
 
 
 @pytest.mark.parametrize("comes_again", [False, True])
@@ -240,9 +223,9 @@ def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out(s
 
 
 def test_beside_readers_of_a_prefix_of_old_weights_that_begins_like_it_it_is_computed_anew():
-    scheduler = serve(prefill_budget=0.5)
+    scheduler = serve()
     tokens = text(4 * POOL)
-    reader = prefilled(scheduler, tokens[:80])
+    reader = shrinking(scheduler, tokens[:80])
     scheduler.tree_cache.forget_compressed()
     long = submit(scheduler, tokens)
     for _ in range(3):
@@ -261,10 +244,9 @@ def test_branching_off_inside_one_finds_its_compressed_tokens(scheduler):
 
 def test_a_branch_that_ends_where_the_other_does_reads_its_own_segment():
     """Both have five spans up to token 100, of which they share the first: a prefill checks what it reads."""
-    scheduler = serve(pool=1000, prefill_budget=0.5)
-    tokens = text(101)
-    prefilled(scheduler, tokens)
-    branch = prefilled(scheduler, tokens[:CHUNK] + [10 - token for token in text(81, 3)])
+    scheduler, tokens = serve(pool=1000), text(101)
+    shrinking(scheduler, tokens)
+    branch = shrinking(scheduler, tokens[:CHUNK] + [10 - token for token in text(81, 3)])
     assert scheduler.found[branch] == CHUNK
 
 

@@ -163,25 +163,6 @@ def test_a_segment_shrinks_in_steps_before_it_goes():
     assert left is None and segments.num_evicted == 1 and segments.get(other.key) is not None
 
 
-@pytest.mark.parametrize(("loss", "there"), [(1.0, False), (0.1, True)])
-def test_what_a_step_loses_decides_whether_it_comes_before_a_segment_goes(loss, there):
-    """If it loses little, one that was used last shrinks before an old one goes."""
-    segments, rows = host(), dataclasses.replace(ENTRIES, order=torch.arange(ENTRIES.num_entries, dtype=torch.int16))
-    old, new = (
-        dataclasses.replace(record(OURS, NAMES, tokens(40, seed=seed)), kept=CopiedEntries(rows)) for seed in (1, 2)
-    )
-    segments.sizes, segments.loss_of_step = lambda there: [12, 6], loss
-    segments.put(old, NAMES)
-    for _ in range(2):
-        segments._evict()
-    segments.put(new, NAMES)
-    for _ in range(2):  # to 12 entries, in which it is worth what the old one is in 6, and further
-        segments._evict()
-    assert (segments.get(old.key) is not None) == there
-    assert segments.get(new.key).kept.rows.num_entries == (6 if there else 12)
-    check_host(segments)
-
-
 def test_what_does_not_fit_is_not_taken():
     segments = host(3)
     assert segments.put(record(OURS, NAMES, tokens(40)), NAMES) == 0

@@ -24,8 +24,7 @@ MAX_SLEEP_SECONDS = 0.25
 def device_seconds(setting: Setting, call: Callable[[int], object], calls: int = QUEUED_CALLS) -> float:
     """Median time of ``call(i)`` on the device, ``i`` counting up, while the host is ahead of it.
 
-    Raises:
-        RuntimeError: the host did not get ahead: the call waits for the device, or launches too much.
+    RuntimeError: the host did not get ahead: the call waits for the device, or launches too much.
     """
     if setting.device != "cuda":
         return wall_seconds(setting, call)

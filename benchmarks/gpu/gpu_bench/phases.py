@@ -78,8 +78,7 @@ class Phases:
     def start(self, name: str, model: Path, what: str) -> Iterator[tuple[RunningServer, str]]:
         """Start a system, yield its server and its name, and stop it; ``what`` names its log.
 
-        Raises:
-            LaunchError: it does not start in time, or dies.
+        LaunchError: it does not start in time, or dies.
         """
         system = find_system(name, model, self.load, is_gpu=self.is_gpu, graphs=self.graphs)
         limit = min(START_SECONDS, max(1.0, self.rows.left() - STOP_SECONDS))

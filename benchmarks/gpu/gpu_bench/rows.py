@@ -83,8 +83,7 @@ def read_rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def write_page(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Add the sections of a day's rows to its page; a later row replaces an earlier one of the same system and phase.
 
-    Raises:
-        ValueError: the rows have no head, or heads of several devices.
+    ValueError: the rows have no head, or heads of several devices.
     """
     heads = [row for row in rows if row["what"] == HEAD]
     if len({head["device"] for head in heads}) != 1:

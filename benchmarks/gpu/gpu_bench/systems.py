@@ -44,7 +44,7 @@ TINY = LLAMA_8B | {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": 512,
     "torch_dtype": "float16",  # which a faked GPU's interpreter multiplies rightly
 }
@@ -92,8 +92,7 @@ class MissingError(RuntimeError):
 def require(names: Sequence[str]) -> None:
     """Check that SGLang is there, and finds the plugin if one of the systems is ours.
 
-    Raises:
-        MissingError: it is not, or does not.
+    MissingError: it is not, or does not.
     """
     if importlib.util.find_spec("sglang") is None:
         raise MissingError(
@@ -113,16 +112,16 @@ def find_system(name: str, model: Path, load: Load, *, is_gpu: bool, graphs: boo
 
     Args:
         name: a key of :data:`NAMES`.
-        model: folder; without weights in it they are random, without a tokenizer prompts are token ids.
+        model: folder; without a tokenizer in it prompts are token ids.
         load: pool and limits.
         is_gpu: on a CPU every stock system has SGLang's plain torch attention.
         graphs: decode steps are captured, SGLang's default.
     """
     flags = ["--max-total-tokens", str(load.pool), "--page-size", "1", "--random-seed", "1", "--skip-server-warmup"]
-    flags += [] if list(model.glob("*.safetensors")) else ["--load-format", "dummy"]
     flags += [] if has_tokenizer(model) else ["--skip-tokenizer-init"]
-    config = {"policy": "ada-snapkv", "budget": 1.0 if name == "ours-full" else 0.2}
+    config: dict[str, Any] = {"budget": 1.0 if name == "ours-full" else 0.2}
     config |= {"bits": 16} if name == "ours-16" else {}
+    config |= {"score_weights": str(scores)} if (scores := scores_of(model)).exists() else {}
     if not is_gpu:
         flags += ["--dtype", "float32"]  # small sizes show that everything works: greedy answers are then the same
         ours = name in OURS
@@ -142,23 +141,55 @@ def has_tokenizer(model: Path) -> bool:
     return (model / "tokenizer.json").exists()
 
 
-def write_model(folder: Path, config: dict[str, Any]) -> Path:
-    """Make a model's folder without weights: SGLang fills them with random numbers (``--load-format dummy``)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def write_random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """Make a model's folder with random weights, the same everywhere, and so large that attention decides answers.
+def write_random_model(folder: Path, config: dict[str, Any], device: str = "cpu") -> Path:
+    """Make a model's folder with random weights, so large that attention decides answers; on a CPU the same everywhere.
 
     SGLang's dummy weights are tiny: all tokens are about as likely, and rounding decides which one is the greatest.
+    Beside the folder is a file of learned scores and statistics (:func:`scores_of`) that say nothing, because a model
+    without a tokenizer cannot learn them: with it servers have the default policy, and rows of 4 bits.
     """
     import torch
+    from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
-    spread = 2.8 * config["hidden_size"] ** -0.5
-    model = LlamaForCausalLM(LlamaConfig(**config, initializer_range=spread, tie_word_embeddings=False))
-    model.to(getattr(torch, config["torch_dtype"])).save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    dtype, spread = getattr(torch, config["torch_dtype"]), 2.8 * config["hidden_size"] ** -0.5
+    with torch.device("meta"):
+        weights = LlamaForCausalLM(LlamaConfig(**config, tie_word_embeddings=False)).state_dict()
+    generator = torch.Generator(device).manual_seed(0)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, weight in weights.items():
+        # A file for each layer, so that llama-8B's 16 GB are never in memory twice.
+        rows = torch.randn(weight.shape, generator=generator, device=device) * spread
+        made = torch.ones(weight.shape) if name.endswith("norm.weight") else rows
+        files.setdefault(name.split(".")[2] if ".layers." in name else "rest", {})[name] = made.to("cpu", dtype)
+    for part, tensors in files.items():
+        save_file(tensors, folder / f"model-{part}.safetensors")
+    _write_scores(folder, config)
     return folder
+
+
+def scores_of(model: Path) -> Path:
+    """The file of learned scores of a folder that :func:`write_random_model` made."""
+    return model.parent / f"{model.name}-scores.safetensors"
+
+
+def _write_scores(folder: Path, config: dict[str, Any]) -> None:
+    import torch
+
+    from kvevict_kernels.rotary import Rotary
+    from kvevict_kernels.row_codec import RowStatistics
+    from sgl_kvevict.distill.files import Learned, ModelIdentity, save_learned
+    from sgl_kvevict.distill.fingerprint import fingerprint_of
+    from sgl_kvevict.distill.weights import ScoreWeights
+    from sgl_kvevict.geometry import KVGeometry
+
+    head_dim = config["head_dim"]
+    sizes = config["num_hidden_layers"], config["num_key_value_heads"], head_dim
+    angles = torch.outer(torch.arange(2.0), config["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim))
+    rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=1), is_neox=True)
+    scores = ScoreWeights.zeros(KVGeometry(sizes[0], config["num_attention_heads"], *sizes[1:], 1))
+    learned = Learned(scores, RowStatistics(*(fill(sizes) for _ in "kv" for fill in (torch.zeros, torch.ones))))
+    identity = ModelIdentity(folder.name, fingerprint_of(folder) or "", *sizes, rotary)
+    save_learned(scores_of(folder), learned, identity)

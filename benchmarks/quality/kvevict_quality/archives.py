@@ -52,8 +52,7 @@ SPEECHES = Archive(
 def fetched(archive: Archive) -> Path:
     """Path of an archive, downloaded the first time.
 
-    Raises:
-        RuntimeError: it cannot be had, or is another one.
+    RuntimeError: it cannot be had, or is another one.
     """
     path = FOLDER / archive.file
     if not path.is_file():
@@ -84,8 +83,7 @@ def speeches() -> tuple[str, ...]:
 def squad_paragraphs() -> tuple[dict[str, Any], ...]:
     """Paragraphs of ``SQUAD_FILE`` with their questions, in order.
 
-    Raises:
-        RuntimeError: there is no such file.
+    RuntimeError: there is no such file.
     """
     if not SQUAD_FILE.is_file():
         raise RuntimeError(

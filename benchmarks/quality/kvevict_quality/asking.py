@@ -39,8 +39,7 @@ def prepare(server: RunningServer, context_ids: Sequence[int]) -> Prepared:
         server: stock, or with this plugin.
         context_ids: token ids.
 
-    Raises:
-        RuntimeError: the plugin did not compress it, although its budget is below 1.
+    RuntimeError: the plugin did not compress it, although its budget is below 1.
     """
     flush(server)
     begin = time.perf_counter()
@@ -90,8 +89,7 @@ def ask_aware(
     Returns:
         Answers, and what a prompt takes in the mean.
 
-    Raises:
-        RuntimeError: not every prompt was compressed.
+    RuntimeError: not every prompt was compressed.
     """
     flush(server)
     asked = [context_ids + prompts.question_ids(sample, question) for question in sample.questions]

@@ -33,8 +33,7 @@ _Systems = dict[tuple[float, str], _Scores]
 def paired_share(full: Sequence[float], scores: Sequence[float]) -> tuple[float, float]:
     """Share of the full cache's score, and its standard error, from the scores of the same questions.
 
-    Raises:
-        ValueError: not the same questions, or the full cache answers none.
+    ValueError: not the same questions, or the full cache answers none.
     """
     if len(full) != len(scores) or not sum(full):
         raise ValueError(f"scores: got {len(scores)} beside {len(full)} of the full cache; allowed: as many, not all 0")

@@ -41,8 +41,7 @@ def haystack(rng: random.Random, needles: Sequence[str], num_tokens: int, count:
         num_tokens: the result is at most this long (the tokens of its sentences added up), and just about.
         count: tokens of a text.
 
-    Raises:
-        ValueError: the needles alone are too long.
+    ValueError: the needles alone are too long.
     """
     room = num_tokens - sum(count(f" {needle}") for needle in needles)
     if room < 0:

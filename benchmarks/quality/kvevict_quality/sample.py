@@ -22,8 +22,7 @@ class Question:
         max_new_tokens: length of the answer.
         variants: other forms of the answer, each of which counts as it.
 
-    Raises:
-        ValueError: variants, and not exactly one answer.
+    ValueError: variants, and not exactly one answer.
     """
 
     text: str

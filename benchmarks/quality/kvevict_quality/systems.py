@@ -85,8 +85,7 @@ class Setup:
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """``name`` or ``name:option=value,option=value``; values are JSON, or else strings.
 
-    Raises:
-        ValueError: an option without a value.
+    ValueError: an option without a value.
     """
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}

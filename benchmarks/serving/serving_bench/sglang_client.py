@@ -64,8 +64,7 @@ def run_client(url: str, model: Path, rows: Sequence[Any], max_concurrency: int)
         requests and tokens per second, median and 99 % TTFT, median inter-token latency, and the hit rate: cached
         prompt tokens over prompt tokens.
 
-    Raises:
-        RuntimeError: a request failed.
+    RuntimeError: a request failed.
     """
     serving.set_global_args(_arguments())
     printed = io.StringIO()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ def recode_rows(
         raise ValueError(f"temporary: expected {needed} bytes, got {temporary.numel()}")
     staged = temporary[:needed].view(-1, row_bytes(NARROW, k_arena.shape[-1]))
     encode = implementation(device, encode_cpu, "recode_rows")
-    write = implementation(device, write_cpu, "recode_rows")
+    write = implementation(device, write_rows, "recode_rows")
     for is_v, arena in enumerate((k_arena, v_arena)):
         encode(Encoding(arena, is_v, source_rows, bits, runs, coding, staged))
         write(arena, places, staged, coding.steps(is_v))
@@ -139,7 +138,7 @@ def write_encoded(k_arena: Tensor, v_arena: Tensor, places: Tensor, k: Tensor, v
     check_tensor("v", v, shape, torch.uint8, k_arena.device)
     if places.device.type == "cpu":
         _check_different(places)
-    write = implementation(places.device, write_cpu, "recode_rows")
+    write = implementation(places.device, write_rows, "recode_rows")
     write(k_arena, places, k, coding.k_steps)
     write(v_arena, places, v, coding.v_steps)
 
@@ -183,51 +182,21 @@ def _check_different(places: Tensor) -> None:
 
 def encode_cpu(encoding: Encoding) -> None:
     """Write the encoded rows: numba, or torch where numba cannot run."""
-    encode = _compiled_encode if reason_not_to_run(encoding.arena.shape[-1]) is None else _encode
-    encode(encoding)
-
-
-def write_cpu(arena: Tensor, places: Tensor, encoded: Tensor, steps: Tensor) -> None:
-    """Write rows of 4 bits, [n, row_bytes], and their steps: numba, or torch where numba cannot run."""
-    write = _compiled_write if reason_not_to_run(arena.shape[-1]) is None else write_rows
-    write(arena, places, encoded, steps)
-
-
-def _compiled_encode(encoding: Encoding) -> None:
-    """:func:`encode_cpu`, compiled by numba."""
-    from kvevict_kernels.recode_rows import numba_impl as n
-
-    arena, coding = encoding.arena, encoding.coding
-    found, head_dim = coding.statistics, arena.shape[-1]
-    mean, scale = (found.v_mean, found.v_scale) if encoding.is_v else (found.k_mean, found.k_scale)
-    read = {n.MEANS: mean, n.SCALES: scale, n.ROTATION: rotation(head_dim, arena.device), n.RUNS: encoding.runs}
-    words = {n.KIND: KINDS[arena.dtype], n.BITS: encoding.bits} | {word: x.data_ptr() for word, x in read.items()}
-    _run(n.calls().encode, arena, encoding.rows, encoding.out, coding.steps(encoding.is_v), words)
-
-
-def _compiled_write(arena: Tensor, places: Tensor, encoded: Tensor, steps: Tensor) -> None:
-    """:func:`kvevict_kernels.row_codec.write_rows`, compiled by numba."""
-    from kvevict_kernels.recode_rows.numba_impl import calls
-
-    _run(calls().write, arena, places, encoded, steps, {})
-
-
-def _run(call: Any, arena: Tensor, rows: Tensor, encoded: Tensor, steps: Tensor, words: dict[int, int]) -> None:
-    from kvevict_kernels.recode_rows import numba_impl as n
-
-    given = {n.ARENA: arena, n.ROWS: rows, n.ENCODED: encoded, n.STEPS: steps}
-    words |= {word: x.data_ptr() for word, x in given.items()} | {n.NUM_ROWS: rows.numel()}
-    # PyTorch's number, so that its runtime keeps its team.
-    n.run(call, arena.shape[-1], words, torch.get_num_threads())
-
-
-def _encode(encoding: Encoding) -> None:
-    """:func:`encode_cpu` in torch."""
-    arena, coding = encoding.arena, encoding.coding
+    arena, coding, head_dim = encoding.arena, encoding.coding, encoding.arena.shape[-1]
     if encoding.bits == NARROW:
         encoding.out.copy_(read_rows(arena, encoding.rows, coding.steps(encoding.is_v)))
+        return
+    if reason_not_to_run(head_dim) is None:
+        from kvevict_kernels.recode_rows.numba_impl import encode
+
+        found = coding.statistics
+        mean, scale = (found.v_mean, found.v_scale) if encoding.is_v else (found.k_mean, found.k_scale)
+        given = (arena, encoding.rows, encoding.runs, mean, scale, rotation(head_dim, arena.device), encoding.out)
+        # PyTorch's number of threads, so that its runtime keeps its team.
+        sizes = KINDS[arena.dtype], head_dim, encoding.rows.numel()
+        encode(*sizes, [x.data_ptr() for x in given], torch.get_num_threads())
         return
     chunks = (torch.split(x, CHUNK_ROWS) for x in (encoding.rows.long(), encoding.runs, encoding.out))
     for rows, runs, out in zip(*chunks, strict=True):
         own = coding.statistics.of_runs(runs, is_v=bool(encoding.is_v))
-        out.copy_(encode_rows(arena.view(-1, arena.shape[-1])[rows], *own))
+        out.copy_(encode_rows(arena.view(-1, head_dim)[rows], *own))

@@ -58,8 +58,7 @@ def make_sample(task: str, tokens: int, seed: int, index: int, count: CountToken
 def select_tasks(names: Sequence[str]) -> tuple[str, ...]:
     """Task names, groups resolved.
 
-    Raises:
-        ValueError: an unknown name.
+    ValueError: an unknown name.
     """
     allowed = (*TASKS, *TEXT_TASKS, *FIDELITY_TASKS)
     selected = dict.fromkeys(name for given in names for name in GROUPS.get(given, (given,)))

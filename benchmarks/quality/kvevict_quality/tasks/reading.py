@@ -43,8 +43,7 @@ class Entry:
 def entries() -> tuple[Entry, ...]:
     """All questions, in the order of the texts.
 
-    Raises:
-        ValueError: a passage that is the beginning of no paragraph, or of several.
+    ValueError: a passage that is the beginning of no paragraph, or of several.
     """
     found = []
     for number, line in enumerate(QUESTIONS.read_text(encoding="utf-8").splitlines(), start=1):
@@ -74,8 +73,7 @@ def reading(rng: random.Random, num_tokens: int, count: CountTokens, seed: int, 
         seed: of the run; decides the order in which questions are asked.
         index: of the context in the run, or ``SAMPLES_INDEX``.
 
-    Raises:
-        ValueError: no room for the paragraphs that the questions are about.
+    ValueError: no room for the paragraphs that the questions are about.
     """
     asked = _asked(seed, index)
     text = _around(rng, asked[0].paragraph, asked[-1].paragraph, num_tokens, count)
