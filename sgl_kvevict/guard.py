@@ -33,7 +33,7 @@ class Place(StrEnum):
     COMPRESSION = "compression"
     """Selecting entries by a policy: the range stays uncompressed."""
     STORE = "store"
-    """Saving, finding or loading a prefix: it is not stored, or is computed."""
+    """Saving a prefix, or finding it in the store: it is not stored, or is computed."""
     HOST = "host"
     """Moving a prefix to the host's memory, or one from outside the pool into it: it is dropped, or is computed."""
     RELEASE = "release"

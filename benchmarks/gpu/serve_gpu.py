@@ -4,7 +4,7 @@
 
 Needs SGLang: an installation, or the kit's environment (docs/gpu.md). All systems have the same shape of weights,
 pool, page size and limits (``gpu_bench/systems.py``); each runs alone. The model is llama-8B's shape with random
-weights, which take 16 GB in the folder for temporary files; only times have a meaning. ``--tiny`` asks the same of
+weights, which take 16 GB in `out/`; only times have a meaning. ``--tiny`` asks the same of
 tiny models; without a GPU SGLang's CPU path serves them, to see that everything works.
 
 | word of a plan | does |
@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import urllib.error
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,8 +47,8 @@ from gpu_bench.systems import (  # noqa: E402
     OURS,
     SMALL,
     MissingError,
+    random_model,
     require,
-    write_random_model,
 )
 
 from kvevict_tools.launcher import LaunchError  # noqa: E402
@@ -83,18 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     load = SMALL if args.tiny else FULL
     rows = Rows(args.out, device or "CPU", args.seconds, load.sizes())
-    # Not in ``--out``, which is copied back from the machine.
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_random_model(Path(folder) / "model", load.model, "cuda" if device else "cpu")
-        phases = Phases(rows, load, model, args.out, is_gpu=bool(device), graphs=not args.no_graphs)
-        return run(args.plan, phases, args.expected)
+    has_speed = not {"answers", "real-answers"}.issuperset(args.plan)  # the others have models of their own
+    model = random_model(load.model, "cuda" if device else "cpu") if has_speed else Path()
+    phases = Phases(rows, load, model, args.out, is_gpu=bool(device), graphs=not args.no_graphs)
+    return run(args.plan, phases, args.expected)
 
 
 def plan_of(text: str) -> list[str]:
     """The words of a plan.
 
-    Raises:
-        argparse.ArgumentTypeError: an unknown word.
+    argparse.ArgumentTypeError: an unknown word.
     """
     words = text.split(",")
     if unknown := [word for word in words if word not in WORDS]:
@@ -137,11 +134,10 @@ def run(plan: Sequence[str], phases: Phases, expected: Path | None) -> int:
 
 def do(word: str, phases: Phases, expected: Path | None) -> None:
     """Do one word of a plan."""
-    folder = phases.model.parent
     if word == "mixed":
         phases.mix()
     elif word == "answers":
-        phases.compare(ANSWERING, write_random_model(folder / "thin-model", phases.load.thin))
+        phases.compare(ANSWERING, random_model(phases.load.thin, "cpu"))
     elif word == "real-answers":
         model = model_path()
         if model is None:

@@ -14,10 +14,10 @@ TRITON_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 def implementation(device: torch.device, on_cpu: F, package: str) -> F:
-    """Pick the path of an operation: ``on_cpu``, named ``NAME_cpu``, or ``NAME_triton`` with the same arguments.
+    """Pick the path of an operation: ``on_cpu``, or ``NAME_triton`` with the same arguments.
 
-    The latter is in ``triton_impl.py`` of the operation's folder ``package``; Triton is imported when it is first
-    picked.
+    ``on_cpu`` is named ``NAME`` or ``NAME_cpu``. The other one is in ``triton_impl.py`` of the operation's folder
+    ``package``; Triton is imported when it is first picked.
 
     Raises:
         ValueError: the device is neither CUDA nor the CPU.

@@ -30,7 +30,7 @@ JOINED = 8
 MOST_JOINED = 2**14
 """Tokens of :data:`JOINED` segments that are small, at most: larger ones are few."""
 MAX_OPEN = 1024
-"""Open ranges beyond which one that a reader holds is given up."""
+"""Open ranges that do not wait, beyond which one that a reader holds is given up."""
 OBSERVATION_BYTES = 256 * 1024**2
 """Memory outside the pool for observations of open ranges; beyond it the oldest is given up."""
 
@@ -120,7 +120,7 @@ class Resizer:
         if not opened.waits and self._try(last) is None:
             self._table.totals.refused_in_use += 1
             # Each release tries all that are left. Without this, one long request with `exact` would let them pile up.
-            if len(self._table.open) > MAX_OPEN:
+            if sum(not each.waits for each in self._table.open.values()) > MAX_OPEN:
                 self._table.close(last)
         if last in self._table.open:
             self._trim()

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill.features import (
-    NUM_WINDOW,
-    CachedRange,
-    cache_features,
-    num_cache_features,
-    window_features,
-)
+from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, cache_features, num_cache_features, window_features
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show

@@ -11,15 +11,7 @@ from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.order import RangeOrder, facts_of, order_of
-from sgl_kvevict.policies.parts import (
-    BudgetAllocator,
-    Merger,
-    RangeScores,
-    Scorer,
-    Selector,
-    TokenScores,
-    Trait,
-)
+from sgl_kvevict.policies.parts import BudgetAllocator, Merger, RangeScores, Scorer, Selector, TokenScores, Trait
 from sgl_kvevict.policies.signals import Signal
 
 

@@ -8,11 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.kv_events import (
-    ZmqEventPublisher,
-    is_kv_publisher_rank,
-    select_kv_publisher_dp_rank,
-)
+from sglang.srt.disaggregation.kv_events import ZmqEventPublisher, is_kv_publisher_rank, select_kv_publisher_dp_rank
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 

@@ -391,7 +391,7 @@ class KVEvictTree(UnifiedRadixCache):
         else:
             with self.guard.at(Place.PROMPT):
                 self.prefixes.prefills.chunk_complete(req, node)
-        # From the end of the prefill on, whether or not the prompt was compressed.
+        # From the end of the prefill on, and anew from that of the answer, whether or not the prompt was compressed.
         if up_to >= len(req.origin_input_ids) and options.retain is not None:
             self.prefixes.recency.retain(path_to(node), len(req.origin_input_ids), options.retain)
 

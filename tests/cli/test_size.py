@@ -9,14 +9,7 @@ import re
 import pytest
 
 from helpers.command_line import run
-from sgl_kvevict.cli.size import (
-    fits,
-    longest_prompt,
-    parse_bytes,
-    prefix_slots,
-    read_model_sizes,
-    with_bits_of,
-)
+from sgl_kvevict.cli.size import fits, longest_prompt, parse_bytes, prefix_slots, read_model_sizes, with_bits_of
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.geometry import KVGeometry

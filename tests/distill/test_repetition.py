@@ -8,13 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from helpers.scheduling import Letters
-from sgl_kvevict.distill.texts import (
-    MAX_SENTENCE_TOKENS,
-    MIN_SENTENCE_TOKENS,
-    REPEAT,
-    repetitions,
-    split_sentences,
-)
+from sgl_kvevict.distill.texts import MAX_SENTENCE_TOKENS, MIN_SENTENCE_TOKENS, REPEAT, repetitions, split_sentences
 
 
 @pytest.mark.parametrize("part_tokens", [16, 100, 1000])

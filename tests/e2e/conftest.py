@@ -11,13 +11,7 @@ import pytest
 from helpers.e2e_env import ENV
 from helpers.preloaded import PATCH, Preloaded
 from helpers.tiny_model import save_tiny_llama
-from kvevict_tools.launcher import (
-    KVEVICT_CPU_FLAGS,
-    STOCK_CPU_FLAGS,
-    RunningServer,
-    config_env,
-    launch,
-)
+from kvevict_tools.launcher import KVEVICT_CPU_FLAGS, STOCK_CPU_FLAGS, RunningServer, config_env, launch
 from kvevict_tools.models import ensure_model
 
 Start = Callable[..., RunningServer]

@@ -17,15 +17,7 @@ from kvevict_tools.launcher import free_port
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.events.client import AT_ONCE, InspectClient, RequestFailedError, ServerSilentError, check_endpoint
-from sgl_kvevict.events.questions import (
-    Describe,
-    Description,
-    Failure,
-    NodeGone,
-    Status,
-    Tokens,
-    TokensReport,
-)
+from sgl_kvevict.events.questions import Describe, Description, Failure, NodeGone, Status, Tokens, TokensReport
 from sgl_kvevict.events.service import MAX_WAITING_QUESTIONS, EventService
 
 

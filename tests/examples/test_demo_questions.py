@@ -1,12 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from kvevict_demo.questions import (
-    BRANCH_QUESTIONS,
-    CHAT_QUESTIONS,
-    DOCUMENT,
-    Question,
-)
+from kvevict_demo.questions import BRANCH_QUESTIONS, CHAT_QUESTIONS, DOCUMENT, Question
 
 ALL = (*BRANCH_QUESTIONS, *CHAT_QUESTIONS)
 

@@ -59,7 +59,7 @@ def _breakable(function: Callable[..., Any], place: Place, path: Path) -> Callab
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # Slots that are short are no request's: an error there is loud.
-        is_guarded = not kwargs.get("is_short")
+        is_guarded = place is not Place.RELEASE or len(args) == 1
         if is_guarded and path.read_text() == place.value:
             raise InjectedFault(place.value)
         return function(*args, **kwargs)

@@ -11,13 +11,7 @@ from typing import Any
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.key_scores import largest_kernel_size
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
-from kvevict_kernels.ragged_decode.tile_table import (
-    EXTEND,
-    LATENT_DIM,
-    block_widths,
-    narrow_keys,
-    tiles_for,
-)
+from kvevict_kernels.ragged_decode.tile_table import EXTEND, LATENT_DIM, block_widths, narrow_keys, tiles_for
 
 Spec = dict[str, Any]
 DEVICES = {

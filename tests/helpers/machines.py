@@ -312,7 +312,7 @@ class GrowthMachine(HostMachine):
                 self.harness.finish(req)
             for _ in range(steps):
                 for node in sorted(prefixes.table.shrinking, key=lambda node: node.id)[:1]:
-                    prefixes.pressure._shrink(node, set())
+                    prefixes.pressure._shrink(node, set(prefixes.readers.movable_nodes()))
         self.harness.check()
         self._settle()
 

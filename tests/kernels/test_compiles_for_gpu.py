@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.compiled import Spec, compile_all, copies_in_flight
-from helpers.gpu_kernels import (
-    DEVICES,
-    attention_kernels,
-    few_bits_kernels,
-    head_dim_kernels,
-    label,
-    small_kernels,
-)
+from helpers.gpu_kernels import DEVICES, attention_kernels, few_bits_kernels, head_dim_kernels, label, small_kernels
 
 H100 = DEVICES[90]
 Compiled = dict[str, dict[str, Any]]

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from helpers.encoded import assert_as_near
+from helpers.implementations import threads
 from helpers.tolerance import assert_same_bits
 from kvevict_kernels.recode_rows import encoded_rows, prepare_on_cpu, recode_rows, temporary_bytes, write_encoded
 from kvevict_kernels.recode_rows.numba_impl import calls
@@ -166,16 +167,18 @@ def test_rows_whose_sums_are_exact_have_the_bits_of_the_definition(device: str, 
         assert_same_bits("bytes", got, expected.encoded)
 
 
-def test_equal_rows_get_equal_codes_wherever_they_lie(device: str) -> None:
-    """In a call, alone or among others, and in the arena."""
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_equal_rows_get_equal_codes_wherever_they_lie(device: str, num_threads: int) -> None:
+    """In a call, alone or among others, on few threads or more than rows, and in the arena."""
     store = Store(device, torch.bfloat16, 96)
     runs, rows = runs_of(40, device), store.places(40, 16)
     runs[20:] = runs[:20].flip(0)
     for arena in store.arenas:
         x = torch.randn(20, 96, device=device).to(torch.bfloat16)
         write_rows(arena, rows, torch.cat([x, x.flip(0)]).view(torch.uint8))
-    together = encoded_rows(*store.arenas, rows, 16, runs, store.coding)
-    alone = encoded_rows(*store.arenas, rows[5:6], 16, runs[5:6], store.coding)
+    with threads(num_threads):
+        together = encoded_rows(*store.arenas, rows, 16, runs, store.coding)
+        alone = encoded_rows(*store.arenas, rows[5:6], 16, runs[5:6], store.coding)
     for all_rows, one in zip(together, alone, strict=True):
         assert_same_bits("the same rows", all_rows[20:].flip(0), all_rows[:20])
         assert_same_bits("one of them", one, all_rows[5:6])

@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from sgl_kvevict.policies import RangeScores
-from sgl_kvevict.policies.budgets import (
-    AdaptiveHeads,
-    AllLayersBudget,
-    LayeredBudget,
-    UniformHeads,
-    UniformLayers,
-)
+from sgl_kvevict.policies.budgets import AdaptiveHeads, AllLayersBudget, LayeredBudget, UniformHeads, UniformLayers
 from sgl_kvevict.policies.ranking import top_mask
 
 EX1 = [[0.30, 0.25, 0.20, 0.15, 0.10], [0.70, 0.20, 0.05, 0.03, 0.02], [0.90, 0.06, 0.02, 0.01, 0.01]]

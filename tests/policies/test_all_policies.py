@@ -13,13 +13,7 @@ from helpers.own_policies import OWN_POLICIES
 from helpers.packing import Selection
 from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import (
-    LayerView,
-    Policy,
-    Signal,
-    build_policy,
-    list_policies,
-)
+from sgl_kvevict.policies import LayerView, Policy, Signal, build_policy, list_policies
 from sgl_kvevict.policies.options import RULES
 from sgl_kvevict.policies.order import PINNED
 from sgl_kvevict.policies.parts import RangeScores

@@ -15,16 +15,7 @@ from helpers.harness import WINDOWS, Harness
 from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.client import InspectClient, RequestFailedError
-from sgl_kvevict.events.questions import (
-    Kept,
-    KeptReport,
-    Status,
-    StatusReport,
-    Tokens,
-    TokensReport,
-    Tree,
-    TreeReport,
-)
+from sgl_kvevict.events.questions import Kept, KeptReport, Status, StatusReport, Tokens, TokensReport, Tree, TreeReport
 from sgl_kvevict.events.service import Question
 from sgl_kvevict.segments.kept import kept_share
 from sgl_kvevict.sglang_adapter.factory import events_of_rank

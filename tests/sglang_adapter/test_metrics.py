@@ -77,7 +77,7 @@ def test_the_manual_names_exactly_the_series_there_are(harness):
     assert documented == ours
 
 
-@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 1.0), (0.5, 51.0)])
+@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 1.0), (0.5, 50.5), (100.0, 160.0)])
 def test_series_are_written_at_most_once_a_second_and_in_one_percent_of_the_time(harness, monkeypatch, seconds, pause):
     clock, begun = [0.0], []
     monkeypatch.setattr(harness.metrics, "_next_refresh", 0.0)

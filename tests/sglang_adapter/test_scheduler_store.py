@@ -25,13 +25,7 @@ from sgl_kvevict.errors import StoreError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
-from sgl_kvevict.sglang_adapter.scheduler_store import (
-    fetch,
-    identity_of,
-    read_with,
-    settings_of,
-    without_waiting,
-)
+from sgl_kvevict.sglang_adapter.scheduler_store import fetch, identity_of, read_with, settings_of, without_waiting
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 

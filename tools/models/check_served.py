@@ -20,13 +20,7 @@ from helpers.e2e_env import ENV
 from helpers.tiny_model import save_tokenizer
 from helpers.traffic import generate, idle_state, idle_states, random_jobs, run_jobs
 from kvevict_kernels.rotary import Rotary
-from kvevict_tools.launcher import (
-    KVEVICT_CPU_FLAGS,
-    STOCK_CPU_FLAGS,
-    RunningServer,
-    config_env,
-    launch,
-)
+from kvevict_tools.launcher import KVEVICT_CPU_FLAGS, STOCK_CPU_FLAGS, RunningServer, config_env, launch
 from sgl_kvevict.distill.features import NUM_WINDOW
 from sgl_kvevict.distill.files import Learned, ModelIdentity, save_learned
 from sgl_kvevict.distill.fingerprint import fingerprint_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -17,6 +18,8 @@ ATTENTIONS = {"fa3": "stock, fa3", "triton": "stock, triton", "flashinfer": "sto
 OURS = {"ours": "budget 0.2", "ours-16": "budget 0.2, 16 bits", "ours-full": "budget 1.0"}
 """Our systems. Rows have 4 bits where nothing is said, SGLang's 16 at budget 1.0."""
 NAMES = ATTENTIONS | OURS
+MODELS = Path(__file__).resolve().parents[3] / "out" / "random-models"
+"""Not in ``--out``, which is copied back from the machine."""
 POOL = 131_072
 """Token slots, fixed so that a card with more memory caches no more: 17 GB at llama-8B's shape."""
 LLAMA_8B: dict[str, Any] = {
@@ -141,6 +144,12 @@ def has_tokenizer(model: Path) -> bool:
     return (model / "tokenizer.json").exists()
 
 
+def random_model(config: dict[str, Any], device: str) -> Path:
+    """The folder of a model with random weights, made at the first call on this machine."""
+    folder = MODELS / hashlib.sha256(json.dumps([config, device]).encode()).hexdigest()[:16]
+    return folder if scores_of(folder).exists() else write_random_model(folder, config, device)
+
+
 def write_random_model(folder: Path, config: dict[str, Any], device: str = "cpu") -> Path:
     """Make a model's folder with random weights, so large that attention decides answers; on a CPU the same everywhere.
 
@@ -157,15 +166,17 @@ def write_random_model(folder: Path, config: dict[str, Any], device: str = "cpu"
     dtype, spread = getattr(torch, config["torch_dtype"]), 2.8 * config["hidden_size"] ** -0.5
     with torch.device("meta"):
         weights = LlamaForCausalLM(LlamaConfig(**config, tie_word_embeddings=False)).state_dict()
-    generator = torch.Generator(device).manual_seed(0)
-    files: dict[str, dict[str, torch.Tensor]] = {}
+    files: dict[str, dict[str, torch.Size]] = {}
     for name, weight in weights.items():
-        # A file for each layer, so that llama-8B's 16 GB are never in memory twice.
-        rows = torch.randn(weight.shape, generator=generator, device=device) * spread
-        made = torch.ones(weight.shape) if name.endswith("norm.weight") else rows
-        files.setdefault(name.split(".")[2] if ".layers." in name else "rest", {})[name] = made.to("cpu", dtype)
-    for part, tensors in files.items():
-        save_file(tensors, folder / f"model-{part}.safetensors")
+        # A file for each layer: llama-8B has 16 GB, of which no more than one is in memory.
+        files.setdefault(name.split(".")[2] if ".layers." in name else "rest", {})[name] = weight.shape
+    generator = torch.Generator(device).manual_seed(0)
+    for part, shapes in files.items():
+        made = {name: torch.randn(shape, generator=generator, device=device) * spread for name, shape in shapes.items()}
+        made |= {name: torch.ones(shape) for name, shape in shapes.items() if name.endswith("norm.weight")}
+        save_file({name: x.to("cpu", dtype) for name, x in made.items()}, folder / f"model-{part}.safetensors")
+    if device != "cpu":
+        torch.cuda.empty_cache()  # servers are measured beside this process
     _write_scores(folder, config)
     return folder
 

@@ -86,10 +86,7 @@ def ask_aware(
         sample: context and questions.
         context_ids: token ids of the context.
 
-    Returns:
-        Answers, and what a prompt takes in the mean.
-
-    RuntimeError: not every prompt was compressed.
+    Returns answers, and what a prompt takes in the mean. RuntimeError: not every prompt was compressed.
     """
     flush(server)
     asked = [context_ids + prompts.question_ids(sample, question) for question in sample.questions]

@@ -66,9 +66,8 @@ def run_clients(url: str, load: Load, first_number: int, seconds: float) -> list
 def figures(streams: Sequence[Stream], begin: float, end: float) -> dict[str, float]:
     """What clients got between two moments (seconds on the clock of ``time.perf_counter``).
 
-    Returns:
-        Tokens of all clients per second (first tokens, which a prefill makes, left out), median and 99 % of the
-        milliseconds between two tokens of an answer, median seconds until the first.
+    Returns tokens of all clients per second (first tokens, which a prefill makes, left out), median and 99 % of the
+    milliseconds between two tokens of an answer, median seconds until the first.
     """
     gaps = [
         later[0] - earlier[0]

@@ -35,8 +35,7 @@ def compared_systems(
         has_none: also ours with policy ``none``.
         beside: policies, or settings like ``host_bytes=0``; each a system of that name with nothing else changed.
 
-    Returns:
-        ``stock``, ``none``, ``budget B``, then :data:`DEFAULT`, and those beside it.
+    Returns ``stock``, ``none``, ``budget B``, then :data:`DEFAULT`, and those beside it.
     """
     flags = ("--max-total-tokens", str(pool_slots), *COMMON_FLAGS)
     found = [stock_system("stock", flags)]

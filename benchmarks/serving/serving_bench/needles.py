@@ -71,8 +71,7 @@ class Needles:
     def ask(self, url: str, asked: Sequence[Asked], concurrency: int) -> tuple[list[Answered], float]:
         """Ask questions in order, a few at a time; returns the answers and the seconds that all of them took.
 
-        Raises:
-            aiohttp.ClientResponseError: the server refused one.
+        aiohttp.ClientResponseError: the server refused one.
         """
         return asyncio.run(self._ask_all(url, asked, concurrency))
 

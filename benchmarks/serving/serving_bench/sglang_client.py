@@ -60,11 +60,8 @@ class Workload:
 def run_client(url: str, model: Path, rows: Sequence[Any], max_concurrency: int) -> dict[str, float]:
     """Send requests with SGLang's client; no warm-up requests of its own.
 
-    Returns:
-        requests and tokens per second, median and 99 % TTFT, median inter-token latency, and the hit rate: cached
-        prompt tokens over prompt tokens.
-
-    RuntimeError: a request failed.
+    Returns requests and tokens per second, median and 99 % TTFT, median inter-token latency, and the hit rate: cached
+    prompt tokens over prompt tokens. RuntimeError: a request failed.
     """
     serving.set_global_args(_arguments())
     printed = io.StringIO()

@@ -18,17 +18,9 @@ from kvevict_kernels import row_codec, row_sizes
 from kvevict_kernels.numba_cache import compiled, stamp_of
 from kvevict_kernels.row_codec import LEAST_STEP, MIDDLE, REACH
 from kvevict_kernels.row_sizes import STEP_BYTES
-from kvevict_kernels.span_attention import numba_rows, numba_vectors
+from kvevict_kernels.span_attention import numba_impl, numba_rows, numba_vectors
 from kvevict_kernels.span_attention.numba_impl import link, thread_count, thread_number
-from kvevict_kernels.span_attention.numba_rows import (
-    fill,
-    floats,
-    int32s,
-    item_bytes,
-    load_row,
-    turn_rows,
-    uint16s,
-)
+from kvevict_kernels.span_attention.numba_rows import fill, floats, int32s, item_bytes, load_row, turn_rows, uint16s
 from kvevict_kernels.span_attention.numba_vectors import (
     LANES,
     encode_numbers,
@@ -48,7 +40,7 @@ AHEAD = 8
 LINE = 64
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _FIRST_STEP, _LEAST_STEP = np.float32(REACH / MIDDLE), np.float32(LEAST_STEP)
-_SOURCES = [__file__, numba_rows.__file__, numba_vectors.__file__, row_codec.__file__, row_sizes.__file__]
+_SOURCES = [__file__, *(str(x.__file__) for x in (numba_impl, numba_rows, numba_vectors, row_codec, row_sizes))]
 
 
 @njit

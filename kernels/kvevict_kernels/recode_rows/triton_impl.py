@@ -124,7 +124,7 @@ def encode_triton(encoding: Encoding) -> None:
 
 
 def write_rows_triton(arena: Tensor, places: Tensor, encoded: Tensor, steps: Tensor) -> None:
-    """Device path of :func:`kvevict_kernels.recode_rows.write_cpu`: one launch."""
+    """Device path of :func:`kvevict_kernels.row_codec.write_rows`: one launch."""
     _move(arena, places, encoded, steps, reads=False)
 
 

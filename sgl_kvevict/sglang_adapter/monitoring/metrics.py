@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 PREFIX = "kvevict:"
-REFRESH_S = 1.0
-REFRESH_SHARE = 0.01
-"""Part of the scheduler's time that refreshing may take: it grows with the number of segments."""
+REFRESH_S, REFRESH_SHARE, MAX_PAUSE_S = 1.0, 0.01, 60.0
+"""Seconds between two refreshes; the part of the scheduler's time that they may take; the longest pause for that."""
 HOLDERS = ("compressed", "full", "private", "free")
 
 
 class Metrics:
-    """Writes metrics once a second; create it once per process, after ``PROMETHEUS_MULTIPROC_DIR`` is set."""
+    """Writes metrics once a second at most; create it once per process, after ``PROMETHEUS_MULTIPROC_DIR`` is set."""
 
     def __init__(self, tree: KVEvictTree, labels: Mapping[str, str]) -> None:
         self._tree = tree
@@ -74,7 +73,8 @@ class Metrics:
         if now >= self._next_refresh:
             self._next_refresh = now + REFRESH_S  # before: one that fails is not repeated in every turn
             self.refresh()
-            self._next_refresh += (time.monotonic() - now) / REFRESH_SHARE
+            end = time.monotonic()
+            self._next_refresh = max(self._next_refresh, end + min((end - now) / REFRESH_SHARE, MAX_PAUSE_S))
 
     def refresh(self) -> None:
         """Write all gauges, and the growth of all counters."""
