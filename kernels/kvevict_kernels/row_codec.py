@@ -213,8 +213,10 @@ def write_rows(arena: Tensor, rows: Tensor, encoded: Tensor, steps: Tensor | Non
     if steps is None:
         _bytes(arena, arena.shape[-1] * arena.element_size()).index_copy_(0, rows, encoded)
         return
-    _bytes(arena, arena.shape[-1] // 2).index_copy_(0, rows, encoded[:, :-STEP_BYTES])
-    steps.index_copy_(0, rows, encoded[:, -STEP_BYTES:].contiguous().view(torch.bfloat16)[:, 0])
+    # As words of 16 bits, which torch copies twice as fast as bytes; the last one is the step.
+    words = encoded.view(torch.int16)
+    arena.view(-1).view(torch.int16).view(-1, arena.shape[-1] // 4).index_copy_(0, rows, words[:, :-1])
+    steps.index_copy_(0, rows, words[:, -1].view(torch.bfloat16))
 
 
 def _bytes(arena: Tensor, width: int) -> Tensor:
