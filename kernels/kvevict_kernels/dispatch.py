@@ -17,9 +17,7 @@ def implementation(device: torch.device, on_cpu: F, package: str) -> F:
     """Pick the path of an operation: ``on_cpu``, or ``NAME_triton`` with the same arguments.
 
     ``on_cpu`` is named ``NAME`` or ``NAME_cpu``. The other one is in ``triton_impl.py`` of the operation's folder
-    ``package``; Triton is imported when it is first picked.
-
-    ValueError: the device is neither CUDA nor the CPU.
+    ``package``; Triton is imported when it is first picked. ValueError: the device is neither CUDA nor the CPU.
     """
     if device.type in TRITON_DEVICES:
         # Imported here: Triton is missing on a CPU, and takes seconds elsewhere.
