@@ -33,6 +33,7 @@ from kvevict_tools.models import made_model
 from sgl_kvevict.cache.resize import JOINED
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill.features import CachedRange
+from sgl_kvevict.distill.weights import score_range
 from sgl_kvevict.policies.methods.distilled import relative_norms
 from sgl_kvevict.segments.ranker import END_OF_A_TEXT_THAT_GOES_ON
 
@@ -101,7 +102,7 @@ class BlockReader(Reader):
         slots, text_end = torch.arange(start, end), end if tail else END_OF_A_TEXT_THAT_GOES_ON
         tokens = CachedRange(cache.k.transpose(1, 2), cache.v.transpose(1, 2), slots, start, text_end)
         norms = torch.stack([relative_norms(values[start:end]) for values in tokens.v_arena])
-        scores, sinks = self.weights.score(tokens, self.rotary(), None) + norms, max(NUM_SINKS - start, 0)
+        scores, sinks = score_range(self.weights.cache, tokens, self.rotary()) + norms, max(NUM_SINKS - start, 0)
         scores[..., :sinks] = float("inf")
         scores[..., scores.shape[2] - tail :] = torch.finfo(scores.dtype).max
         k, v, kept = cache.k.clone(), cache.v.clone(), cache.kept.clone()

@@ -38,7 +38,7 @@ from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.distill.features import CachedRange
 from sgl_kvevict.distill.files import ModelIdentity, files_of, load_learned
 from sgl_kvevict.distill.fingerprint import fingerprint_of
-from sgl_kvevict.distill.weights import ScoreWeights
+from sgl_kvevict.distill.weights import ScoreWeights, score_range
 from sgl_kvevict.policies.methods.distilled import relative_norms
 
 RESULTS = ROOT / "docs" / "results" / "quality" / "bits.csv"
@@ -169,7 +169,7 @@ def worth(reader: Reader, context: Context, weights: ScoreWeights) -> Tensor:
     """
     tokens = as_range(context.k, context.v, CONTEXT)
     norms = torch.stack([relative_norms(values[:CONTEXT]) for values in tokens.v_arena])
-    scores = weights.score(tokens, reader.rotary(), None) + norms
+    scores = score_range(weights.cache, tokens, reader.rotary()) + norms
     scores[..., :NUM_SINKS] = float("inf")
     scores[..., -TAIL:] = torch.finfo(scores.dtype).max
     return scores

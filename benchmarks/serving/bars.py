@@ -69,7 +69,6 @@ BARS = (
             Bar("pressure", f"{point}, all rounds", DEFAULT, "needle_score", 0.88),
         )
     ),
-    Bar("pressure", "16x the pool", DEFAULT, "hit_rate_pct", 90, is_absolute=True),
     Bar("multi-turn", FOUR, DEFAULT, "requests_per_s", 5.0),
     Bar("pressure", FOUR, DEFAULT, "requests_per_s", 4.0),
     Bar("pressure", FOUR, DEFAULT, "hit_rate_pct", 90, is_absolute=True),
