@@ -4,8 +4,8 @@
 
 Needs SGLang: an installation, or the kit's environment (docs/gpu.md). All systems have the same shape of weights,
 pool, page size and limits (``gpu_bench/systems.py``); each runs alone. The model is llama-8B's shape with random
-weights, which take 16 GB in `out/`; only times have a meaning. ``--tiny`` asks the same of
-tiny models; without a GPU SGLang's CPU path serves them, to see that everything works.
+weights, which take 16 GB in ``out/``; only times have a meaning. ``--tiny`` asks the same of tiny models; without a
+GPU SGLang's CPU path serves them, to see that everything works.
 
 | word of a plan | does |
 |---|---|
