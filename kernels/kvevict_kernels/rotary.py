@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,10 +18,6 @@ class Rotary:
     axis_of: Tensor | None = None
     start: int = 0  # first rotated column; columns outside [start, start + rotary_dim) are unchanged
 
-    @property
-    def _columns(self) -> slice:
-        return slice(self.start, self.start + self.cos_sin.shape[1])
-
     def rows(self, positions: Tensor) -> Tensor:
         """[num_tokens, rotary_dim], float32, of ``cos_sin``.
 
@@ -35,41 +31,54 @@ class Rotary:
         # Twice, for the cosine and the sine of each pair.
         return self.cos_sin[positions[self.axis_of.repeat(2)].T, columns].float()
 
+    def turn_of(self, positions: Tensor, head_dim: int) -> Turn:
+        """The rotation of rows of ``head_dim`` numbers to ``positions`` (int64, as in :meth:`rows`)."""
+        cos, sin = self.rows(positions).chunk(2, dim=-1)
+        turn, half, start = Turn.none(head_dim, sin.device, sin.shape[0]), sin.shape[1], self.start
+        end = start + 2 * half
+        if self.is_neox:
+            first, second = slice(start, start + half), slice(start + half, end)
+        else:
+            first, second = slice(start, end, 2), slice(start + 1, end, 2)
+        columns = turn.partner.clone()
+        turn.partner[first], turn.partner[second] = columns[second], columns[first]
+        turn.cos[:, first] = turn.cos[:, second] = cos
+        turn.sin[:, first], turn.sin[:, second] = -sin, sin
+        return turn
+
     def apply(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
         """Rotate rows [num_tokens, num_heads, head_dim] to ``positions`` (int64, as in :meth:`rows`), or back.
 
-        Returns float32; other columns are unchanged.
+        Returns float32; columns that are not rotated are unchanged.
         """
-        cos, sin = self.rows(positions)[:, None].chunk(2, dim=-1)
-        x, sin = x.float(), -sin if inverse else sin
-        a, b = self._pairs(x)
-        parts = a * cos - b * sin, b * cos + a * sin
-        turned = torch.cat(parts, dim=-1) if self.is_neox else torch.stack(parts, dim=-1).flatten(-2)
-        columns = self._columns
-        return torch.cat((x[..., : columns.start], turned, x[..., columns.stop :]), dim=-1)
+        turn = self.turn_of(positions, x.shape[-1])
+        return (replace(turn, sin=-turn.sin) if inverse else turn).apply(x.float())
 
-    def turn(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Rotate the same rows to each of several positions.
 
-        ``rows`` is [..., 1, num_heads, head_dim], float32, before RoPE; ``positions``, int64, as in :meth:`rows`.
-        Returns [..., num_tokens, num_heads, head_dim], float32, written in place, without copies of halves.
-        """
-        cos, sin = self.rows(positions)[:, None].chunk(2, dim=-1)
-        turned = rows.new_empty(*rows.shape[:-3], positions.shape[-1], *rows.shape[-2:])
-        a, b = self._pairs(rows)
-        first, second = self._pairs(turned)
-        # Into views of the result: `apply` would allocate halves, and join them.
-        torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=second).addcmul_(a, sin)
-        columns = self._columns
-        for rest in (slice(0, columns.start), slice(columns.stop, None)):
-            turned[..., rest] = rows[..., rest]
-        return turned
+@dataclass(frozen=True)
+class Turn:
+    """A rotation of rows: each number times its cosine, plus the number that it is rotated with times its sine."""
 
-    def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the columns that are rotated with one another."""
-        rotated = x[..., self._columns]
-        if self.is_neox:
-            half = self.cos_sin.shape[1] // 2
-            return rotated[..., :half], rotated[..., half:]
-        return rotated[..., ::2], rotated[..., 1::2]
+    cos: Tensor  # [num_tokens, head_dim], float32; one row, if all tokens have the same
+    sin: Tensor  # likewise, with its sign
+    partner: Tensor  # [head_dim], int64: the column that each one is rotated with
+
+    @classmethod
+    def none(cls, head_dim: int, device: torch.device, num_tokens: int = 1) -> Turn:
+        """A rotation that changes nothing."""
+        shape = num_tokens, head_dim
+        return cls(
+            torch.ones(shape, device=device), torch.zeros(shape, device=device), torch.arange(head_dim, device=device)
+        )
+
+    def cut(self, part: slice) -> Turn:
+        """That of some of the tokens."""
+        return self if self.cos.shape[0] == 1 else replace(self, cos=self.cos[part], sin=self.sin[part])
+
+    def partners(self, rows: Tensor) -> Tensor:
+        """What each number of [..., head_dim] is rotated with."""
+        return rows.index_select(-1, self.partner)
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """Rotate [..., num_tokens, num_heads, head_dim], float32; one token's rows go to all positions."""
+        return torch.mul(rows, self.cos[:, None]).addcmul_(self.partners(rows), self.sin[:, None])

@@ -100,16 +100,15 @@ def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
     keys = rotary.apply(stored, tokens.rotary_positions, inverse=True)
     values = gather_rows(tokens.v_arena[layer], tokens.token_slots, v_scale).float()
     # A rotation keeps the norm, so the stored key has the right one.
-    norms = [log_norm(stored.float()), log_norm(values)]
+    norms = [log_norm(torch.linalg.vector_norm(rows.float(), dim=-1)) for rows in (stored, values)]
     place = (positions / tokens.end).float()[:, None].expand(-1, keys.shape[1])
     scalars = torch.stack([*norms, place, torch.ones_like(place)], dim=-1)
     columns = [keys, scalars] if tokens.is_latent else [keys, values, scalars]
     return torch.cat(columns, dim=-1).transpose(0, 1)
 
 
-def log_norm(rows: Tensor) -> Tensor:
-    """Logarithms of the norms along the last dimension."""
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+def log_norm(norms: Tensor) -> Tensor:
+    """Logarithms of norms; those of 0 are finite, too."""
     return norms.clamp_min(NORM_FLOOR).log_()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
-from kvevict_kernels.stored_rows import gather_rows
-from kvevict_kernels.transfer import to_device
+from kvevict_kernels.row_products import row_products
 from sgl_kvevict.distill.features import (
     NUM_SCALARS,
     NUM_WINDOW,
@@ -24,9 +23,6 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.signals import Signal
-
-_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Elements of keys (or values) per block: fits a core's caches; occupies a GPU."""
 
 
 @dataclass(frozen=True)
@@ -140,57 +136,25 @@ def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Te
     num_kv_heads, num_tokens, NUM_WINDOW], float32, F includes window attention. The result, [num_layers, num_kv_heads,
     num_tokens], float32, has logarithms of scores, comparable over layers and heads.
 
-    Cost: about ten operations per element of keys and values; no host sync.
+    Cost: that of :func:`row_products` of keys and of values; no host sync.
     """
     num_layers, _, num_heads, head_dim = tokens.k_arena.shape
-    columns = num_cache_features(head_dim, tokens.is_latent) + (0 if window is None else NUM_WINDOW)
+    num_features = num_cache_features(head_dim, tokens.is_latent)
+    columns = num_features + (0 if window is None else NUM_WINDOW)
     if tuple(weights.shape) != (num_layers, num_heads, columns):
         raise ValueError(f"weights: expected {(num_layers, num_heads, columns)}, got {tuple(weights.shape)}")
-    # Tokens before heads, as in the pool: sums over a row's numbers are then written side by side.
-    scores = torch.empty(num_layers, tokens.token_slots.numel(), num_heads, device=weights.device)
-    for layers, part in _blocks(tokens):
-        _score_block(scores[layers, part], weights[layers], tokens.cut(part), layers, rotary)
+    slots, scales = tokens.token_slots, tokens.scales
+    w_keys, w_values = weights[..., :head_dim], weights[..., head_dim : num_features - NUM_SCALARS]
+    if tokens.is_latent:  # the keys' weights are those of the values, too, whose norm is a feature of its own
+        w_values = weights.new_zeros(num_layers, num_heads, tokens.v_arena.shape[-1])
+    turn = rotary.turn_of(tokens.rotary_positions, head_dim)
+    keys, key_norms = row_products(tokens.k_arena, slots, w_keys.contiguous(), turn, scales.k)
+    values, value_norms = row_products(tokens.v_arena, slots, w_values.contiguous(), scales=scales.v)
+    scalars = weights[:, None, :, num_features - NUM_SCALARS : num_features]
+    w_key_norm, w_value_norm, w_place, constant = scalars.unbind(-1)
+    scores = torch.addcmul(constant, w_place, (tokens.positions / tokens.end).float()[:, None]).add_(keys).add_(values)
+    scores.addcmul_(log_norm(key_norms), w_key_norm).addcmul_(log_norm(value_norms), w_value_norm)
     scores = scores.transpose(1, 2).contiguous()
     if window is not None:
         scores += (window @ weights[..., -NUM_WINDOW:, None]).squeeze(-1)
     return scores
-
-
-def _score_block(scores: Tensor, weights: Tensor, tokens: CachedRange, layers: slice, rotary: Rotary) -> None:
-    """Write the ``scores``, [layers, tokens, num_kv_heads], of one block of tokens in some layers."""
-    head_dim, slots = tokens.k_arena.shape[-1], tokens.token_slots
-    per_token = weights[:, None]
-    num_features = num_cache_features(head_dim, tokens.is_latent)
-    w_keys, w_values = per_token[..., :head_dim], per_token[..., head_dim : num_features - NUM_SCALARS]
-    scalars = per_token[..., num_features - NUM_SCALARS : num_features]
-    w_key_norm, w_value_norm, w_place, constant = scalars.unbind(-1)
-    torch.addcmul(constant, w_place, (tokens.positions / tokens.end).float()[:, None], out=scores)
-    k_scales, v_scales = (_per_layer(scales[layers], slots) for scales in (tokens.scales.k, tokens.scales.v))
-    keys = gather_rows(tokens.k_arena[layers], slots, k_scales, dim=1).float()
-    scores.addcmul_(log_norm(keys), w_key_norm)
-    if tokens.is_latent:
-        scores.addcmul_(log_norm(keys[..., : tokens.v_arena.shape[-1]]), w_value_norm)
-    # In place: ``keys`` is a copy, and its memory is used for the values below.
-    scores += keys.mul_(rotary.turn(w_keys, tokens.rotary_positions)).sum(-1)
-    if tokens.is_latent:
-        return
-    values = keys.copy_(gather_rows(tokens.v_arena[layers], slots, v_scales, dim=1))
-    scores.addcmul_(log_norm(values), w_value_norm)
-    scores += values.mul_(w_values).sum(-1)
-
-
-def _per_layer(scales: tuple[float, ...], slots: Tensor) -> Tensor | float:
-    """FP8 scales as [layers, 1, 1, 1] on the slots' device; 1.0 for other dtypes."""
-    return to_device(torch.tensor(scales), slots.device).view(-1, 1, 1, 1) if scales else 1.0
-
-
-def _blocks(tokens: CachedRange) -> Iterator[tuple[slice, slice]]:
-    """Blocks of layers and tokens that are scored at once."""
-    num_layers, _, num_heads, head_dim = tokens.k_arena.shape
-    room = _BLOCK_ELEMENTS[tokens.k_arena.device.type] // (num_heads * head_dim)
-    num_tokens = tokens.token_slots.numel()
-    step = max(min(room, num_tokens), 1)
-    group = max(min(room // step, num_layers), 1)
-    for layer in range(0, num_layers, group):
-        for first in range(0, num_tokens, step):
-            yield slice(layer, min(layer + group, num_layers)), slice(first, min(first + step, num_tokens))

@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.kv_events import ZmqEventPublisher, is_kv_publish
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
-from kvevict_kernels.recode_rows import prepare_on_cpu
+from kvevict_kernels import recode_rows, row_products
 from sgl_kvevict.config import EventsConfig, KVEvictConfig, load_config
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.questions import Description
@@ -125,8 +125,11 @@ def _assemble(
         if arena.k.is_cuda:
             # No kernel may be compiled while requests wait.
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
-        elif backend.coding is not None:
-            prepare_on_cpu(geometry.head_dim)
+        else:
+            if backend.coding is not None:
+                recode_rows.prepare_on_cpu(geometry.head_dim)
+            if learned is not None:
+                row_products.prepare_on_cpu(geometry.head_dim)
         access = open_access(
             config, ctx, geometry, arena.k.dtype, drafts, "" if distilling is None else distilling.digest
         )

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from helpers.statistics import normal
+from kvevict_kernels import row_products
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, cache_features, num_cache_features, window_features
-from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, LearnedScores, ScoreWeights, heads_of_rank, score_range
+from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights, heads_of_rank, score_range
 from sgl_kvevict.geometry import KVGeometry, KVScales
 from sgl_kvevict.policies import LayerView, QueryWindow, Signal, build_policy
 from sgl_kvevict.segments.packer import SegmentPacker
@@ -32,14 +33,21 @@ def tokens(dtype: torch.dtype, start: int = 7, count: int = 50) -> CachedRange:
     return CachedRange(k, v, slots, start, start + count)
 
 
+def in_blocks(monkeypatch: pytest.MonkeyPatch, elements: int | None) -> None:
+    """Multiply by torch, so many numbers at a time; None: by compiled code, where this machine can."""
+    if elements is not None:
+        monkeypatch.setattr(row_products, "reason_not_to_run", lambda head_dim: "not installed")
+        monkeypatch.setitem(row_products._BLOCK_ELEMENTS, "cpu", elements)
+
+
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("width", [0, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("elements", [1, 40, 1 << 20])
+@pytest.mark.parametrize("elements", [None, 1, 40, 1 << 20])
 def test_scores_are_features_times_weights(
-    monkeypatch: pytest.MonkeyPatch, is_neox: bool, width: int, dtype: torch.dtype, elements: int
+    monkeypatch: pytest.MonkeyPatch, is_neox: bool, width: int, dtype: torch.dtype, elements: int | None
 ) -> None:
-    monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", elements)
+    in_blocks(monkeypatch, elements)
     part, turned = tokens(dtype), rotary(width, is_neox)
     weights = normal(3, LAYERS, HEADS, num_cache_features(DIM))
     expected = torch.stack([cache_features(part, layer, turned) for layer in range(LAYERS)])
@@ -59,10 +67,10 @@ def test_scores_of_blocks_of_a_text_that_goes_on_do_not_depend_on_where_each_end
     assert torch.equal(first, later) == goes_on
 
 
-@pytest.mark.parametrize("elements", [1, 40, 1 << 20])
-def test_latents_have_one_row_for_key_and_value(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+@pytest.mark.parametrize("elements", [None, 1, 40, 1 << 20])
+def test_latents_have_one_row_for_key_and_value(monkeypatch: pytest.MonkeyPatch, elements: int | None) -> None:
     """Scores are features times weights; only the last columns of a row were rotated, and none counts twice."""
-    monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", elements)
+    in_blocks(monkeypatch, elements)
     part, turned = tokens(torch.float32), replace(rotary(4, False), start=12)
     part = replace(part, v_arena=part.k_arena[..., :12])
     assert part.is_latent
@@ -85,12 +93,12 @@ def test_only_the_columns_from_the_start_on_are_rotated(is_neox: bool) -> None:
     assert torch.equal(got[..., 7:13], turned.apply(x[..., 7:13], positions))
     torch.testing.assert_close(later.apply(got, positions, inverse=True), x)
     each = torch.stack([later.apply(x[:1], position[None])[0] for position in positions])
-    torch.testing.assert_close(later.turn(x[0], positions), each)
+    torch.testing.assert_close(later.turn_of(positions, DIM).apply(x[:1]), each)
 
 
 def test_float8_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features and scores are those of the numbers themselves, in each layer by its own scale."""
-    monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", 40)
+    in_blocks(monkeypatch, 40)
     scales = KVScales(k=(0.5, 3.0, 0.7), v=(1.5, 0.2, 1.0))
     plain = tokens(torch.float8_e4m3fn)
     stored = replace(plain, scales=scales)
