@@ -100,7 +100,7 @@ def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dic
             return results | {"failures": {section: "out of time"}}
     if run.returncode:
         return results | {"failures": {section: errors[-2000:]}}
-    measured = json.loads(output.splitlines()[-1])
+    measured: dict[str, Any] = json.loads(output.splitlines()[-1])
     rows = measured.pop("rows")
     print(f"{section}: {len(rows)} rows", flush=True)
     return results | measured | {"sections": {section: rows}}

@@ -42,14 +42,15 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
 def kept_share(prompt: PrefilledPrompt, name: str, options: dict[str, Any], budget: float) -> Tensor:
     """Share kept over all heads of a layer: [num_layers, NUM_BINS]."""
     run = PolicyRun(prompt, name, options, budget)
-    (kept,) = run.decide(run.observe())[0].kept
+    kept = run.decide(run.observe())[0].kept
+    assert kept.numbers is not None
     num_layers, num_heads = kept.lens.shape
     num_tokens = run.token_slots.numel()
     layers = torch.arange(num_layers).repeat_interleave(kept.lens.sum(1).long())
     bins = kept.numbers % num_tokens * NUM_BINS // num_tokens
     counts = torch.bincount(layers * NUM_BINS + bins, minlength=num_layers * NUM_BINS).view(num_layers, NUM_BINS)
     sizes = torch.bincount(torch.arange(num_tokens) * NUM_BINS // num_tokens, minlength=NUM_BINS)
-    return counts / (num_heads * sizes)
+    return torch.div(counts, num_heads * sizes)
 
 
 def draw(shares: dict[str, Tensor], num_tokens: int, title: str, path: Path) -> None:
@@ -62,7 +63,6 @@ def draw(shares: dict[str, Tensor], num_tokens: int, title: str, path: Path) -> 
     figure = Figure(figsize=(14, 2.1 * rows + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True)
-    image = None
     for place, (name, share) in zip(axes.flat, shares.items(), strict=False):
         extent = (0, num_tokens, share.shape[0], 0)
         image = place.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, extent=extent)

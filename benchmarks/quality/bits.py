@@ -100,7 +100,8 @@ class Reader:
         cache = DynamicCache()
         positions = torch.arange(start, start + len(ids))[None]
         self.model.model(torch.tensor([list(ids)]), position_ids=positions, past_key_values=cache)
-        return torch.cat([layer.keys for layer in cache.layers]), torch.cat([layer.values for layer in cache.layers])
+        layers: list[Any] = cache.layers
+        return torch.cat([layer.keys for layer in layers]), torch.cat([layer.values for layer in layers])
 
     def context(self, text: str, start: int) -> Context:
         """Read the first ``CONTEXT`` tokens of a text."""

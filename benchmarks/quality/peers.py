@@ -54,7 +54,8 @@ class Peer:
         with press(self.model) if press is not None else nullcontext():
             self.model.model(input_ids=torch.tensor([ids]), past_key_values=cache)
         prepared = time.perf_counter()
-        held = [layer.keys.shape[2] for layer in cache.layers]
+        layers: list[Any] = cache.layers
+        held = [layer.keys.shape[2] for layer in layers]
         answers = []
         for conversation in sample.conversations:
             _crop(cache, held)

@@ -275,10 +275,10 @@ def page(rows: Rows) -> str:
         "|---|---|---|--:|--:|--:|--:|",
     ]
     for (model, setup, stage), chosen in _groups(rows, "model", "setup", "stage"):
-        same = fmean(row["answer"] == "0" for row in chosen)
+        is_first = fmean(row["answer"] == "0" for row in chosen)
         read = (fmean(float(row[name]) for row in chosen) for name in ("compressed", "share", "bits"))
-        cells = "{:.0f} | {:.2f} | {:.1f}".format(*read)
-        lines.append(f"| {model} | {setup} | {stage} | {same:.0%} | {cells} |")
+        read_from = "{:.0f} | {:.2f} | {:.1f}".format(*read)
+        lines.append(f"| {model} | {setup} | {stage} | {is_first:.0%} | {read_from} |")
     return "\n".join(lines) + "\n"
 
 

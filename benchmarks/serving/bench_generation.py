@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from serving_bench.fleet import Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, parse_options
@@ -89,7 +90,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
     in_turn(fleet, recorder.options.repeats, one)
 
 
-def most_slots(server: RunningServer, asked: Future[object]) -> int:
+def most_slots(server: RunningServer, asked: Future[Any]) -> int:
     """Most token slots that were not free until all answers are there."""
     most = 0
     while not asked.done():

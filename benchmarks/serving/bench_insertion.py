@@ -18,6 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+from typing import Any
+
 import torch
 from serving_bench.driver import Driver, StockDriver, StockPythonDriver, build, publish_server_args
 from serving_bench.options import Recorder, parse_options
@@ -108,7 +110,7 @@ def prompt(number: int) -> list[int]:
     return [number * 64 + i for i in range(PROMPT_TOKENS)]
 
 
-def match(driver: Driver, tokens: Sequence[int]) -> object:
+def match(driver: Driver, tokens: Sequence[int]) -> Any:
     """Match a prefix."""
     return driver.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), None)))
 

@@ -248,7 +248,7 @@ def share_of_full(path: Path) -> float:
     num_layers, num_heads = header["tensors"]["rows.keep_lens"][1]
     _, (_, width) = header["tensors"]["rows.k"]
     head_dim, num_tokens = 2 * (width - STEP_BYTES), header["end"] - header["start"]
-    return path.stat().st_size / (num_tokens * num_layers * num_heads * 2 * head_dim * 2)
+    return float(path.stat().st_size / (num_tokens * num_layers * num_heads * 2 * head_dim * 2))
 
 
 if __name__ == "__main__":

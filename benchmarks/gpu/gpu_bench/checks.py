@@ -68,7 +68,8 @@ def _compact(setting: Setting, *, is_weighted: bool = False) -> tuple[Tensor, Te
         src = src[:100]
     want = [x.cpu().clone() for x in (k, v)]
     compact_kv(k, v, src, dst, indptr=indptr, weights=weights)
-    compact_kv_cpu(*want, src.cpu(), dst.cpu(), *(None if x is None else x.cpu() for x in (indptr, weights)))
+    starts, factors = (None if x is None else x.cpu() for x in (indptr, weights))
+    compact_kv_cpu(want[0], want[1], src.cpu(), dst.cpu(), starts, factors)
     return torch.cat([k, v]).float().cpu(), torch.cat(want).float()
 
 

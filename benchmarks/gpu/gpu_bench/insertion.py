@@ -81,8 +81,9 @@ def compaction(setting: Setting) -> list[dict[str, Any]]:
     prefix = Prefix(setting)
     rows, tokens = prefix.random_rows(), TokenRange(prefix.token_slots, 0)
     # Packing fills the first slots; what lies there already cannot move directly.
+    assert rows.numbers is not None
     is_there = rows.numbers % setting.prefix_tokens < prefix.geometry.slots_for(prefix.num_kept)
-    through_temporary = float(is_there.float().mean())
+    through_temporary = float(torch.as_tensor(is_there).float().mean())
     seconds = device_seconds(setting, lambda i: prefix.pack(Source(prefix.geometry, tokens, rows)))
     moved = 2 * prefix.num_kept * setting.entry_bytes
     copied = copy_bandwidth(setting)

@@ -219,7 +219,8 @@ def facts(server: RunningServer) -> dict[str, Any]:
     """What a server says of its pool, attention and captured steps."""
     info = server.get_json("/server_info")
     captured = re.search(r"Capture \S+ ?decode.* end\..*elapsed=([\d.]+)", server.log())
-    memory = next(iter(info.get("internal_states", [])), {}).get("memory_usage", {})
+    states: list[dict[str, Any]] = info.get("internal_states") or [{}]
+    memory = states[0].get("memory_usage", {})
     return {
         "pool": memory.get("token_capacity", info.get("max_total_num_tokens")),
         "attention": info.get("attention_backend"),

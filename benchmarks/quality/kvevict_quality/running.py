@@ -18,7 +18,8 @@ from kvevict_quality.sample import Prompts, Question
 from kvevict_quality.systems import FULL, Setup
 from kvevict_quality.tasks import FIDELITY_TASKS, make_sample
 from kvevict_quality.tasks.texts import ShortAnswer
-from kvevict_tools.launcher import RunningServer, has_fast_bfloat16, launch
+from kvevict_tools.launcher import RunningServer, launch
+from sgl_kvevict.machine import has_fast_bfloat16
 
 Progress = Callable[[str], None]
 ENGINE = "kvevict"

@@ -65,7 +65,7 @@ class Setup:
 
     def system(self) -> System:
         """How to start its server."""
-        flags = ("--max-total-tokens", str(self.pool_slots), "--random-seed", "42")
+        flags: tuple[str, ...] = ("--max-total-tokens", str(self.pool_slots), "--random-seed", "42")
         if self.aware:
             flags += ("--disable-overlap-schedule",)
         return kvevict_system(self.name, self._config(), flags, {**STRICT_CHECK_ENV, "PYTHONPATH": str(OWN_FOLDER)})

@@ -63,7 +63,7 @@ class StockDriver(Driver):
             tree_core_backend=self.core,
         )
         self.tree = UnifiedRadixCache(params)
-        self.tree.observe = lambda *_: ()
+        self.tree.observe = lambda *_: ()  # type: ignore[method-assign]
 
 
 class StockPythonDriver(StockDriver):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvevict_quality.origin import commit
 
-from kvevict_tools.launcher import has_fast_bfloat16
+from sgl_kvevict.machine import has_fast_bfloat16
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results" / "serving"

@@ -104,10 +104,10 @@ def held_slots(server: RunningServer) -> float:
 
 def _arguments() -> Namespace:
     """The command line arguments that the client reads beside the parameters of its main function."""
-    off = ("plot_throughput", "output_details", "disable_ignore_eos", "disable_stream", "return_logprob")
-    off += ("return_routed_experts",)
-    ungiven = ("goodput", "sharegpt_output_len", "token_ids_logprob", "header")
-    ungiven += ("random_input_len", "random_output_len", "random_range_ratio")
+    off = ["plot_throughput", "output_details", "disable_ignore_eos", "disable_stream", "return_logprob"]
+    off += ["return_routed_experts"]
+    ungiven = ["goodput", "sharegpt_output_len", "token_ids_logprob", "header"]
+    ungiven += ["random_input_len", "random_output_len", "random_range_ratio"]
     return Namespace(
         backend="sglang",
         dataset_name="generated-shared-prefix",

@@ -73,7 +73,7 @@ def stream_all(
     url: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, extra_keys: Sequence[str] | None = None
 ) -> list[Stream]:
     """Send all prompts at once, each in a namespace of its own if wanted, and wait for all answers."""
-    keys = extra_keys or [None] * len(prompts)
+    keys: Sequence[str | None] = extra_keys or [None] * len(prompts)
 
     async def send() -> list[Stream]:
         timeout = aiohttp.ClientTimeout(total=7200)

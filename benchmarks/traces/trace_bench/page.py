@@ -85,7 +85,7 @@ def _share_for(rows: Sequence[Row], system: str, found: float) -> float | str | 
         return f"< {Fraction(points[0][0])}"
     for (x, y), (x_after, y_after) in pairwise(points):
         if y < found <= y_after:
-            return x * (x_after / x) ** ((found - y) / (y_after - y))
+            return float(x * (x_after / x) ** ((found - y) / (y_after - y)))
     return None
 
 

@@ -172,7 +172,7 @@ class TreeServer(Server):
         short = number - self.allocator.available_size()
         if short > 0:
             self.tree.evict(EvictParams(num_tokens=short))
-        slots = self.allocator.alloc(number)
+        slots: torch.Tensor | None = self.allocator.alloc(number)
         if slots is None:
             raise RuntimeError(f"admission promised {number} token slots, {self.allocator.available_size()} are free")
         return slots

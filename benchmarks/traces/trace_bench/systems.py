@@ -98,7 +98,8 @@ def ours(num_slots: int, *, bits: Bits | None = "auto", host: int = 0) -> TreeSe
     if bits is None:
         compressor = Compressor(config, NO_POLICY, packer)
     else:
-        compressor = LearnedCompressor(config, PseudoRandomPolicy(), packer)
+        policy: Any = PseudoRandomPolicy()  # the part of a policy that a compressor asks
+        compressor = LearnedCompressor(config, policy, packer)
     ranks = TensorRanks(None)
     identity = host_identity(config.min_prefix_tokens)
     arena = torch.empty(host * num_slots // BLOCK_SLOTS, BLOCK_SLOTS * packer.slot_bytes(), dtype=torch.uint8)
