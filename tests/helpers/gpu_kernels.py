@@ -118,9 +118,10 @@ def _attention_kernels(
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
             block |= {"visible_ptr": visible, "WINDOWED": has_window} | extras
-            block |= coding | {"BITS": 4 if has_few_bits else 16}
-            block["BLOCK_N"] = narrow_keys(tile) if has_few_bits else tile.keys
-            yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
+            widths = {4: narrow_keys(tile), 16: tile.keys} if has_few_bits else {16: tile.keys}
+            for bits, keys in widths.items():
+                block |= coding | {"BITS": bits, "BLOCK_N": keys}
+                yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)

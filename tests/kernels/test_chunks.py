@@ -151,14 +151,22 @@ def test_float8_has_a_smaller_tile_on_sm_89(family: int, head_dim: int) -> None:
     assert fp8 == ((plain[0], Tile(64, 32, warps=4), plain[2]) if is_smaller else plain)
 
 
+@pytest.mark.parametrize(("family", "wide"), [(80, [16, 32, 32]), (89, [16, 32, 64]), (90, [16, 32, 64])])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_wide_rows_of_few_bits_have_a_smaller_tile(head_dim: int) -> None:
-    """Of one kernel; by it batches are planned (``sizes_on``) and launched."""
-    plain, few_bits = tiles_for(H200, head_dim), tiles_for(H200, head_dim, has_few_bits=True)
-    assert [tile.rows for tile in few_bits] == ([16, 32, 64] if head_dim == 256 else [tile.rows for tile in plain])
-    device = torch.device("cpu")
-    planned = sizes_on(device, num_layers=1, num_kv_heads=1, group_size=1, head_dim=head_dim, has_few_bits=True)
-    assert planned.decode_rows == (few_bits[0].rows, few_bits[1].rows)
+def test_wide_rows_of_few_bits_have_smaller_tiles(family: int, wide: list[int], head_dim: int) -> None:
+    """By them batches are planned (``sizes_on``) and launched."""
+    limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=102400 if family == 89 else 233472)
+    plain, few_bits = tiles_for(limits, head_dim), tiles_for(limits, head_dim, has_few_bits=True)
+    assert [tile.rows for tile in few_bits] == (wide if head_dim == 256 else [tile.rows for tile in plain])
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_batches_are_planned_by_the_tiles_that_are_launched(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = DeviceLimits(arch=arch, num_sms=100, shared_per_sm=233472)
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.launch.limits_of", lambda device: limits)
+    kinds = {"head_dim": 256, "has_few_bits": True}
+    planned = sizes_on(torch.device("cpu"), num_layers=1, num_kv_heads=1, group_size=1, **kinds)
+    assert (*planned.decode_rows, planned.extend_rows) == tuple(tile.rows for tile in tiles_for(limits, **kinds))
 
 
 def test_resident_programs_follow_the_scarcest_resource() -> None:

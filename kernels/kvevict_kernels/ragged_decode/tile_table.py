@@ -104,7 +104,12 @@ def tiles_for(
         many_rows = FP8_ROWS
     many_warps = 8 if is_wide or many_rows == 128 or (has_few_bits and width == 128) else 4
     many = Tile(many_rows, keys[1], warps=many_warps)
-    return Tile(FEW_ROWS, keys[0], warps=4), many, Tile(64 if is_wide else 128, keys[EXTEND], warps=8)
+    extend = Tile(64 if is_wide else 128, keys[EXTEND], warps=8)
+    if is_wide and has_few_bits and family == 80:
+        # With 64 rows, rows of 4 bits take 1.7 KB of a thread's stack and 2.8 times the instructions (compiled). On
+        # sm_89, too, but there half the tile would take 1.7 times the instructions for rows of 16 bits.
+        extend = many
+    return Tile(FEW_ROWS, keys[0], warps=4), many, extend
 
 
 def narrow_keys(tile: Tile) -> int:

@@ -396,7 +396,8 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
     """Attend with the requests of more than 128 q rows per KV head: a launch per width of rows, and one that merges."""
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, sizes = addresses.tables, addresses.tables.sizes
-    tile = tiles_for(limits_of(q.device), head_dim, has_window=inputs.window > 0)[EXTEND]
+    has_window, has_few_bits = inputs.window > 0, inputs.coding is not None
+    tile = tiles_for(limits_of(q.device), head_dim, has_window=has_window, has_few_bits=has_few_bits)[EXTEND]
     constants = {"H": sizes.num_kv_heads, "G": sizes.group_size, "BLOCK_M": tile.rows}
     widths = block_widths(head_dim, inputs.v_head_dim)
     first_tile = 0
@@ -407,7 +408,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
                 *(step.seq_lens, step.pool_rows, step.visible, inputs.statistics, step.req_to_token.data_ptr()),
                 *(inputs.layer, step.req_to_token.stride(0), inputs.k_arena.shape[1], q.stride(0)),
                 *(inputs.sm_scale * LOG2_E, inputs.v_scale, inputs.window, first_tile),
-                WINDOWED=inputs.window > 0,
+                WINDOWED=has_window,
                 BLOCK_N=tile.keys if bits == WIDTHS[0] else narrow_keys(tile),
                 BITS=bits,
                 UPCAST=not q.is_cuda,
