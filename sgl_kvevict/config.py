@@ -271,8 +271,7 @@ class KVEvictConfig(BaseModel):
 def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
     """Check configuration values; ``source`` says in errors where they come from.
 
-    Raises:
-        ConfigError: one line for every bad field: its name, its value and what is allowed.
+    ConfigError: one line for every bad field: its name, its value and what is allowed.
     """
     try:
         return KVEvictConfig.model_validate(dict(values))
@@ -288,11 +287,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
-    """Read ``KVEVICT_CONFIG``: a JSON object, or the path of a ``.json`` file; unset: defaults.
-
-    Raises:
-        ConfigError: neither an object nor such a path, an unreadable file, or a bad field.
-    """
+    """Read ``KVEVICT_CONFIG``, a JSON object or a ``.json`` file's path (unset: defaults); ConfigError if wrong."""
     text = (os.environ if environ is None else environ).get(ENV_VAR, "").strip()
     if not text:
         return KVEvictConfig()
@@ -304,11 +299,7 @@ def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read the values of a JSON file, unchecked.
-
-    Raises:
-        ConfigError: not a ``.json`` file, unreadable, or not one object.
-    """
+    """Read the values of a JSON file, unchecked; ConfigError: not a ``.json`` file, unreadable, or not one object."""
     if path.suffix != ".json":
         raise ConfigError(f"configuration file: got {str(path)!r}; allowed: a .json file")
     try:
@@ -321,8 +312,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def decode_config(text: str, source: str) -> dict[str, Any]:
     """Decode the values of a configuration, unchecked; ``source`` is for error messages.
 
-    Raises:
-        ConfigError: the text is not JSON, names a field twice, or is not one object.
+    ConfigError: the text is not JSON, names a field twice, or is not one object.
     """
     try:
         # By default the second of two equal names wins, and half of a merged file is lost unseen.

@@ -19,9 +19,7 @@ class KVScales:
     """FP8 scales of keys and values per layer: the value of a stored 1. Empty: all 1.0, as for other dtypes.
 
     Fixed at the server's start, even if its weights change: rows are written and read with the same scales.
-
-    Raises:
-        ValueError: a scale is not a finite number > 0.
+    ValueError: a scale is not a finite number > 0.
     """
 
     k: tuple[float, ...] = ()

@@ -11,11 +11,7 @@ from sgl_kvevict.errors import ConfigError, shown
 
 
 def expanded(path: str, name: str) -> Path:
-    """Replace ``~`` and ``~USER`` at the beginning of a path.
-
-    Raises:
-        ConfigError: there is no such user, or the user of this process has no home folder. It says ``name``.
-    """
+    """Replace ``~`` and ``~USER`` at a path's beginning; ConfigError, which says ``name``, without such a folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

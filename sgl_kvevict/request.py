@@ -54,8 +54,7 @@ class RequestOptions(BaseModel):
 def parse_request_options(custom_params: object) -> RequestOptions | None:
     """Read and check the options of a request; None if it has none of ours. Other custom parameters are ignored.
 
-    Raises:
-        ConfigError: names the bad field, the beginning of its value and what is allowed.
+    ConfigError: names the bad field, the beginning of its value and what is allowed.
     """
     values = custom_params.get(REQUEST_KEY) if isinstance(custom_params, Mapping) else None
     if values is None:

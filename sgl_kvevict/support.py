@@ -303,7 +303,7 @@ IN_WORDS = {
 ON_CPU = ("numba", "torch")
 """Implementations for a CPU; the others are for a GPU."""
 PLANNED_ON_HOST = ("flashinfer",)
-"""Implementations for a GPU that are no :class:`~sgl_kvevict.attention.interface.CapturableAttention`."""
+"""Implementations for a GPU whose steps no CUDA graph can record."""
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 576
 FLASHINFER_HEAD_DIMS = (64, 128, 256)

@@ -180,7 +180,7 @@ def compression_cost(num_tokens: int, bits: Bits) -> dict[str, float]:
     packer = SegmentPacker(geometry, k, k.clone(), coding=None if bits == 16 else random_coding(geometry, k))
     compressor = Compressor(config, built, packer, learned=learned)
     observation = PromptObservation(compressor.observes)
-    window = max(built.window_size, 1)
+    window = max(built.scorer.window_size, 1)
     observation.begin_chunk(num_tokens - window, num_tokens, is_last=True)
     for layer in range(30):
         queries = torch.randn(window, 9, 64, generator=generator).bfloat16()

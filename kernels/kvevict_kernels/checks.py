@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -50,34 +49,6 @@ def is_latent(k_arena: torch.Tensor, v_arena: torch.Tensor) -> bool:
         (v_arena.shape, v_arena.stride(), v_arena.dtype)
         == ((*k_arena.shape[:-1], width), k_arena.stride(), k_arena.dtype)
     )
-
-
-def check_scoring(
-    queries: torch.Tensor,
-    k_buffer: torch.Tensor,
-    token_slots: torch.Tensor,
-    *,
-    sm_scale: float,
-    key_start: int,
-    query_start: int,
-) -> None:
-    """Require the arguments of an operation that scores the keys of one layer by queries.
-
-    Shapes and dtypes are those of :func:`kvevict_kernels.key_scores.accumulated_attention`; ``sm_scale`` is finite and
-    > 0, positions are >= 0, and token slots (checked on the CPU only) lie inside the buffer.
-    """
-    check_tensor("queries", queries, (None, None, None), KV_DTYPES)
-    num_qo_heads, head_dim = queries.shape[1:]
-    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (*KV_DTYPES, FP8), queries.device)
-    check_tensor("token_slots", token_slots, (None,), torch.int64, queries.device)
-    num_kv_heads = k_buffer.shape[1]
-    if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
-        raise ValueError(f"queries: expected a multiple of {num_kv_heads} KV heads, got {num_qo_heads} heads")
-    if not math.isfinite(sm_scale) or sm_scale <= 0:
-        raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
-    check_int("key_start", key_start, 0)
-    check_int("query_start", query_start, 0)
-    check_index_range("token_slots", token_slots, k_buffer.shape[0])
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:

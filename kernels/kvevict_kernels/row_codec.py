@@ -117,11 +117,7 @@ class RowCoding:
 
     @classmethod
     def of(cls, arena: Tensor, statistics: RowStatistics) -> RowCoding:
-        """One for an arena of keys and its twin of values, whose rows of 4 bits are yet to be written.
-
-        Raises:
-            ValueError: as :func:`check_coding`.
-        """
+        """One for an arena of keys and its twin of values, whose rows of 4 bits are yet to be written."""
         num_rows = arena.shape[:3].numel() * ROWS_IN_PLACE
         coding = cls(statistics, *torch.zeros(2, num_rows, dtype=torch.bfloat16, device=arena.device))
         check_coding(arena, coding)
@@ -224,11 +220,7 @@ def _bytes(arena: Tensor, width: int) -> Tensor:
 
 
 def check_coding(arena: Tensor, coding: RowCoding | None) -> None:
-    """Require a coding that fits an arena: float16 or bfloat16, and a head_dim that is a multiple of 32.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Require a coding that fits an arena: float16 or bfloat16, and a head_dim that is a multiple of 32."""
     if coding is None:
         return
     num_layers, num_token_slots, num_kv_heads, head_dim = arena.shape

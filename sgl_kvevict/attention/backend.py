@@ -88,9 +88,7 @@ class ByWindow:
     hides keys in the middle. FlashInfer would need a mask per layer and step; our Triton kernels read positions and
     bits.
 
-    Args:
-        plain: for layers without a window, in batches without trees; its geometry has no windows.
-        masked: for everything else, over the same arena; its geometry has all layers.
+    The geometry of ``plain`` has no windows, that of ``masked`` has all layers; they share the arena.
     """
 
     def __init__(self, plain: Attention, masked: Attention) -> None:

@@ -101,11 +101,7 @@ class AttentionBatch:
 
 
 def require_widths(paths: Iterable[Path], *, has_coding: bool) -> None:
-    """Require spans that an implementation can read: with statistics of the model all, else those of 16 bits.
-
-    Raises:
-        InvariantError: a span of another number of bits.
-    """
+    """Require spans that an implementation can read: with statistics of the model all, else those of 16 bits."""
     for span in (span for path in paths for span in path):
         if span.bits != WIDTHS[0] and not (has_coding and span.bits in WIDTHS):
             raise InvariantError(f"a span has rows of {span.bits} bits, which this attention was not built to read")

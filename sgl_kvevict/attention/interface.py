@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,46 +38,6 @@ class Attention(Protocol):
 
         Raises:
             InvariantError: other new tokens than planned.
-        """
-
-
-@runtime_checkable
-class CapturableAttention(Attention, Protocol):
-    """Attention whose decode and verification steps a CUDA graph may record.
-
-    Call :meth:`start_capture` before the recording; record one :meth:`start_step` and :meth:`Attention.run` of every
-    layer; call :meth:`follow` before each replay.
-    """
-
-    def start_capture(self, num_requests: int, new_len: int = 1) -> None:
-        """Lay out steps of ``num_requests`` requests with ``new_len`` new tokens each.
-
-        Raises:
-            UnsupportedSetupError: more new tokens than a recorded step may have.
-        """
-
-    def start_step(
-        self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, visible: Tensor | None = None
-    ) -> None:
-        """Set the lengths of one forward of the batch laid out last; replays read them from the same memory.
-
-        Args:
-            seq_lens: [num_requests], int, logical tokens including the new ones.
-            req_pool_indices: [num_requests], int, rows of ``req_to_token``.
-            req_to_token: [num_rows, max_context_len], int32, token slots.
-            visible: as :attr:`AttentionBatch.visible`, of all requests laid out.
-
-        Raises:
-            InvariantError: no batch is laid out.
-        """
-
-    def follow(self, batch: AttentionBatch, num_requests: int) -> None:
-        """Set the spans of the next replay's requests; it reads lengths and rows where :meth:`start_step` did.
-
-        ``batch`` is a step of at most ``num_requests`` requests, the number recorded; the rest is padding.
-
-        Raises:
-            InvariantError: the batch has more requests, or other numbers of new tokens than recorded.
         """
 
 

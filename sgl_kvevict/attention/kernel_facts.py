@@ -44,10 +44,8 @@ def kernels_for(
 def resolve_attention(name: str, device: str, head_dim: int | None = None) -> str:
     """Resolve the configured name (``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``) for "cpu" or "cuda".
 
-    ``head_dim`` is the model's; None: not yet known.
-
-    Raises:
-        UnsupportedSetupError: the implementation does not run there, or its package is missing.
+    ``head_dim`` is the model's; None: not yet known. UnsupportedSetupError: the implementation does not run there, or
+    its package is missing.
     """
     facts = kernels_for(name, torch.device(device), head_dim=head_dim)
     require(IMPLEMENTATION, facts)

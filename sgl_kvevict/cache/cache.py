@@ -147,10 +147,9 @@ class PrefixCache:
     # ---- events of nodes --------------------------------------------------------------------------------------
 
     def dropped(self, node: Node) -> Tensor | None:
-        """Remove the record of a leaf that leaves the tree.
+        """Remove the record of a leaf that leaves the tree; return the token slots to release, [num_slots], int64.
 
-        Returns:
-            [num_slots], int64, token slots to release; None: its ordinary ones, because it held no span.
+        None: its ordinary ones, because it held no span.
         """
         span = self.table.drop(node)
         self.totals.dropped_nodes += 1

@@ -58,10 +58,8 @@ class Growth:
     def grow(self, segment: Segment) -> bool:
         """Give a segment back what was evicted from it last; if it cannot grow, nothing happens.
 
-        Other prefixes may shrink or be dropped for it.
-
-        Returns:
-            Whether it came back, or was of tokens that had been cut off: then the part before it is next.
+        Other prefixes may shrink or be dropped for it. Returns whether it came back, or was of tokens that had been cut
+        off: then the part before it is next.
         """
         part = self.next_of(segment)
         if part is None:

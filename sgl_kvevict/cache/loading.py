@@ -83,11 +83,8 @@ class Loading:
     def settle(self, queue: Sequence[Any]) -> set[Any]:
         """Put fetched prefixes into the tree, and start fetches for requests at the head of the queue.
 
-        Called between two steps, on all ranks, with the requests that wait for admission, in order. A fetch whose
-        request was aborted ends with the segment that it reads.
-
-        Returns:
-            Requests that must not be admitted yet.
+        Called between two steps, on all ranks, with the requests that wait for admission, in order; returns those that
+        must not be admitted yet. A fetch whose request was aborted ends with the segment that it reads.
         """
         # The usual case, in every turn of the loop: no exchange between ranks.
         if not self._waiting:

@@ -425,10 +425,8 @@ class Resizer:
         Together, because what is worth keeping may all lie in one. As one segment, because attention reads each segment
         as spans of its own. Blocks that others read in parts stay as they are until the answer is complete.
 
-        Args:
-            path: of the request.
-            start: logical position of the answer's first token.
-            is_complete: no block follows: those that are there shrink now.
+        ``start`` is the logical position of the answer's first token. ``is_complete``: no block follows, so those that
+        are there shrink now.
         """
         segments = list(dict.fromkeys(self._spans[node].segment for node in path if node in self._spans))
         bits = segments[-1].packed.rows.bits if segments else 16

@@ -43,15 +43,8 @@ class Snapshot:
 async def ask_snapshot(client: InspectClient, *, limit: int, with_tokens: bool = False) -> Snapshot:
     """Ask a server about its tree, node by node; it answers between two of its steps.
 
-    Nodes that are dropped meanwhile are left out.
-
-    Args:
-        client: connected to the server.
-        limit: nodes at most.
-        with_tokens: ask for token ids if the server exposes them.
-
-    Raises:
-        ServerSilentError: no answer.
+    There are at most ``limit`` nodes; those that are dropped meanwhile are left out. ``with_tokens``: ask for token ids
+    if the server exposes them.
     """
     about = await client.ask(questions.Describe(), Description)
     tree = await client.ask(questions.Tree(limit), TreeReport)
@@ -78,9 +71,7 @@ async def ask_node(
 def asked(endpoint: str, timeout_s: float, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
     """Return what ``ask`` returns of the server at an event socket; ``timeout_s``: seconds to wait for each answer.
 
-    Raises:
-        ConfigError: the endpoint is not an address.
-        ServerSilentError: no answer.
+    ConfigError: the endpoint is not an address. ServerSilentError: no answer.
     """
 
     async def run() -> T:

@@ -50,8 +50,7 @@ class ServePlan:
 def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Read ``key=value`` pairs; a value is JSON (numbers, true, false, null, lists), else plain text.
 
-    Raises:
-        ConfigError: lists every pair without ``=`` or key, and every key given twice.
+    ConfigError: lists every pair without ``=`` or key, and every key given twice.
     """
     options: dict[str, Any] = {}
     problems = []
@@ -74,8 +73,7 @@ def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
 def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvictConfig:
     """Combine ``config_file`` (None: ``KVEVICT_CONFIG``, or the defaults) with ``given``, fields that take precedence.
 
-    Raises:
-        ConfigError: a field is wrong; the policy is checked by :func:`check_policy`.
+    The policy is checked by :func:`check_policy`.
     """
     if config_file is None:
         # Unset fields stay unset: whether a default was chosen decides which of two defaults applies.
@@ -86,11 +84,7 @@ def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvic
 
 
 def check_policy(config: KVEvictConfig) -> None:
-    """Check the policy's name and options.
-
-    Raises:
-        ConfigError: the policy's name or an option of it is wrong.
-    """
+    """Check the policy's name and options; ConfigError if one is wrong."""
     from sgl_kvevict.policies.by_name import build_policy
 
     if ":" in config.policy and "" not in sys.path:
@@ -101,14 +95,9 @@ def check_policy(config: KVEvictConfig) -> None:
 def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str]) -> ServePlan:
     """Determine the command that starts SGLang.
 
-    Args:
-        model: model folder, hub name, or a name that :func:`resolve_model` knows.
-        config: with checked fields.
-        sglang_flags: the user's own SGLang flags, passed on unchanged.
-
-    Raises:
-        ConfigError: lists every reason: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the
-            port, or a file, folder or socket of the configuration cannot be used.
+    ``model`` is a folder, a hub name, or a name that :func:`resolve_model` knows; the user's own ``sglang_flags`` are
+    passed on unchanged. ConfigError lists every reason: SGLang is missing, the policy or a flag is wrong, or the model,
+    the pool, the port, or a file, folder or socket of the configuration cannot be used.
     """
     problems = _problems(model, config, sglang_flags)
     try:

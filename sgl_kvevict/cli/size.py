@@ -58,9 +58,7 @@ def read_model_sizes(model: str) -> KVGeometry:
     """Read the sizes from a model's configuration; ``model`` is a folder, a hub name or a name here.
 
     They are those of a pool of one slot. Recurrent layers (``linear_attention``) have no KV, and do not count.
-
-    Raises:
-        ConfigError: no such model, or it has no plain attention.
+    ConfigError: no such model, or it has no plain attention.
     """
     if reason := unknown_model(model):
         raise ConfigError(reason)
@@ -106,11 +104,7 @@ def _downloaded(hub_name: str) -> Path:
 
 
 def parse_bytes(text: str, name: str = "--kv-memory", *, least: int = 1) -> int:
-    """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; ``name`` is for error messages.
-
-    Raises:
-        ConfigError: not an amount, or less than ``least`` bytes.
-    """
+    """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; ``name`` is for error messages."""
     try:
         amount = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:

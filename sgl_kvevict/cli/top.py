@@ -53,8 +53,7 @@ def run_top(
 ) -> None:
     """Show reports until so many were shown (``count``; 0: no end), ``q`` or Ctrl-C.
 
-    Raises:
-        ServerSilentError: a count was given, and no report came at all.
+    ServerSilentError: a count was given, and no report came at all.
     """
     watcher = _Watcher(state, interval_s, rows, timeout_s, count)
     with contextlib.suppress(KeyboardInterrupt):

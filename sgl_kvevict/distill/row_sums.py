@@ -47,10 +47,6 @@ class RowSums:
         self._num_tokens = 0
         self._of_queries = torch.zeros(shape[1:], dtype=torch.float64, device=device)
 
-    def fail(self) -> None:
-        """Mark the sums as unusable after an error."""
-        self.has_failed = True
-
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
         """Add queries of one layer; arguments as in :class:`~sgl_kvevict.segments.collectors.Chunk`."""
         # Queries count where they are: turned to further positions, as keys are, they gave worse scales.

@@ -40,8 +40,7 @@ LENGTHS = (4000, 8000, 16000, 2000)
 def passages_of(folder: str | None) -> list[str]:
     """``NUM_TEXTS`` + 1 texts of a folder (``score_texts``); None: of the Python installation.
 
-    Raises:
-        ConfigError: a file is not readable as UTF-8, or there are too few texts.
+    ConfigError: a file is not readable as UTF-8, or there are too few texts.
     """
     lengths = list(itertools.islice(itertools.cycle(LENGTHS), NUM_TEXTS + 1))
     if folder is None:

@@ -19,7 +19,6 @@ from sgl_kvevict.distill.features import (
     num_cache_features,
     window_features,
 )
-from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.signals import Signal
@@ -77,43 +76,24 @@ def heads_of_rank(whole: Tensor, rank: int, num_ranks: int, num_kv_heads: int) -
     return whole[:, first : first + num_kv_heads].contiguous()
 
 
+@dataclass(eq=False)
 class LearnedScores:
     """The weights that a server scores with, known before its first request.
 
     Attributes:
         rotary: the model's rotary embedding.
+        weights: of this rank's heads; None while they are being learned.
         is_stale: the model's weights have changed since; the scores of the old ones stay in use.
     """
 
-    def __init__(self, rotary: Rotary, weights: ScoreWeights | None = None) -> None:
-        self.rotary = rotary
-        self.is_stale = False
-        self._weights = weights
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the weights are known: found in a file, or learned."""
-        return self._weights is not None
-
-    @property
-    def weights(self) -> ScoreWeights:
-        """The weights of this rank's heads; :class:`InvariantError` while they are being learned."""
-        if self._weights is None:
-            raise InvariantError("a range is to be scored before scores were learned")
-        return self._weights
-
-    @weights.setter
-    def weights(self, weights: ScoreWeights) -> None:
-        self._weights = weights
+    rotary: Rotary
+    weights: ScoreWeights | None = None
+    is_stale: bool = False
 
     def state(self) -> dict[str, Any]:
         """What is in use, as plain values."""
-        known = self._weights
-        return {
-            "texts": 0 if known is None else known.num_prefixes,
-            "recall": None if known is None else known.recall,
-            "is_stale": self.is_stale,
-        }
+        texts, recall = (0, None) if self.weights is None else (self.weights.num_prefixes, self.weights.recall)
+        return {"texts": texts, "recall": recall, "is_stale": self.is_stale}
 
 
 def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, rotary: Rotary) -> Show:

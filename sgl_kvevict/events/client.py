@@ -74,11 +74,9 @@ class InspectClient:
         self._context.destroy(linger=0)
 
     async def ask(self, request: AnyRequest, answer: type[ReplyT]) -> ReplyT:
-        """Return the reply, of type ``answer``, to a question.
+        """Return the reply, of type ``answer``, to a question; ServerSilentError: none came in time.
 
-        Raises:
-            ServerSilentError: no answer in time.
-            RequestFailedError: the server refused, or sent something else; :class:`NodeGoneError` if the node is gone.
+        RequestFailedError: the server refused, or sent something else; :class:`NodeGoneError` if the node is gone.
         """
         (payload,) = await self._payloads([request])
         return self._reply(payload, answer)

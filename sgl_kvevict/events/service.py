@@ -39,9 +39,7 @@ class Question(NamedTuple):
 class EventService:
     """Serves the configured socket from a thread; :class:`ConfigError` if its address cannot be bound.
 
-    Args:
-        description: answers :class:`~sgl_kvevict.events.questions.Describe`.
-        guard: catches errors of single messages.
+    ``description`` answers :class:`~sgl_kvevict.events.questions.Describe`; ``guard`` catches errors of one message.
     """
 
     def __init__(self, config: EventsConfig, description: Description, guard: Guard | None = None) -> None:

@@ -111,8 +111,3 @@ def descriptions(numbers: type[Totals] | type[Gauges]) -> dict[str, str]:
     """Return each field's description, in order."""
     hints = get_type_hints(numbers, include_extras=True)
     return {name: hints[name].__metadata__[0].description for name in numbers.__struct_fields__}
-
-
-def by_name(numbers: Totals | Gauges) -> dict[str, int | float]:
-    """Return the numbers by field name, without ``pool``."""
-    return {name: getattr(numbers, name) for name in numbers.__struct_fields__ if name != "pool"}

@@ -55,16 +55,13 @@ class LayeredBudget(BudgetAllocator):
 
     @property
     def requires(self) -> frozenset[Trait]:
-        """Traits the scores must have."""
         return self.layers.requires | self.heads.requires
 
     @property
     def equal_layers(self) -> bool:
-        """Every layer gets the same total."""
         return self.layers.equal
 
     def allocate(self, scores: RangeScores, total: int) -> Tensor:
-        """Split ``total`` entries; see :class:`BudgetAllocator`."""
         return self.heads.split(scores, self.layers.totals(scores, total))
 
 
@@ -144,7 +141,7 @@ class DensityLayers(LayerRule):
         weights = density_weights(attention_variance(scores.values, self.variance_norm))
         shares = water_fill(weights, floor, scores.num_candidates, per_head)
         target = torch.full((1,), per_head, dtype=torch.int64, device=shares.device)
-        totals = largest_remainder_float(shares[None], target)[0] * num_heads
+        totals = largest_remainder(shares[None], 1, target)[0] * num_heads
         return totals + fill_in_order(num_heads * scores.num_candidates - totals, rest)
 
 
@@ -290,21 +287,12 @@ def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 def largest_remainder(numerators: Tensor, denominator: int, totals: Tensor) -> Tensor:
-    """Round the fractions ``numerators / denominator``, [rows, parts] int64, to integers; ties to the lower index.
+    """Round the fractions ``numerators / denominator``, [rows, parts], to int64; ties to the lower index.
 
-    ``totals``, [rows] int64, are the exact sums of the rows' fractions.
+    ``totals``, [rows] int64, are the sums of the rows' fractions: exact ones of int64, of float64 with rounding errors.
     """
     floors = numerators.div(denominator, rounding_mode="floor")
-    return _add_missing(floors, numerators - floors * denominator, totals)
-
-
-def largest_remainder_float(shares: Tensor, totals: Tensor) -> Tensor:
-    """:func:`largest_remainder` of float64 shares [rows, parts], whose sums may have rounding errors."""
-    floors = shares.floor()
-    return _add_missing(floors.long(), shares - floors, totals)
-
-
-def _add_missing(floors: Tensor, remainders: Tensor, totals: Tensor) -> Tensor:
+    remainders, floors = numerators - floors * denominator, floors.long()
     # Stable: of equal remainders the lower index gets the rest, on every device.
     order = remainders.sort(dim=-1, descending=True, stable=True).indices
     missing = (totals - floors.sum(-1)).unsqueeze(-1)

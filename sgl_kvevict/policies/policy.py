@@ -61,15 +61,6 @@ class Policy:
         """Signals that must be collected."""
         return self.scorer.needs | (frozenset() if self.merger is None else self.merger.needs)
 
-    @property
-    def window_size(self) -> int:
-        """Last queries of the prompt to keep per layer; 0 = none."""
-        return self.scorer.window_size
-
-    def caution(self, num_kv_heads: int) -> str | None:
-        """Warning for the log if an option of the scorer has no effect with this number of KV heads."""
-        return self.scorer.caution(num_kv_heads)
-
     def order(
         self, show: Show, geometry: KVGeometry, total: int, protected: int, protected_last: int = 0
     ) -> RangeOrder:

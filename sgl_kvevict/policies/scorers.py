@@ -74,7 +74,6 @@ class WindowAttentionScorer(Scorer):
 
     @property
     def kept_window(self) -> int:
-        """The whole window, or nothing."""
         return self.window_size if self.keep_window else 0
 
     def score(self, view: LayerView) -> TokenScores:

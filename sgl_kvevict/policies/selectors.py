@@ -20,7 +20,6 @@ class TopKSelector(Selector):
     """
 
     def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
-        """Choose tokens; see :class:`Selector`."""
         return scores.with_pinned(top_mask(scores.keys, keep_lens))
 
 

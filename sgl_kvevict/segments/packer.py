@@ -32,8 +32,6 @@ class SegmentPacker(ArenaRows):
     ``C`` head slots takes ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
 
     Args:
-        geometry: of the arena.
-        k_arena: as in :class:`ArenaRows`, like ``v_arena``.
         drafts: rows of a draft model, which :meth:`rewrite` moves, too; None: there is no draft model. Segments from
             outside the pool have none, unless they bring some.
         coding: with what rows of 4 bits are written; None: all rows have 16.

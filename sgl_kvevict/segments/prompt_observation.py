@@ -26,13 +26,12 @@ class Observation(Protocol):
 
 
 class Recorder(Protocol):
-    """Gets the queries of a prefill, layer by layer."""
+    """Gets the queries of a prefill, layer by layer; ``has_failed``: after an error it is not to be used."""
+
+    has_failed: bool
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float, /) -> None:
         """Use one layer of the chunk; arguments as in :class:`Chunk`."""
-
-    def fail(self) -> None:
-        """Mark what was recorded as unusable after an error."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class PromptObservation:
     Attributes:
         first_query: logical position of the first query; tokens before it were cached.
         end: logical position after the last query.
-        is_complete: the prompt was observed to its end without an error.
         has_failed: an error made the observation unusable.
     """
 
@@ -71,13 +69,18 @@ class PromptObservation:
         self.spec = spec
         self.first_query = 0
         self.end = 0
-        self.is_complete = False
         self.has_failed = False
+        self._is_last = False
         self._chunk_start = 0
         self._key_start = 0
         self._token_slots: Tensor | None = None
         self._layers: list[dict[Signal, Collector]] = []
         self._sm_scales = [0.0] * spec.geometry.num_layers
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the prompt was observed to its end without an error."""
+        return self._is_last and not self.has_failed
 
     @property
     def goes_on(self) -> bool:
@@ -115,12 +118,7 @@ class PromptObservation:
         self._chunk_start = start
         self._token_slots = token_slots
         self.end = end
-        self.is_complete = is_last and not self.has_failed
-
-    def fail(self) -> None:
-        """Mark the observation as unusable after an error."""
-        self.has_failed = True
-        self.is_complete = False
+        self._is_last = is_last
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
         """Collect from one layer of the chunk; arguments as in :class:`Chunk`."""

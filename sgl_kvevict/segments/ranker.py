@@ -12,6 +12,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill.features import CachedRange
 from sgl_kvevict.distill.learner import ScoredText
 from sgl_kvevict.distill.weights import LearnedScores, with_learned_scores
+from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.order import RangeOrder
 from sgl_kvevict.policies.policy import Policy
@@ -47,7 +48,7 @@ class Compressor:
         policy, geometry = self.policy, self.packer.geometry
         if self.packer.coding is None:
             self.config = self.config.model_copy(update={"bits": 16})
-        self.observes = ObservationSpec(geometry, policy.needs, policy.window_size)
+        self.observes = ObservationSpec(geometry, policy.needs, policy.scorer.window_size)
 
     @property
     def scores_any_range(self) -> bool:
@@ -161,11 +162,13 @@ class Compressor:
         geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
         if self.learned is not None:
-            learned, tokens = self.learned, self.cached(token_slots, start)
+            weights, tokens = self.learned.weights, self.cached(token_slots, start)
+            if weights is None:
+                raise InvariantError("a range is to be scored before scores were learned")
             if goes_on:
                 # Relative to the end of each block, scores of several could not be compared.
                 tokens = replace(tokens, end=END_OF_A_TEXT_THAT_GOES_ON)
-            show = with_learned_scores(show, learned.weights, tokens, learned.rotary)
+            show = with_learned_scores(show, weights, tokens, self.learned.rotary)
         num_tokens = token_slots.numel()
         total = self.tokens_kept(num_tokens, start, share) * geometry.num_runs
         num_first, num_last = self.protected(num_tokens, start)

@@ -98,11 +98,8 @@ class KeptRows:
 class Source:
     """A range of a path, and the entries of it that are kept.
 
-    Args:
-        geometry: of the arena.
-        of: the range.
-        kept: None: every entry, in rows as they are. One host sync reads how many entries a view has, if the host does
-            not know it (:attr:`View.count`).
+    ``kept`` None: every entry, in rows as they are. One host sync reads how many entries a view has, if the host does
+    not know it (:attr:`View.count`).
     """
 
     def __init__(self, geometry: KVGeometry, of: Range, kept: KeptRows | None = None) -> None:

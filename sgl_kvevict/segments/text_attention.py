@@ -35,10 +35,6 @@ class TextAttention:
         """Announce queries from a logical position on; ``token_slots``, [num_tokens], int64, are those of the text."""
         self._query_start, self._token_slots = query_start, token_slots
 
-    def fail(self) -> None:
-        """Mark the sums as unusable after an error."""
-        self.has_failed = True
-
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
         """Add one layer of the chunk; arguments as in :class:`~sgl_kvevict.segments.collectors.Chunk`."""
         if self._geometry.window(layer):

@@ -26,7 +26,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     compressed. The compressor's arena stays unchanged.
     """
     real = compressor.packer
-    num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
+    num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.scorer.window_size)
     geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
     shape = geometry.arena_shape
     device = real.k_arena.device

@@ -32,15 +32,16 @@ def kvevict_is_selected() -> bool:
     return bool(published("radix_cache_backend") == BACKEND_NAME)
 
 
-def create_arena_buffers(pool: MHATokenToKVPool) -> None:
-    """Create ``k_buffer`` and ``v_buffer`` as views of one NHD arena, in the memory regions that SGLang uses for KV."""
-    k_shape, v_shape = pool._kv_buffer_shapes()
-    mem_pool = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.enable_custom_mem_pool else nullcontext()
+def _zeros(pool: KVCache, *shape: int) -> Tensor:
+    """[num_layers, *shape], in the memory regions that SGLang uses for KV."""
+    mem_pool = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.custom_mem_pool else nullcontext()
     with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), mem_pool:
-        k, v = (
-            torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
-            for shape in (k_shape, v_shape)
-        )
+        return torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
+
+
+def create_arena_buffers(pool: MHATokenToKVPool) -> None:
+    """Create ``k_buffer`` and ``v_buffer`` as views of one NHD arena."""
+    k, v = (_zeros(pool, *shape) for shape in pool._kv_buffer_shapes())
     # SGLang stores float8 as uint8; our kernels read the numbers.
     pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype))
     pool.k_buffer = list(k.unbind(0))
@@ -65,11 +66,8 @@ def arena_of(pool: KVCache) -> Arena | None:
 
 
 def create_latent_buffers(pool: MLATokenToKVPool) -> None:
-    """Create ``kv_buffer`` as views of one arena, in the memory regions that SGLang uses for KV."""
-    shape = (pool.layer_num, pool.size + pool.page_size, 1, pool.kv_cache_dim)
-    mem_pool = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.custom_mem_pool else nullcontext()
-    with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), mem_pool:
-        rows = torch.zeros(shape, dtype=pool.store_dtype, device=pool.device)
+    """Create ``kv_buffer`` as views of one arena."""
+    rows = _zeros(pool, pool.size + pool.page_size, 1, pool.kv_cache_dim)
     stored = rows.view(pool.dtype)
     # Values are a view of the keys, so moving a key moves its value.
     pool.kvevict_arena = Arena(stored, stored[..., : pool.kv_lora_rank])
@@ -79,15 +77,13 @@ def create_latent_buffers(pool: MLATokenToKVPool) -> None:
 class ArenaLatentPool(MLATokenToKVPool):
     """Stock pool of latents (MLA) with arena buffers: one row per token and layer, whose beginning is the value."""
 
-    def _create_buffers(self) -> None:
-        create_latent_buffers(self)
+    _create_buffers = create_latent_buffers
 
 
 class ArenaKVPool(MHATokenToKVPool):
     """Stock pool with arena buffers, for platforms that can choose the pool class."""
 
-    def _create_buffers_normal(self) -> None:
-        create_arena_buffers(self)
+    _create_buffers_normal = create_arena_buffers
 
     def _init_kv_copy_and_warmup(self) -> None:
         """Move rows of accepted draft tokens by torch; SGLang would compile a kernel."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -19,7 +19,7 @@ from kvevict_kernels.row_codec import RowCoding, RowStatistics
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention.backend import build_attention
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.interface import Attention, CapturableAttention
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.config import Bits, load_config
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sgl_kvevict.attention.triton.attention import TritonAttention
 
 MASKS = VerifyMask(torch.empty(0, dtype=torch.bool), TreeMaskMode.QLEN_ONLY, max_bs=0)
 """Asks SGLang for masks among drafts only, in new memory each step: all drafts see what is before them."""
@@ -99,7 +101,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         if model_runner.model_config.attention_arch == AttentionArch.MLA:
             use_absorbed_queries()
         self._on_gpu: bool = device.type == "cuda"
-        self._captured: CapturableAttention
+        self._captured: TritonAttention
         if model_runner.model_config.model_is_mrope:  # time, height and width, see CachedRange
             self.slot_positions = torch.zeros(3, arena.k.shape[1], dtype=torch.int32, device=arena.k.device)
         self.tree: KVEvictTree | None = None
@@ -154,9 +156,9 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Prepare for captured decode steps; raises :class:`UnsupportedSetupError` if attention cannot be captured."""
-        if not isinstance(self.attention, CapturableAttention):
+        if not hasattr(self.attention, "start_capture"):  # Triton's alone has it
             raise UnsupportedSetupError([f"a graph cannot record {type(self.attention).__name__}"])
-        self._captured = self.attention
+        self._captured = cast("TritonAttention", self.attention)
         # One buffer for all captures: a graph reads it by address, and each replay fills it before.
         self._visible = torch.ones(max_num_tokens, dtype=torch.int64, device=self.arena.k.device)  # of replays
 
@@ -301,7 +303,7 @@ class KVEvictAttentionBackend(AttentionBackend):
                 with self.tree.guard.at(Place.OBSERVATION) as attempt:
                     observation.record(place, queries[rows], lse[rows], self.arena.k[place], layer.scaling)
                 if attempt.failed:
-                    observation.fail()
+                    observation.has_failed = True
                     self._observed.remove(observed)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 

@@ -45,10 +45,6 @@ class Distilling:
     that they were written with, and to learn scores anew would take minutes without service.
 
     Args:
-        config: names the file.
-        ctx: of the tree.
-        geometry: of the pool.
-        device: of the pool.
         needs_scores: whether the policy looks at learned scores.
         statistics: tensors of this rank's heads that attention and packer read; they are written here, once. None: all
             rows have 16 bits.
@@ -96,7 +92,7 @@ class Distilling:
     @property
     def lacks_scores(self) -> bool:
         """Whether scores are still to be learned."""
-        return self._needs_scores and not self.learned.is_known
+        return self._needs_scores and self.learned.weights is None
 
     @property
     def lacks_statistics(self) -> bool:
@@ -168,7 +164,7 @@ class Distilling:
         self._known = known
         if known.statistics is not None and self._statistics is not None:
             self._statistics.assign(RowStatistics(*map(self._own, _parts(known.statistics))))
-        if known.scores is None or not self._needs_scores or self.learned.is_known:
+        if known.scores is None or not self._needs_scores or self.learned.weights is not None:
             return
         self.learned.weights = self._of_rank(known.scores)
         if known.scores.recall is not None and known.scores.recall < MIN_RECALL:

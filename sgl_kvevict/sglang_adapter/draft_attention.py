@@ -32,7 +32,7 @@ NUM_SEEN = 512
 """Queries of a request in one prefill, its last ones, whose attention decides which rows the draft keeps."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SeenQueries:
     """The last queries of a request in one prefill, from position ``start + len(token_slots) - count`` on.
 
@@ -43,6 +43,7 @@ class SeenQueries:
     token_slots: Tensor
     start: int
     count: int
+    has_failed: bool = False  # nothing is lost but what was not recorded
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, _k_buffer: Tensor, sm_scale: float) -> None:
         """Record what these queries of a layer paid to the request's uncompressed tokens."""
@@ -50,9 +51,6 @@ class SeenQueries:
         # Queries of a layer may be a strided view of a fused projection, and the kernel reads them without strides.
         queries, lse = queries[-self.count :].contiguous(), lse[-self.count :].contiguous()
         self.rows.see(layer, queries, lse, self.token_slots, self.start, query_start, sm_scale)
-
-    def fail(self) -> None:
-        """Nothing is lost but what was not recorded."""
 
 
 class DraftAttentionBackend(KVEvictAttentionBackend):

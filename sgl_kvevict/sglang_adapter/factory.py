@@ -83,7 +83,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
         logger.info(
             "kvevict: answers are compressed with the next prompt, because %s", "; ".join(backend.why_whole_answers)
         )
-    caution = None if policy is None else policy.caution(backend.geometry.num_kv_heads)
+    caution = None if policy is None else policy.scorer.caution(backend.geometry.num_kv_heads)
     if caution is not None:
         logger.warning("kvevict: policy %s: %s", config.policy, caution)
     return tree

@@ -35,8 +35,7 @@ FREE_SHARE = 0.25
 def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: SegmentPacker) -> HostSegments:
     """Allocate host memory for dropped prefixes; no blocks: it is off, or the default is too small for one.
 
-    Raises:
-        UnsupportedSetupError: ``host_bytes`` is less than one block, or more than is free, or CUDA cannot lock it.
+    UnsupportedSetupError: ``host_bytes`` is less than one block, or more than is free, or CUDA cannot lock it.
     """
     ranks = TensorRanks(ctx.params.attn_tp_cache_group)
     identity = host_identity(config.min_prefix_tokens)

@@ -292,11 +292,8 @@ def learn_before_ready(scheduler: Scheduler) -> None:
 def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
     """Learn from texts what is not known yet, and keep it in a file.
 
-    All ranks take the same steps; the cache is empty afterwards.
-
-    Raises:
-        UnsupportedSetupError: no text can be read.
-        ConfigError: the texts of ``score_texts`` cannot be read, or are too few.
+    All ranks take the same steps; the cache is empty afterwards. UnsupportedSetupError: no text can be read.
+    ConfigError: the texts of ``score_texts`` cannot be read, or are too few.
     """
     distilling, begin = tree.distilling, time.perf_counter()
     assert distilling is not None
@@ -339,7 +336,7 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
     if has_scores:
         distilling.log(logging.INFO, "learned statistics of keys and values; it took %.0f s", seconds)
         return
-    found = 100 * (distilling.learned.weights.recall or 0.0)
+    found = 100 * (distilling.learned.state()["recall"] or 0.0)
     distilling.log(
         logging.INFO, "learned scores find %.0f %% of what repetitions attend to; it took %.0f s", found, seconds
     )

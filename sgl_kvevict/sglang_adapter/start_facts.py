@@ -25,13 +25,9 @@ def before_load(
     folder: Path | None = None,
     address: tuple[str, object] | None = None,
 ) -> BeforeLoad:
-    """Gather the facts: look at files, folders, port and socket.
+    """Gather the facts: look at files, folders, port and socket; ``folder``: of the model, if it is on this machine.
 
-    Args:
-        value_of: value of a field of ``ServerArgs``, None if omitted.
-        config: the plugin's.
-        folder: of the model, if it is on this machine.
-        address: host and port on which the server will listen; None: it will not.
+    Other arguments as in :class:`BeforeLoad`.
     """
     errors = {name: error for name, error in _errors(config, address).items() if error is not None}
     traits = frozenset() if folder is None else file_traits(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.interface import Attention, CapturableAttention
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.sglang_adapter.kv_pools import window_layers_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import Req
 
+    from sgl_kvevict.attention.triton.attention import TritonAttention
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 
@@ -96,9 +97,8 @@ class WindowLayers:
         return self.attention.run(place, queries, layer.scaling, sink_logits)[0]
 
     @property
-    def _captured(self) -> CapturableAttention:
-        assert isinstance(self.attention, CapturableAttention)
-        return self.attention
+    def _captured(self) -> TritonAttention:
+        return cast("TritonAttention", self.attention)  # the model's other layers were asked, whose attention is alike
 
     def _read_by(self, batch: AttentionBatch) -> AttentionBatch:
         paths: tuple[Path, ...] = ((),) * len(batch.seq_lens)  # nothing is compressed here

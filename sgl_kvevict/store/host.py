@@ -65,7 +65,6 @@ class HostSegments(Tier):
 
     Args:
         arena: [num_blocks, block_bytes], uint8, on the CPU; on a GPU locked into RAM.
-        device: of the pool.
         identity: of this server's pool; segments of others never get here.
         largest: of all tensor-parallel ranks; the same segments then lie on each.
 

@@ -45,7 +45,7 @@ def test_documentation_shows_exactly_the_file() -> None:
 
 def test_it_keeps_what_attention_times_value_says(view: LayerView) -> None:
     policy = build_policy(PATH, {"window_size": 8})
-    assert policy is not None and policy.name == "value-aware" and policy.window_size == 8
+    assert policy is not None and policy.name == "value-aware" and policy.scorer.window_size == 8
     assert policy.needs == {Signal.WINDOW_QUERIES, Signal.KEYS, Signal.VALUES}
     scores = policy.scorer.score(view).values
     attention = WindowAttentionScorer(8).score(view).values

@@ -33,6 +33,10 @@ class PseudoRandomPolicy:
     reuse_layers: int = 1
     rank: int = 0
 
+    @property
+    def scorer(self):
+        return self  # which is asked for its window only
+
     def order(self, show, geometry, total, protected, protected_last=0):
         view = show(0)
         tokens, runs = view.num_tokens, geometry.num_runs

@@ -9,7 +9,7 @@ from torch import Tensor
 from helpers.statistics import normal
 from kvevict_kernels import row_products as op
 from kvevict_kernels.rotary import Rotary
-from kvevict_kernels.row_products.numba_impl import calls
+from kvevict_kernels.row_products.numba_impl import call
 
 LAYERS, SLOTS, HEADS, DIM = 3, 40, 2, 32
 
@@ -71,7 +71,7 @@ def test_each_layer_of_float8_has_its_own_scale() -> None:
 
 
 def test_what_a_cpu_runs_is_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls.cache_clear()
+    call.cache_clear()
     op.prepare_on_cpu(DIM)
     monkeypatch.setattr("kvevict_kernels.row_products.numba_impl.compiled", lambda *_: 1 / 0)
     op.row_products(*given(torch.bfloat16, 3))

@@ -55,7 +55,7 @@ def test_without_a_place_to_keep_it_every_start_compiles_and_says_so(
         cache_hits = 0
         address = 0
 
-    def compile_call(team: object, stamp: int, *, is_cached: bool) -> Compiled:
+    def compile_call(stamp: int, is_cached: bool) -> Compiled:
         if is_cached:
             raise RuntimeError("cannot cache function 'attend': no locator available for file 'numba_impl.py'")
         return Compiled()
@@ -68,7 +68,7 @@ def test_without_a_place_to_keep_it_every_start_compiles_and_says_so(
 def test_what_goes_wrong_while_compiling_is_not_hidden(
     fresh_process_state: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_call(team: object, stamp: int, *, is_cached: bool) -> None:
+    def compile_call(stamp: int, is_cached: bool) -> None:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr("kvevict_kernels.span_attention.numba_impl.compile_call", compile_call)

@@ -216,7 +216,7 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
     assert prompt.shown == [0, 1, 2]  # all layers, in ascending order
     bare = decide(policy, stripped, prompt.geometry, 9 * 20, 2)
     assert torch.equal(full.selection.indices, bare.selection.indices)
-    assert (policy.window_size > 0) == (Signal.WINDOW_QUERIES in policy.needs)
+    assert (policy.scorer.window_size > 0) == (Signal.WINDOW_QUERIES in policy.needs)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,7 +23,7 @@ def test_split_into_heavy_hitters_and_recent(budget: int, ratio: float, recent: 
 
 def test_policy_keeps_heavy_hitters_and_recent(random_prompt: Run, kept: Run) -> None:
     policy = built("h2o")
-    assert policy.needs == {Signal.ACCUMULATED_ATTENTION} and policy.window_size == 0
+    assert policy.needs == {Signal.ACCUMULATED_ATTENTION} and policy.scorer.window_size == 0
     prompt = random_prompt()
     for layer, runs in enumerate(kept(prompt.run(policy, 9 * 20))):
         for sums, run in zip(prompt.show(layer).signals[Signal.ACCUMULATED_ATTENTION], runs, strict=True):

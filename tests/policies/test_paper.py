@@ -114,9 +114,9 @@ def test_k_vec_rescores_three_of_eight_heads(num_heads: int, rescored: int) -> N
 
 def test_k_vec_says_what_is_left_without_effect() -> None:
     policy = policy_of("k-vec")
-    assert policy.caution(3) is None and policy.caution(8) is None
-    assert "of 1 KV heads is 0: no head looks further back" in str(policy.caution(1))
+    assert policy.scorer.caution(3) is None and policy.scorer.caution(8) is None
+    assert "of 1 KV heads is 0: no head looks further back" in str(policy.scorer.caution(1))
     every = policy_of("k-vec", rescored_share=1.0)
-    assert "of 8 KV heads is 8: every head looks further back" in str(every.caution(8))
-    assert policy_of("k-vec", rescored_share=0.0).caution(1) is None  # switched off
-    assert policy_of("snapkv").caution(1) is None
+    assert "of 8 KV heads is 8: every head looks further back" in str(every.scorer.caution(8))
+    assert policy_of("k-vec", rescored_share=0.0).scorer.caution(1) is None  # switched off
+    assert policy_of("snapkv").scorer.caution(1) is None

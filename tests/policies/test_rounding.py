@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import torch
 
-from sgl_kvevict.policies.budgets import exact_fraction, largest_remainder_float, mix_with_uniform, round_shares
+from sgl_kvevict.policies.budgets import exact_fraction, largest_remainder, mix_with_uniform, round_shares
 
 
 def mix(hits: list[int], weight: float) -> list[int]:
@@ -37,4 +37,4 @@ def test_decimals_are_exact() -> None:
 
 def test_float_shares_round_to_the_sum() -> None:
     shares = torch.tensor([[0.1 + 0.2, 1.7, 2.0 - 1e-13]], dtype=torch.float64)
-    assert largest_remainder_float(shares, torch.tensor([4])).tolist() == [[0, 2, 2]]
+    assert largest_remainder(shares, 1, torch.tensor([4])).tolist() == [[0, 2, 2]]

@@ -7,7 +7,7 @@ from sgl_kvevict.policies import build_policy
 def test_sinks_and_recent_tokens(random_prompt: Run, kept: Run) -> None:
     """specs/ada_kv.md 9.26: n = 100, b = 10."""
     policy = build_policy("streaming-llm", {})
-    assert policy is not None and not policy.needs and policy.window_size == 0
+    assert policy is not None and not policy.needs and policy.scorer.window_size == 0
     prompt = random_prompt(length=100, tail=0, window=0)
     expected = [0, 1, 2, 3, 94, 95, 96, 97, 98, 99]
     assert kept(prompt.run(policy, 9 * 10)) == [[expected] * 3] * 3

@@ -251,6 +251,7 @@ OURS = {
     *(
         "attention",
         "computed_again",
+        "has_failed",
         "identity",
         "is_counted",
         "is_exact",

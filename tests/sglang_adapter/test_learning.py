@@ -20,6 +20,7 @@ from sgl_kvevict.distill.weights import LearnedScores, ScoreWeights
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy
+from sgl_kvevict.segments.prompt_observation import CacheObservation
 from sgl_kvevict.sglang_adapter import learning
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.learning import TextReader
@@ -134,7 +135,7 @@ def test_weights_learned_from_texts_are_in_use_and_requests_are_as_always():
 def test_no_range_is_scored_before_scores_are_known():
     cache = LearnedCache(is_known=False)
     with pytest.raises(InvariantError, match="before scores were learned"):
-        cache.learned.weights  # noqa: B018
+        cache.prefixes.compressor.rank(torch.arange(1, 21), 0, CacheObservation(), turn=0)
 
 
 def test_a_pool_that_no_text_fits_is_refused():
@@ -190,7 +191,7 @@ def plain_statistics(num_heads=2):
 def test_scores_that_find_too_little_are_used_and_a_warning_says_so(caplog):
     made = distilling()
     made._use(Learned(replace(ScoreWeights.zeros(made._geometry), recall=0.71)))
-    assert made.learned.is_known and not caplog.records
+    assert made.learned.weights is not None and not caplog.records
     made = distilling()
     made._use(Learned(replace(ScoreWeights.zeros(made._geometry), recall=0.41)))
     assert made.learned.weights.recall == 0.41
@@ -207,7 +208,7 @@ def test_scores_that_find_too_little_are_used_and_a_warning_says_so(caplog):
 )
 def test_where_nothing_can_be_learned_all_tokens_score_alike(made, why, caplog):
     made.use_none()
-    assert made.lacks_scores is (why is None) is not made.learned.is_known
+    assert made.lacks_scores is (why is None) is (made.learned.weights is None)
     if why is not None:
         assert why in caplog.text and not made.learned.weights.cache.any()
 
@@ -218,7 +219,7 @@ def test_statistics_are_written_into_the_tensors_that_are_read():
     table = read.table
     assert made.lacks_statistics and not made.lacks_scores and made.digest == ""
     made._use(Learned(None, found))
-    assert not made.lacks_statistics and not made.learned.is_known and len(made.digest) == 64
+    assert not made.lacks_statistics and made.learned.weights is None and len(made.digest) == 64
     assert torch.equal(read.k_mean, found.k_mean) and torch.equal(read.v_scale, found.v_scale)
     assert torch.equal(table[8:].view(2, 2, 4, 8)[:, :, 1], found.k_scale)  # what kernels read
 

@@ -74,7 +74,7 @@ class Recording:
         policy = build_policy(case.served, case.options)
         if policy is None:
             raise ValueError(f"case {case.name}: policy {case.policy!r} keeps everything")
-        needs, window_size = policy.needs, policy.window_size
+        needs, window_size = policy.needs, policy.scorer.window_size
         total = num_entries - case.tail * self.geometry.num_runs
         order = policy.order(
             lambda layer: self.show(layer, case.tail, window_size, needs), self.geometry, total, case.protected

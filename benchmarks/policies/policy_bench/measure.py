@@ -81,7 +81,7 @@ class PolicyRun:
         assert policy is not None
         self.prompt, self.policy = prompt, policy
         self.label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-        self.spec = ObservationSpec(prompt.geometry, policy.needs, policy.window_size)
+        self.spec = ObservationSpec(prompt.geometry, policy.needs, policy.scorer.window_size)
         self.token_slots = prompt.token_slots[: prompt.num_tokens - TAIL_TOKENS]
         self.num_slots = -(-int(budget * 1000) * self.token_slots.numel() // 1000)
 

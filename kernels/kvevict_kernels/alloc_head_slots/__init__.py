@@ -67,11 +67,7 @@ def alloc_head_slots(
 def alloc_head_slots_cpu(
     keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int, per_slot: int
 ) -> tuple[Tensor, Tensor]:
-    """CPU path of :func:`alloc_head_slots`.
-
-    Raises:
-        ValueError: ``keep_lens`` has a negative length or does not sum to ``num_entries``.
-    """
+    """CPU path of :func:`alloc_head_slots`, which also checks the lengths."""
     num_layers, num_kv_heads = keep_lens.shape
     lens = keep_lens.flatten()
     if bool((lens < 0).any()):

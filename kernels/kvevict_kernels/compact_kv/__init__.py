@@ -72,11 +72,7 @@ def compact_kv(
 def compact_kv_cpu(
     k_arena: Tensor, v_arena: Tensor, src: Tensor, dst: Tensor, indptr: Tensor | None, weights: Tensor | None
 ) -> None:
-    """CPU path of :func:`compact_kv`: gather all rows, then scatter all, one group of columns at a time.
-
-    Raises:
-        ValueError: ``dst`` repeats a head slot; ``indptr`` does not ascend from 0 to M.
-    """
+    """CPU path of :func:`compact_kv`: gather all rows, then scatter all, one group of columns at a time."""
     # Two writes of one row would leave either of them. A device is not asked, which would stall its stream.
     ordered = dst.sort().values
     if bool((ordered[1:] == ordered[:-1]).any()):

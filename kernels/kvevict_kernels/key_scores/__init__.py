@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvevict_kernels.checks import check_choice, check_int, check_scoring, check_tensor
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_choice, check_index_range, check_int, check_tensor
 from kvevict_kernels.device_limits import DeviceLimits, limits_of
 from kvevict_kernels.dispatch import implementation
 from kvevict_kernels.stored_rows import gather_rows
@@ -79,8 +79,7 @@ def accumulated_attention(
     Cost: O(num_qo_heads * head_dim) per (query, visible key); float32 sums; never an n x N matrix; no host sync on a
         device; deterministic, no atomics.
     """
-    check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
-    check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
+    _check(queries, lse, k_buffer, token_slots, sm_scale, key_start, query_start)
     check_choice("reduction", reduction, ("sum", "squares"))
     first_key = key_start - query_start
     num_queries = queries.shape[0]
@@ -127,8 +126,7 @@ def window_scores(
     Differs: lines 3-4 say softmax over the keys outside the window; this is the softmax over all keys, then sliced.
     Cost: as :func:`accumulated_attention`.
     """
-    check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
-    check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
+    _check(queries, lse, k_buffer, token_slots, sm_scale, key_start, query_start)
     if queries.shape[0] == 0:
         raise ValueError("queries: expected at least one query, got W = 0")
     check_int("kernel_size", kernel_size, 1, MAX_KERNEL_SIZE)
@@ -145,6 +143,31 @@ def window_scores(
     run = implementation(queries.device, key_scores_cpu, "key_scores")
     mean, pooled = run(queries, lse, k_buffer, token_slots, sm_scale, key_start - query_start, "mean", rows_kernel)
     return (_pool(mean, kernel_size, pooling) if pooled is None else pooled), mean
+
+
+def _check(
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+) -> None:
+    """Require the arguments that both operations have."""
+    check_tensor("queries", queries, (None, None, None), KV_DTYPES)
+    num_qo_heads, head_dim = queries.shape[1:]
+    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (*KV_DTYPES, FP8), queries.device)
+    check_tensor("token_slots", token_slots, (None,), torch.int64, queries.device)
+    num_kv_heads = k_buffer.shape[1]
+    if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
+        raise ValueError(f"queries: expected a multiple of {num_kv_heads} KV heads, got {num_qo_heads} heads")
+    if not math.isfinite(sm_scale) or sm_scale <= 0:
+        raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
+    check_int("key_start", key_start, 0)
+    check_int("query_start", query_start, 0)
+    check_index_range("token_slots", token_slots, k_buffer.shape[0])
+    check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
 
 
 def largest_kernel_size(head_dim: int, limits: DeviceLimits) -> int:

@@ -35,10 +35,7 @@ def sizes_on(
 ) -> Sizes:
     """Sizes that all batches of a server share; ``device`` is where spans and arenas are.
 
-    The last two as for :func:`kvevict_kernels.ragged_decode.tile_table.tiles_for`.
-
-    Raises:
-        ValueError: a head_dim that no kernel is compiled for.
+    The last two, and errors, are those of :func:`kvevict_kernels.ragged_decode.tile_table.tiles_for`.
     """
     limits = limits_of(device)
     tiles = tiles_for(limits, head_dim, has_few_bits=has_few_bits, is_fp8=is_fp8)

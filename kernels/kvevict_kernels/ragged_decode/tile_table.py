@@ -84,10 +84,7 @@ def tiles_for(
 
     With ``has_window`` the kernel also reads positions, and has registers for half the keys; rows stay the same. With
     ``has_few_bits`` it also reads rows of 4 bits, which takes more warps at width 128. ``is_fp8``: the arena holds
-    float8.
-
-    Raises:
-        ValueError: head_dim beyond the table.
+    float8. ValueError: head_dim beyond the table.
     """
     width = next((width for width in HEAD_DIMS if head_dim <= width), None)
     if width is None:

@@ -121,16 +121,7 @@ def encoded_rows(
 def write_encoded(k_arena: Tensor, v_arena: Tensor, places: Tensor, k: Tensor, v: Tensor, coding: RowCoding) -> None:
     """Write rows of 4 bits, as :func:`encoded_rows` returns them, to places of both arenas.
 
-    Args:
-        k_arena: as in :func:`recode_rows`.
-        v_arena: like ``k_arena``.
-        places: [n], int32, row numbers of this width, all different.
-        k: [n, :func:`~kvevict_kernels.row_sizes.row_bytes`], uint8, on the arenas' device.
-        v: like ``k``.
-        coding: of the arenas' rows of 4 bits.
-
-    Raises:
-        ValueError: wrong shape, dtype, device or bits; on the CPU also a place outside of the arena, or repeated.
+    Other arguments, and errors, are those of :func:`recode_rows`.
     """
     _check_arenas(k_arena, v_arena, coding)
     _check_rows("places", places, NARROW, k_arena)
@@ -147,9 +138,9 @@ def write_encoded(k_arena: Tensor, v_arena: Tensor, places: Tensor, k: Tensor, v
 def prepare_on_cpu(head_dim: int) -> None:
     """Compile or load what these functions run on a CPU, which takes seconds, so that no request waits for it."""
     if reason_not_to_run(head_dim) is None:
-        from kvevict_kernels.recode_rows.numba_impl import calls
+        from kvevict_kernels.recode_rows.numba_impl import call
 
-        calls()
+        call()
 
 
 def _check_arenas(k_arena: Tensor, v_arena: Tensor, coding: RowCoding) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from numba import carray, cfunc, njit
 from numba.core import types
 
 from kvevict_kernels import row_codec, row_sizes
-from kvevict_kernels.numba_cache import compiled, stamp_of
+from kvevict_kernels.numba_cache import Call, compiled
 from kvevict_kernels.row_codec import LEAST_STEP, MIDDLE, REACH
 from kvevict_kernels.row_sizes import STEP_BYTES
-from kvevict_kernels.span_attention import numba_impl, numba_rows, numba_vectors
-from kvevict_kernels.span_attention.numba_impl import link, thread_count, thread_number
+from kvevict_kernels.span_attention.numba_impl import share_of
 from kvevict_kernels.span_attention.numba_rows import fill, floats, int32s, item_bytes, load_row, turn_rows, uint16s
 from kvevict_kernels.span_attention.numba_vectors import (
     LANES,
@@ -30,7 +28,6 @@ from kvevict_kernels.span_attention.numba_vectors import (
     row_maximum,
     sum_of_numbers,
 )
-from kvevict_kernels.span_attention.openmp import Team, torch_team
 
 STAMP, KIND, HEAD_DIM, NUM_ROWS, ARENA, ROWS, RUNS, MEANS, SCALES, ROTATION, OUT, SCRATCH, NUM_WORDS = range(13)
 """Indices into the list of 64-bit words that the compiled function gets: four numbers, then addresses of what an
@@ -40,7 +37,6 @@ AHEAD = 8
 LINE = 64
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _FIRST_STEP, _LEAST_STEP = np.float32(REACH / MIDDLE), np.float32(LEAST_STEP)
-_SOURCES = [__file__, *(str(x.__file__) for x in (numba_impl, numba_rows, numba_vectors, row_codec, row_sizes))]
 
 
 @njit
@@ -77,32 +73,27 @@ def _encode_share(words, begin, end, scratch):
         _encode_row(scratch, head_dim, words[MEANS] + run, words[SCALES] + run, words[ROTATION], target, rest)
 
 
+def _compile(stamp: int, is_cached: bool) -> Any:
+    @cfunc(types.void(types.CPointer(types.int64)), cache=is_cached)
+    def encode(address):
+        words = carray(address, NUM_WORDS)
+        # Never so: as in `span_attention`, the comparison makes the stamp a part of the code.
+        if words[STAMP] != stamp:
+            return
+        thread, begin, end = share_of(words[NUM_ROWS])
+        _encode_share(words, begin, end, words[SCRATCH] + 4 * thread * (2 * words[HEAD_DIM] + 2 * LANES))
+
+    return encode
+
+
 @cache
-def calls() -> tuple[Team, Any, int]:
-    """The threads, the function that they run, and the stamp that it expects; compiled at the first call, or loaded."""
-    stamp, team = stamp_of(map(Path, _SOURCES)), torch_team()
-    assert team is not None, "reason_not_to_run was not asked"
-    link(team)
-
-    def build(is_cached: bool) -> Any:
-        @cfunc(types.void(types.CPointer(types.int64)), cache=is_cached)
-        def encode(address):
-            words = carray(address, NUM_WORDS)
-            # Never so: as in `span_attention`, the comparison makes the stamp a part of the code.
-            if words[STAMP] != stamp:
-                return
-            thread, num_threads, num_rows = np.int64(thread_number()), np.int64(thread_count()), words[NUM_ROWS]
-            scratch = words[SCRATCH] + 4 * thread * (2 * words[HEAD_DIM] + 2 * LANES)
-            _encode_share(words, num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads, scratch)
-
-        return encode
-
-    return team, compiled("recoding", build), stamp
+def call() -> Call:
+    """The compiled function; compiled at the first call, or loaded."""
+    return compiled("recoding", [__file__, row_codec.__file__, row_sizes.__file__], _compile)
 
 
 def encode(kind: int, head_dim: int, num_rows: int, addresses: Sequence[int], num_threads: int) -> None:
     """Encode rows on so many threads; ``addresses``: those of the words from :data:`ARENA` to :data:`OUT`."""
-    team, call, stamp = calls()
     scratch = np.empty(num_threads * (2 * head_dim + 2 * LANES), np.float32)
-    words = np.array([stamp, kind, head_dim, num_rows, *addresses, scratch.ctypes.data], np.int64)
-    team.run(call.address, words.ctypes.data, num_threads)
+    words = np.array([call().stamp, kind, head_dim, num_rows, *addresses, scratch.ctypes.data], np.int64)
+    call().run(words, num_threads)

@@ -76,9 +76,9 @@ def row_products(
 def prepare_on_cpu(head_dim: int) -> None:
     """Compile or load what runs on a CPU, which takes seconds, so that no request waits for it."""
     if reason_not_to_run(head_dim) is None:
-        from kvevict_kernels.row_products.numba_impl import calls
+        from kvevict_kernels.row_products.numba_impl import call
 
-        calls()
+        call()
 
 
 def _blocks(arena: Tensor, num_tokens: int) -> Iterator[tuple[slice, slice]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,11 @@ from numba import carray, cfunc, njit
 from numba.core import types
 from torch import Tensor
 
-from kvevict_kernels.numba_cache import compiled, stamp_of
-from kvevict_kernels.span_attention import numba_impl, numba_rows, numba_vectors
+from kvevict_kernels.numba_cache import Call, compiled
 from kvevict_kernels.span_attention.call import KINDS
-from kvevict_kernels.span_attention.numba_impl import link, thread_count, thread_number
+from kvevict_kernels.span_attention.numba_impl import share_of
 from kvevict_kernels.span_attention.numba_rows import floats, int64s, item_bytes, load_row
 from kvevict_kernels.span_attention.numba_vectors import prefetch
-from kvevict_kernels.span_attention.openmp import Team, torch_team
 
 STAMP, KIND, NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_TOKENS, TABLE_STEP = range(7)
 LAYER_STEP, SLOT_STEP, HEAD_STEP = range(7, 10)
@@ -29,7 +26,6 @@ AHEAD = 8
 """Tokens between the one that is multiplied and the one that is fetched."""
 LINE = 64
 _ONE = np.float32(1.0)
-_SOURCES = [__file__, *(str(x.__file__) for x in (numba_impl, numba_rows, numba_vectors))]
 
 
 # Sums in any order, so that the loop is made of vector instructions.
@@ -71,28 +67,23 @@ def _multiply_share(words, begin, end, scratch):
                 )
 
 
+def _compile(stamp: int, is_cached: bool) -> Any:
+    @cfunc(types.void(types.CPointer(types.int64)), cache=is_cached)
+    def multiply_rows(address):
+        words = carray(address, NUM_WORDS)
+        # Never so: as in `span_attention`, the comparison makes the stamp a part of the code.
+        if words[STAMP] != stamp:
+            return
+        thread, begin, end = share_of(words[NUM_TOKENS])
+        _multiply_share(words, begin, end, words[SCRATCH] + 4 * thread * words[HEAD_DIM])
+
+    return multiply_rows
+
+
 @cache
-def calls() -> tuple[Team, Any, int]:
-    """The threads, the function that they run, and the stamp that it expects; compiled at the first call, or loaded."""
-    stamp, team = stamp_of(map(Path, _SOURCES)), torch_team()
-    assert team is not None, "reason_not_to_run was not asked"
-    link(team)
-
-    def build(is_cached: bool) -> Any:
-        @cfunc(types.void(types.CPointer(types.int64)), cache=is_cached)
-        def multiply_rows(address):
-            words = carray(address, NUM_WORDS)
-            # Never so: as in `span_attention`, the comparison makes the stamp a part of the code.
-            if words[STAMP] != stamp:
-                return
-            thread, num_threads, num_tokens = np.int64(thread_number()), np.int64(thread_count()), words[NUM_TOKENS]
-            scratch = words[SCRATCH] + 4 * thread * words[HEAD_DIM]
-            begin, end = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
-            _multiply_share(words, begin, end, scratch)
-
-        return multiply_rows
-
-    return team, compiled("scoring", build), stamp
+def call() -> Call:
+    """The compiled function; compiled at the first call, or loaded."""
+    return compiled("scoring", [__file__], _compile)
 
 
 def multiply(
@@ -106,12 +97,11 @@ def multiply(
     squares: Tensor,
 ) -> None:
     """Write the products, and the sums of the rows' squares, on PyTorch's threads; arguments as in the operation."""
-    team, call, stamp = calls()
     num_layers, _, num_heads, head_dim = arena.shape
     num_threads = torch.get_num_threads()
     scratch = np.empty(num_threads * head_dim, np.float32)
     table_step = head_dim if cos.shape[0] > 1 else 0
     sizes = KINDS[arena.dtype], num_layers, num_heads, head_dim, slots.numel(), table_step, *arena.stride()[:3]
     tensors = arena, slots, weights, partners, cos, sin, products, squares
-    words = np.array([stamp, *sizes, *(x.data_ptr() for x in tensors), scratch.ctypes.data], np.int64)
-    team.run(call.address, words.ctypes.data, num_threads)
+    words = np.array([call().stamp, *sizes, *(x.data_ptr() for x in tensors), scratch.ctypes.data], np.int64)
+    call().run(words, num_threads)

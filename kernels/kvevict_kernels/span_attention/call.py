@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from kvevict_kernels import head_slots, row_codec, row_sizes
 from kvevict_kernels.checks import check_tensor
-from kvevict_kernels.numba_cache import compiled, stamp_of
 from kvevict_kernels.row_codec import RowCoding, rotation
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.layout import Layout
-from kvevict_kernels.span_attention.openmp import Team, torch_team
+from kvevict_kernels.span_attention.openmp import torch_team
 from kvevict_kernels.span_runs import SpanRuns
+
+if TYPE_CHECKING:
+    from kvevict_kernels.numba_cache import Call
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Kinds of rows in the compiled code."""
@@ -48,9 +50,8 @@ def reason_not_to_run(head_dim: int | None = None) -> str | None:
 
 def prepare_on_cpu() -> None:
     """Compile the call or load its cached compilation, which takes seconds; nothing where it cannot run."""
-    team = torch_team()
-    if reason_not_to_run() is None and team is not None:
-        _compiled(team)
+    if reason_not_to_run() is None:
+        _compiled()
 
 
 class SpanAttention:
@@ -65,28 +66,25 @@ class SpanAttention:
         num_qo_heads: a multiple of the KV heads.
         coding: of the arenas' rows of 4 bits; None: no span has such rows.
 
-    Raises:
-        RuntimeError: see :func:`reason_not_to_run`.
+    RuntimeError: see :func:`reason_not_to_run`.
     """
 
     def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, coding: RowCoding | None = None) -> None:
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         v_head_dim = v_arena.shape[3]
         reason = reason_not_to_run(head_dim) or reason_not_to_run(v_head_dim)
-        team = torch_team()
-        if reason is not None or team is None:
+        if reason is not None:
             raise RuntimeError(f"attention cannot be compiled: {reason}")
         self._read = k_arena, v_arena, coding  # keeps the addresses valid
         self._shape, self._v_head_dim = k_arena.shape, v_head_dim
         self._group = num_qo_heads // num_kv_heads
-        self._team = team
-        self._call = _compiled(team)
+        self._call = _compiled()
         self._zeros = np.zeros(head_dim, np.float32)
         self._sums = _Buffer()
         self._maxima, self._totals, self._scratch = _Buffer(), _Buffer(), _Buffer()
         self._turned, self._offsets = _Buffer(), _Buffer()
         self._constants = {
-            w.STAMP: _stamp(),
+            w.STAMP: self._call.stamp,
             w.K: k_arena.data_ptr(),
             w.V: v_arena.data_ptr(),
             w.KIND: KINDS[k_arena.dtype],
@@ -181,7 +179,7 @@ class SpanAttention:
         words[w.OUT], words[w.LSE] = out.data_ptr(), lse.data_ptr()
         words[w.WINDOW], words[w.SINK_LOGITS] = window, 0 if sink_logits is None else sink_logits.data_ptr()
         words[w.SCALE : w.SCALE + 1].view(np.float32)[0] = sm_scale
-        self._team.run(self._call.address, words.ctypes.data, self._num_threads)
+        self._call.run(words, self._num_threads)
         if words[w.WRONG_SLOT] != w.NO_SLOT:
             # Reset before it is raised: the layout may be used again.
             slot, words[w.WRONG_SLOT] = int(words[w.WRONG_SLOT]), w.NO_SLOT
@@ -203,18 +201,13 @@ class _Buffer:
 
 
 @cache
-def _stamp() -> int:
-    """Hash of the sources from which the call is compiled."""
-    others = [Path(head_slots.__file__), Path(row_codec.__file__), Path(row_sizes.__file__)]
-    return stamp_of([*sorted(Path(__file__).parent.glob("*.py")), *others])
-
-
-@cache
-def _compiled(team: Team) -> Any:
+def _compiled() -> Call:
     """The compiled call."""
+    from kvevict_kernels.numba_cache import compiled
     from kvevict_kernels.span_attention.numba_impl import compile_call
 
-    started = time.monotonic()
-    call: Any = compiled("attention", lambda is_cached: compile_call(team, _stamp(), is_cached=is_cached))
-    logger.info("attention %s in %.1f s", "loaded" if call.cache_hits else "compiled", time.monotonic() - started)
+    started, own = time.monotonic(), sorted(map(str, Path(__file__).parent.glob("*.py")))
+    call = compiled("attention", [*own, head_slots.__file__, row_codec.__file__, row_sizes.__file__], compile_call)
+    how = "loaded" if call.function.cache_hits else "compiled"
+    logger.info("attention %s in %.1f s", how, time.monotonic() - started)
     return call

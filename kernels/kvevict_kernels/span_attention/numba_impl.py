@@ -53,8 +53,8 @@ from kvevict_kernels.span_attention.numba_vectors import (
 )
 from kvevict_kernels.span_attention.openmp import Team
 
-thread_number = types.ExternalFunction("kvevict_omp_thread_number", types.int32())
-thread_count = types.ExternalFunction("kvevict_omp_thread_count", types.int32())
+_thread_number = types.ExternalFunction("kvevict_omp_thread_number", types.int32())
+_thread_count = types.ExternalFunction("kvevict_omp_thread_count", types.int32())
 _barrier = types.ExternalFunction("kvevict_omp_barrier", types.void())
 _head_slot_of = njit(head_slot_of)
 
@@ -443,24 +443,20 @@ def _merge_share(words, thread, num_threads, scratch):
 
 def link(team: Team) -> None:
     """Let code that is compiled, or loaded, from now on find the functions of ``team``."""
-    binding.add_symbol(thread_number.symbol, team.thread_number)
-    binding.add_symbol(thread_count.symbol, team.thread_count)
+    binding.add_symbol(_thread_number.symbol, team.thread_number)
+    binding.add_symbol(_thread_count.symbol, team.thread_count)
     binding.add_symbol(_barrier.symbol, team.barrier)
 
 
-def compile_call(team: Team, stamp: int, *, is_cached: bool) -> Any:
-    """Compile for the threads of ``team``, or load the cached compilation; ``is_cached`` keeps the code on disk.
+@njit
+def share_of(count):
+    """Number of the calling thread, and begin and end of its share of so many pieces of work."""
+    thread, num_threads = np.int64(_thread_number()), np.int64(_thread_count())
+    return thread, count * thread // num_threads, count * (thread + 1) // num_threads
 
-    numba looks a compiled function up by its own file's time and by the numbers it closes over; ``stamp`` is such a
-    number, and changes with all sources.
 
-    Returns:
-        numba's C callback; its argument is the address of the words.
-
-    Raises:
-        RuntimeError: ``is_cached``, and numba finds no place that it may write to.
-    """
-    link(team)
+def compile_call(stamp: int, is_cached: bool) -> Any:
+    """Compile the call, or load it; see :func:`kvevict_kernels.numba_cache.compiled`."""
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=is_cached)
     def attend(address):
@@ -468,7 +464,7 @@ def compile_call(team: Team, stamp: int, *, is_cached: bool) -> Any:
         # Never so. The comparison makes the stamp a part of the code, by which numba finds the cached compilation.
         if words[w.STAMP] != stamp:
             return
-        thread, num_threads = np.int64(thread_number()), np.int64(thread_count())
+        thread, num_threads = np.int64(_thread_number()), np.int64(_thread_count())
         scratch = words[w.SCRATCH] + thread * words[w.SCRATCH_STRIDE]
         if words[w.TURNED] != 0:
             _turn_share(words, thread, num_threads, scratch)

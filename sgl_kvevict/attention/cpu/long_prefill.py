@@ -92,8 +92,7 @@ class LongPrefill:
     ) -> tuple[Tensor, Tensor]:
         """Attend with the new tokens of one request: ``q`` [num_new, num_qo_heads, head_dim].
 
-        Returns:
-            out [num_new, num_qo_heads, v_head_dim], and lse [num_new, num_qo_heads], float32.
+        Returns out [num_new, num_qo_heads, v_head_dim], and lse [num_new, num_qo_heads], float32.
         """
         if self.windows and self.windows[layer]:
             out, lse = self._attend_in_window(request, layer, q, sm_scale)

@@ -25,10 +25,8 @@ prefills are large matrix products, for which PyTorch uses AMX, and their partia
 class NumbaAttention:
     """Attention compiled by numba. A request's result does not depend on the other requests of the batch.
 
-    Arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
-
-    Raises:
-        RuntimeError: this machine cannot run it (``span_attention.reason_not_to_run``).
+    Arguments as for :func:`sgl_kvevict.attention.backend.build_attention`. RuntimeError: this machine cannot run it
+    (``span_attention.reason_not_to_run``).
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, coding: RowCoding | None = None) -> None:

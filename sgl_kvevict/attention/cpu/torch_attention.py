@@ -71,8 +71,7 @@ class TorchAttention:
     def _keys(self, batch: AttentionBatch, request: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys of a request and KV head: the runs of its path, then its own tokens.
 
-        Returns:
-            K [num_keys, head_dim] and V [num_keys, v_head_dim], float32, and positions [num_keys], int64.
+        Returns K [num_keys, head_dim] and V [num_keys, v_head_dim], float32, and positions [num_keys], int64.
         """
         geometry, path = self.geometry, batch.paths[request]
         own = torch.arange(batch.compressed_lens[request], batch.seq_lens[request], device=self._k_rows.device)

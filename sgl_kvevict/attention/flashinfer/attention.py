@@ -23,18 +23,13 @@ class FlashInferAttention:
     """Attention by FlashInfer; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Spans are planned when requests come or go or their paths change, once for all layers; suffixes once per forward.
-    Needs head_dim 64, 128 or 256, a 16-bit dtype, and no windows (:class:`sgl_kvevict.attention.backend.ByWindow`).
-
-    Raises:
-        UnsupportedSetupError: FlashInfer cannot be imported or does not have the model's head_dim or dtype.
-        ValueError: some layer has a window.
+    Needs head_dim 64, 128 or 256, a 16-bit dtype (else :class:`UnsupportedSetupError`, as without FlashInfer), and no
+    windows (:class:`sgl_kvevict.attention.backend.ByWindow`).
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
         pool = k_arena.device, k_arena.dtype, geometry.head_dim
         require(KERNELS, kernels_for("flashinfer", *pool, is_latent=geometry.is_latent))
-        if geometry.has_windows:
-            raise ValueError(f"windows: spans are read whole here, got {geometry.windows}")
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
@@ -54,11 +49,7 @@ class FlashInferAttention:
         self._spans: tuple[SpanLists, PagedPrefill] | None = None
 
     def warm_up(self) -> None:
-        """Compile and run both kernels once, on token slot 0 and head slot 0.
-
-        Raises:
-            UnsupportedSetupError: FlashInfer cannot compile or load them.
-        """
+        """Compile and run both kernels once, on token slot 0 and head slot 0; see :func:`compiles_kernels`."""
         device, geometry = self.k_arena.device, self.geometry
         slots = torch.zeros(1, 2, dtype=torch.int32, device=device)
         shape = (geometry.num_layers, geometry.num_kv_heads)
@@ -71,12 +62,7 @@ class FlashInferAttention:
             self.run(0, q, 1.0)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward.
-
-        Raises:
-            InvariantError: the new tokens are trees (:class:`sgl_kvevict.attention.backend.ByWindow` plans those), or
-                a span has rows of fewer than 16 bits.
-        """
+        """Prepare the layers of one forward; trees are planned by :class:`sgl_kvevict.attention.backend.ByWindow`."""
         require_widths(batch.paths, has_coding=False)
         if batch.visible is not None:
             raise InvariantError("a tree of new tokens came to FlashInfer, which was planned for causal masks only")

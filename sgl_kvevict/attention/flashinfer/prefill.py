@@ -30,11 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_kernels() -> str:
-    """FlashInfer's kernels for long prefills, by the environment variable ``KVEVICT_FLASHINFER_PREFILL``.
-
-    Raises:
-        UnsupportedSetupError: its value is none of :data:`KERNELS`.
-    """
+    """FlashInfer's kernels for long prefills, by the environment variable ``KVEVICT_FLASHINFER_PREFILL``."""
     value = os.environ.get(KERNELS_VAR, "auto")
     if value not in KERNELS:
         raise UnsupportedSetupError([f"{KERNELS_VAR} is {value!r} (allowed: {', '.join(map(repr, KERNELS))})"])
@@ -46,9 +42,6 @@ class PlainPrefill:
 
     As in stock SGLang, FlashInfer's schedule of a batch may change the last bits of a row. ``kernels`` is one of
     :data:`KERNELS`.
-
-    Raises:
-        ImportError: FlashInfer cannot be imported.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, kernels: str = "auto") -> None:
@@ -63,11 +56,7 @@ class PlainPrefill:
         self._rows: slice | Tensor = slice(0)  # rows of the planned requests
 
     def warm_up(self) -> None:
-        """Compile and run the kernel of each kind of window once, on token slot 0.
-
-        Raises:
-            UnsupportedSetupError: FlashInfer cannot compile or load one.
-        """
+        """Compile and run the kernel of each kind of window once, on token slot 0; see :func:`compiles_kernels`."""
         device, geometry = self.k_arena.device, self.geometry
         row = torch.zeros(1, dtype=torch.int64, device=device)
         slots = torch.zeros(1, 2, dtype=torch.int32, device=device)
@@ -130,9 +119,6 @@ def find_plain_prefill(
     """Build and try one; None where FlashInfer is missing, cannot compile, or has no kernels for the model.
 
     ``on_all_ranks`` tells whether a condition holds on all tensor-parallel ranks; all ranks call it.
-
-    Raises:
-        UnsupportedSetupError: see :func:`chosen_kernels`.
     """
     kernels = chosen_kernels()
     pool = k_arena.device, k_arena.dtype, geometry.head_dim

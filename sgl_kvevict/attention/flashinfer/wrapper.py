@@ -49,9 +49,6 @@ class PagedPrefill:
     ``workspace`` is [WORKSPACE_BYTES], uint8, on the device, shared by wrappers on one stream. ``backend`` is
     FlashInfer's name of its kernels: ``fa2``, or ``auto`` (fa3 on Hopper, else fa2). A plan is copied asynchronously to
     the device from a pinned buffer of the wrapper, so the next plan waits until this copy is done.
-
-    Raises:
-        ImportError: FlashInfer cannot be imported.
     """
 
     def __init__(self, workspace: Tensor, head_dim: int, dtype: torch.dtype, backend: str) -> None:
@@ -103,18 +100,11 @@ class PagedPrefill:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend as planned.
+        """Attend as planned; return ``out``, and ``lse``, natural: 0 and -inf for a row without pages.
 
-        Args:
-            q: [num_queries, num_qo_heads, head_dim], contiguous.
-            k: [num_pages, 1, num_kv_heads, head_dim].
-            v: like ``k``, with the same strides.
-            sm_scale: softmax scale; not part of the plan, so layers may differ.
-            out: like ``q``, written; None: allocated.
-            lse: [num_queries, num_qo_heads], float32, written; None: allocated.
-
-        Returns:
-            ``out``, and ``lse``, natural; 0 and -inf for a row without pages.
+        ``q`` is [num_queries, num_qo_heads, head_dim], contiguous, like ``out`` (None: allocated); ``k`` and ``v`` are
+        [num_pages, 1, num_kv_heads, head_dim], with the same strides; ``lse`` is [num_queries, num_qo_heads], float32
+        (None: allocated).
         """
         out = torch.empty_like(q) if out is None else out  # FlashInfer would zero its own first
         # Programmatic dependent launch would read row bounds before their copy has ended.

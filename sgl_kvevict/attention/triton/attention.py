@@ -41,8 +41,10 @@ class TritonAttention:
     """Attention by our Triton kernels; other arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Spans are laid out on the device when requests come or go, or their paths change. A step copies no lists and reads
-    nothing back; it launches one kernel that counts the suffixes' work. A CUDA graph may record decode steps
-    (:class:`sgl_kvevict.attention.interface.CapturableAttention`).
+    nothing back; it launches one kernel that counts the suffixes' work.
+
+    A CUDA graph may record decode and verification steps: call :meth:`start_capture` before the recording; record one
+    :meth:`start_step` and :meth:`run` of every layer; call :meth:`follow` before each replay.
 
     Args:
         q_dtype: of queries and results, where the arena holds float8 (default: bfloat16); otherwise the arena's dtype.
@@ -50,8 +52,7 @@ class TritonAttention:
         verifies: some batches are trees (:attr:`AttentionBatch.visible`), whose kernels are warmed up as well.
         coding: by which rows of 4 bits are read; None: there are none.
 
-    Raises:
-        UnsupportedSetupError: no kernel is compiled for the model's head_dim or the pool's dtype.
+    UnsupportedSetupError: no kernel is compiled for the model's head_dim or the pool's dtype.
     """
 
     def __init__(
@@ -94,10 +95,8 @@ class TritonAttention:
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
         """Launch every kernel once as serving does, so that none is compiled while requests wait.
 
-        Reads token slot 0 and row 0 of its own table, and writes to its own memory.
-
-        Args:
-            sink_dtype: of the layers' sink logits; None: there are none.
+        Reads token slot 0 and row 0 of its own table, and writes to its own memory. ``sink_dtype``: of the layers' sink
+        logits; None: there are none.
         """
         device, geometry = self.k_arena.device, self.geometry
         many = SPLIT_ROWS // geometry.group_size + 1  # q rows of ragged_extend, in split parts, and merged
@@ -151,7 +150,10 @@ class TritonAttention:
     def start_step(
         self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, visible: Tensor | None = None
     ) -> None:
-        """Set the lengths of one forward of the batch laid out last."""
+        """Set the lengths of one forward of the batch laid out last; replays read them from the same memory.
+
+        Arguments as the fields of :class:`AttentionBatch`. InvariantError: no batch is laid out.
+        """
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
@@ -164,7 +166,10 @@ class TritonAttention:
         )
 
     def start_capture(self, num_requests: int, new_len: int = 1) -> None:
-        """Lay out steps of ``num_requests`` requests with ``new_len`` new tokens each, which are captured next."""
+        """Lay out steps of ``num_requests`` requests with ``new_len`` new tokens each, which are captured next.
+
+        UnsupportedSetupError: more new tokens than a recorded step may have.
+        """
         if not uses_split(new_len, self.geometry.group_size):
             raise UnsupportedSetupError(
                 [
@@ -179,7 +184,11 @@ class TritonAttention:
         self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses), [])
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
-        """Give the next replay the tables of a batch of at most ``num_requests`` requests."""
+        """Give the next replay the tables of a batch; it reads lengths and rows where :meth:`start_step` did.
+
+        The batch has at most ``num_requests`` requests, the number recorded; the rest is padding. InvariantError: it
+        has more, or other numbers of new tokens than recorded.
+        """
         padding, new_len = num_requests - len(batch.paths), self._new_len
         if set(batch.new_lens) != {new_len} or padding < 0:
             raise InvariantError(f"{num_requests} rows of {new_len} were captured, got {batch.new_lens} new tokens")

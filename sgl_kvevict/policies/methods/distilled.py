@@ -38,7 +38,6 @@ class DistilledScorer(Scorer):
     traits = frozenset({Trait.COMPARABLE})
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer."""
         return TokenScores(view.need_per_token(Signal.LEARNED_SCORES) + relative_norms(view.values))
 
 
@@ -64,5 +63,4 @@ class Distilled(BudgetOptions):
     budget_rule: BudgetRule = "all-layers"
 
     def build(self) -> Policy:
-        """Make the policy."""
         return self.policy(DistilledScorer())

@@ -26,5 +26,4 @@ class H2O(BudgetOptions):
     )
 
     def build(self) -> Policy:
-        """Make the policy."""
         return self.policy(AccumulatedAttentionScorer(self.normalize), HeavyHitterSelector(self.recent_ratio))

@@ -40,12 +40,10 @@ class CrossHeadScorer(Scorer):
 
     @property
     def window_size(self) -> int:
-        """The longest window of any head."""
         return self.options.extended_window
 
     @property
     def kept_window(self) -> int:
-        """The base window if ``keep_window``."""
         return self.options.base_window if self.options.keep_window else 0
 
     def num_rescored(self, num_heads: int) -> int:

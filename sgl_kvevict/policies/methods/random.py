@@ -39,5 +39,4 @@ class Random(BudgetOptions):
     seed: int = Field(0, ge=0, description="of the random numbers")
 
     def build(self) -> Policy:
-        """Make the policy."""
         return self.policy(RandomScorer(self.seed))

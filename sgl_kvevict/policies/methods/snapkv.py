@@ -36,7 +36,6 @@ class SnapKV(BudgetOptions):
     keep_window: bool = Field(True, description="window tokens inside the range are kept without competing")
 
     def build(self) -> Policy:
-        """Make the policy."""
         return self.policy(
             WindowAttentionScorer(self.window_size, self.kernel_size, self.pooling, self.order, self.keep_window)
         )

@@ -41,5 +41,4 @@ class StreamingLLM(BudgetOptions):
     num_sink_tokens: NumSinkTokens = 4
 
     def build(self) -> Policy:
-        """Make the policy."""
         return self.policy(PositionScorer(), num_sink_tokens=self.num_sink_tokens)

@@ -1,3 +1,1 @@
 """Views of the cache for operators: metrics, event socket, ``GET /server_info``."""
-
-from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from sgl_kvevict.events.totals import Gauges, Pool, by_name
+import msgspec
+
+from sgl_kvevict.events.totals import Gauges, Pool
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.long_prompts import admission_of
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -91,8 +93,8 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     )
     state: dict[str, Any] = {
         "policy": "none",
-        **by_name(totals),
-        **by_name(gauges),
+        **msgspec.structs.asdict(totals),
+        **msgspec.structs.asdict(gauges),
         "full_tokens": gauges.pool.full,
         "free_slots": gauges.pool.free,
         "evictable_slots": tree.evictable_size(),
@@ -101,6 +103,7 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         "max_sharers": tree.prefixes.max_sharers,
         "leaked_slots": gauges.pool.private - owned,
     }
+    del state["pool"]  # its numbers are there by names of their own
     if tree.compressor.policy.compresses:
         state |= tree.compressor.state()
     if stored := tree.prefixes.store_state():
