@@ -6,99 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import Tensor
 
-from helpers.graph_tape import GraphTape, recorded
-from helpers.tolerance import assert_same_bits
-from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention.batch import AttentionBatch
+from helpers.captured_decode import Captured
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 
 if TYPE_CHECKING:
-    from conftest import MakeWorld, World
+    from conftest import MakeWorld
 
 pytestmark = [
     pytest.mark.usefixtures("small_chunks"),
     pytest.mark.filterwarnings("ignore:All-NaN"),  # requests that only fill up read slot 0
 ]
-
-
-class Captured:
-    """A recorded step of all layers for so many requests, on the arena of a world; with ``new_len`` > 1, of trees."""
-
-    def __init__(self, world: World, num_requests: int, device: str, new_len: int = 1) -> None:
-        self.world = world
-        self.new_len = new_len
-        self.device = device
-        geometry = world.geometry
-        self.attention = TritonAttention(geometry, world.k.to(device), world.v.to(device))
-        self.eager = TritonAttention(geometry, self.attention.k_arena, self.attention.v_arena)
-        self.copies: dict[SpanRuns, SpanRuns] = {}
-        self.num_requests = num_requests
-        self.seq_lens = torch.ones(num_requests, dtype=torch.int64, device=device)
-        self.pool_rows = torch.zeros(num_requests, dtype=torch.int64, device=device)
-        self.req_to_token = world.req_to_token.to(device).clone()
-        shape = (geometry.num_layers, num_requests * new_len, geometry.num_qo_heads, geometry.head_dim)
-        self.q = torch.zeros(shape, dtype=world.dtype, device=device)
-        self.visible = torch.ones(num_requests * new_len, dtype=torch.int64, device=device)
-        self.tape = GraphTape()
-        self.attention.start_capture(num_requests, new_len)
-        self.results, self._replay = recorded(self._step, self.tape, device)
-
-    def _step(self) -> list[tuple[Tensor, Tensor]]:
-        ends, visible = (self.seq_lens, None) if self.new_len == 1 else (self.seq_lens + self.new_len, self.visible)
-        self.attention.start_step(ends, self.pool_rows, self.req_to_token, visible)
-        return [self.attention.run(layer, q, self.world.sm_scale) for layer, q in enumerate(self.q)]
-
-    def check(self) -> None:
-        """Replay the world's batch, filled up, and compare with an eager step of it, bit by bit."""
-        world = self.world
-        num_real = len(world.paths)
-        padding = self.num_requests - num_real
-        self.attention.k_arena.copy_(world.k)
-        self.attention.v_arena.copy_(world.v)
-        self.req_to_token.copy_(world.req_to_token)
-        self.q.copy_(torch.randn(self.q.shape).to(self.q.dtype))
-        before = 0 if self.new_len == 1 else self.new_len  # SGLang counts drafts apart
-        self.seq_lens.copy_(torch.tensor([length - before for length in world.seq_lens] + [1] * padding))
-        self.visible[: num_real * self.new_len] = self._trees(num_real)
-        self.pool_rows.copy_(torch.tensor(world.rows + [0] * padding))
-        batch = self._batch()
-        self.attention.follow(batch, self.num_requests)
-        self._replay()
-        self.eager.plan(batch)
-        for layer, (out, lse) in enumerate(self.results):
-            real = slice(num_real * self.new_len)
-            want_out, want_lse = self.eager.run(layer, self.q[layer, real], world.sm_scale)
-            assert want_out.isfinite().all()
-            assert_same_bits(f"out of layer {layer}", out[real], want_out)
-            assert_same_bits(f"lse of layer {layer}", lse[real], want_lse)
-
-    def _batch(self) -> AttentionBatch:
-        batch = self.world.batch()
-        paths = tuple(tuple(self._copy(span) for span in path) for path in batch.paths)
-        rows, num_real = batch.req_pool_indices.to(self.device), len(paths)
-        if self.new_len == 1:
-            return AttentionBatch(paths, batch.seq_lens, None, rows, self.req_to_token)
-        news, visible = [self.new_len] * num_real, self.visible[: num_real * self.new_len].clone()
-        return AttentionBatch(paths, batch.seq_lens, news, rows, self.req_to_token, visible=visible)
-
-    def _trees(self, num_trees: int) -> Tensor:
-        """Bits of random trees: every node has a parent among those before it."""
-        numbers = []
-        for _ in range(num_trees):
-            tree = [1]
-            for node in range(1, self.new_len):
-                tree.append(tree[int(torch.randint(node, ()))] | 1 << node)
-            numbers += tree
-        return torch.tensor(numbers)
-
-    def _copy(self, span: SpanRuns) -> SpanRuns:
-        if span not in self.copies:
-            of_span = {name: getattr(span, name).to(self.device) for name in ("rows", "starts", "lens", "positions")}
-            self.copies[span] = SpanRuns(**of_span, num_tokens=span.num_tokens)
-        return self.copies[span]
 
 
 def test_spans_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: str) -> None:
@@ -160,10 +79,7 @@ def test_eager_steps_between_replays(make_world: MakeWorld, device: str) -> None
     captured.check()
     world.add((world.uneven_span(30),), 40)
     q = world.queries([1, 33]).to(device)
-    batch = captured._batch()
-    extend = AttentionBatch(batch.paths, batch.seq_lens, [1, 33], batch.req_pool_indices,
-                            batch.req_to_token)  # fmt: skip
-    captured.attention.plan(extend)
+    captured.attention.plan(captured.runner.batch([1, 33]))
     captured.attention.run(0, q, world.sm_scale)
     captured.check()
 

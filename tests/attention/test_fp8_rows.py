@@ -11,7 +11,6 @@ import torch
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.checks import FP8
-from kvevict_kernels.device_limits import INTERPRETER
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVScales
@@ -42,12 +41,11 @@ def filled(make_world: MakeWorld, dtype: torch.dtype) -> tuple[World, TritonAtte
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["decode", "extend", "split extend"])
 def test_beside_dense_attention_in_float32(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+    make_world: MakeWorld, request: pytest.FixtureRequest, kind: str, dtype: torch.dtype
 ) -> None:
     """Sharers that fill the larger tile, few new tokens, many with their keys split or not."""
     if kind == "split extend":
-        limits = replace(INTERPRETER, num_sms=20)
-        monkeypatch.setattr("kvevict_kernels.ragged_decode.launch.limits_of", lambda device: limits)
+        request.getfixturevalue("many_sms")
     world, attention = filled(make_world, dtype)
     new_lens = None if kind == "decode" else [SPLIT_ROWS // 3 + 2, 150, 3, *[1] * 8]
     sm_scale = world.sm_scale

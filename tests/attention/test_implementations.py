@@ -1,4 +1,4 @@
-"""Every implementation of attention beside plain attention in float32."""
+"""Every implementation of attention beside PyTorch's in float32."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from helpers.implementations import (
 from helpers.tolerance import assert_accurate, assert_same_bits
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.cpu.torch_attention import QUERY_BLOCK, TorchAttention
+from sgl_kvevict.attention.cpu.torch_attention import QUERY_BLOCK
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.geometry import KVGeometry
 
 if TYPE_CHECKING:
     from conftest import Start
@@ -141,29 +140,6 @@ def test_queries_in_another_dtype_than_the_arena(start: Start, kind: Kind) -> No
         assert out.dtype == torch.float32
         assert_accurate("out", out, want_out, want_out, noise=NOISE)
         assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
-
-
-def test_worked_example() -> None:
-    """Weights 1 (span), 4 (own) and 2 (new token) of 7; a sink of log 8 makes them as much of 15."""
-    log2 = float(torch.tensor(2.0).log())
-    geometry = KVGeometry(num_layers=1, num_qo_heads=1, num_kv_heads=1, head_dim=2, num_token_slots=6)
-    k, v = torch.full((2, 1, 6, 1, 2), torch.nan)
-    k[0, [1, 3, 5], 0] = torch.tensor([[0.0, 9.0], [2.0, 9.0], [1.0, 9.0]])
-    v[0, [1, 3, 5], 0] = torch.tensor([[7.0, 0.0], [0.0, 7.0], [7.0, 7.0]])
-    one = torch.ones(1, 1, dtype=torch.int32)
-    span = SpanRuns(torch.tensor([0, 1], dtype=torch.int32), one, one, 4, torch.tensor([0, 1], dtype=torch.int32))
-    attention = TorchAttention(geometry, k, v)
-    row = torch.zeros(1, 8, dtype=torch.int32)
-    row[0, 4:6] = torch.tensor([3, 5])
-    q = torch.tensor([[[2 * log2, 0.0]]])
-    attention.plan(AttentionBatch(((span,),), [6], None, torch.zeros(1, dtype=torch.int64), row))
-    for sink, want, total in (
-        (None, [3.0, 6.0], 7.0),
-        (torch.tensor([3 * log2]), [21 / 15, 42 / 15], 15.0),
-    ):
-        out, lse = attention.run(0, q, 0.5, sink)
-        torch.testing.assert_close(out, torch.tensor([[want]]))
-        torch.testing.assert_close(lse, torch.tensor([[total]]).log())
 
 
 EMPTY_RUNS = torch.zeros(1, 1, dtype=torch.int32)

@@ -126,13 +126,6 @@ def test_extends_short_and_long_and_decode_rows(start: Start, kind: Kind) -> Non
     runner.check([1, 7, num_long, 33, 2])
 
 
-@pytest.fixture
-def many_sms(monkeypatch: pytest.MonkeyPatch, small_chunks: None) -> None:
-    """A device that a few tiles do not fill."""
-    limits = replace(INTERPRETER, num_sms=20)
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.launch.limits_of", lambda device: limits)
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.usefixtures("many_sms")

@@ -55,15 +55,6 @@ def _umask() -> int:
     return mask
 
 
-def test_a_file_of_scores_alone_is_completed(tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    save_learned(path, Learned(SCORES), MODEL)
-    known = load_learned(path, MODEL)
-    assert known.scores is not None and known.statistics is None
-    save_learned(path, known.completed_by(Learned(None, STATISTICS)), MODEL)
-    assert load_learned(path, MODEL).digest() == LEARNED.digest()
-
-
 def test_parts_come_from_the_first_who_has_them() -> None:
     others = Learned(replace(SCORES, num_prefixes=1), RowStatistics(*(torch.ones(3, 2, 8) for _ in range(4))))
     assert Learned(SCORES).completed_by(others) == Learned(SCORES, others.statistics)

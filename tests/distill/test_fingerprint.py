@@ -66,8 +66,6 @@ def test_a_fingerprint_is_that_of_tensors_not_of_files(tmp_path: Path) -> None:
     save_file({"a": tensors["a"], "b": tensors["b"]}, tmp_path / "parts" / "2.safetensors", {"written": "today"})
     found = fingerprint_of(tmp_path)
     assert found is not None and found == fingerprint_of(tmp_path / "parts")
-    save_file({**tensors, "b": tensors["b"] * 1.001}, tmp_path / "one.safetensors")
-    assert fingerprint_of(tmp_path) != found
     save_file({**tensors, "b": tensors["b"].T.contiguous()}, tmp_path / "one.safetensors")
     assert fingerprint_of(tmp_path) != found
 

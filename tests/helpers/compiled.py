@@ -56,68 +56,12 @@ def compile_all(specs: list[Spec], cache_dir: str, python: str = sys.executable)
     return found
 
 
-def copies_in_flight(ptx: str) -> int | None:
-    """Groups of asynchronous copies that the innermost loop of products does not wait for; the fewest of its waits."""
-    blocks = _blocks(ptx)
-    products = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma")
-    loops = ("\n".join(line for i in sorted(loop) for line in blocks[i]) for loop in _loops(blocks))
-    innermost = min((text for text in loops if products.search(text)), key=len, default=None)
-    if innermost is None:
-        return None
-    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", innermost)
-    return min((int(depth) for depth in waits), default=None)
-
-
-def _blocks(ptx: str) -> list[list[str]]:
-    """Lines of every basic block: it begins at a label or behind a branch."""
-    blocks: list[list[str]] = [[]]
-    for line in ptx.splitlines():
-        if line.startswith("$L__BB") or (blocks[-1] and re.search(r"\bbra\b", blocks[-1][-1])):
-            blocks.append([])
-        blocks[-1].append(line)
-    return blocks
-
-
-def _loops(blocks: list[list[str]]) -> list[set[int]]:
-    """Blocks of every loop, which need not lie together: those from which its end is reached without its head."""
-    heads = {m[1]: i for i, block in enumerate(blocks) if block and (m := re.match(r"(\$L__BB\d+_\d+):", block[0]))}
-    after: list[list[int]] = []
-    for i, block in enumerate(blocks):
-        branch = re.search(r"(@\S+\s+)?bra(?:\.uni)?\s+(\$L__BB\d+_\d+)", block[-1] if block else "")
-        following = [] if branch and not branch[1] else [i + 1]
-        after.append([j for j in [*following, *([heads[branch[2]]] if branch else [])] if j < len(blocks)])
-    ends: list[tuple[int, int]] = []
-    state = [0] * len(blocks)  # 1: on the path from the first block, 2: done
-    stack = [(0, iter(after[0]))]
-    state[0] = 1
-    while stack:
-        i, rest = stack[-1]
-        j = next(rest, None)
-        if j is None:
-            state[i] = 2
-            stack.pop()
-        elif state[j] == 1:
-            ends.append((j, i))
-        elif state[j] == 0:
-            state[j] = 1
-            stack.append((j, iter(after[j])))
-    loops = []
-    for head, end in ends:
-        loop, queue = {head, end}, [end] if end != head else []
-        for i in queue:
-            new = [j for j in range(len(blocks)) if i in after[j] and j not in loop]
-            loop.update(new)
-            queue += new
-        loops.append(loop)
-    return loops
-
-
 def _compile(spec: Spec) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from helpers.gpu_kernels import type_of
-    from helpers.sass import common_path, loads_before, loads_behind, parse
+    from helpers.sass import common_path, copies_in_flight, loads_before, loads_behind, parse
 
     module, _, name = spec["kernel"].partition(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -144,7 +88,7 @@ def _compile(spec: Spec) -> dict[str, Any]:
         "stack": stack,
         "shared": int(compiled.metadata.shared),
         "warps": int(compiled.metadata.num_warps),
-        "in_flight": copies_in_flight(ptx),
+        "in_flight": copies_in_flight(code),
         "instructions": len(common_path(code)) or None,
         "loads_before_keys": loads_before(code),
         "loads_behind_wait": loads_behind(code),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from helpers.packing import Selection
 from kvevict_kernels.radix_select import largest_entries
+from sgl_kvevict.config import parse_config, read_config_file
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Policy, build_policy
 from sgl_kvevict.policies.layer_view import Show
@@ -19,6 +21,7 @@ from sgl_kvevict.ragged import MergePlan
 
 Run = Callable[..., Any]
 """A fixture that makes something."""
+PAPERS = Path(__file__).parents[2] / "examples" / "papers"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,12 @@ def built(name: str, **options: Any) -> Policy:
     policy = build_policy(name, options)
     assert policy is not None
     return policy
+
+
+def of_paper(paper: str, **options: Any) -> Policy:
+    """The policy of a configuration in ``examples/papers``; ``options`` win."""
+    config = parse_config(read_config_file(PAPERS / f"{paper}.json"), paper)
+    return built(config.policy, **(config.policy_options | options))
 
 
 def decide(policy: Policy, show: Show, geometry: KVGeometry, total: int, protected: int = 0, last: int = 0) -> Decision:

@@ -23,6 +23,13 @@ class Selection:
     num_entries: int
 
 
+def selected(*runs: list[int], num_heads: int = 2) -> Selection:
+    """Tokens that each run keeps, head after head and layer after layer."""
+    lens = torch.tensor([len(run) for run in runs], dtype=torch.int32).view(-1, num_heads)
+    indices = torch.tensor([index for run in runs for index in run], dtype=torch.int32)
+    return Selection(lens, indices, len(indices))
+
+
 def ordered(segment: Segment, keys: Tensor | None) -> None:
     """Give a segment an order, or none."""
     segment.packed = replace(segment.packed, rows=replace(segment.packed.rows, keys=keys))

@@ -1,9 +1,9 @@
-"""The definitions of the kernels: loops in float32, one row or entry at a time, obviously right."""
+"""The definitions of the kernels: loops over rows or entries, or plain products in float32, obviously right."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,45 +97,39 @@ def _per_row(keys: Tensor, counts: int | Tensor) -> list[int]:
     return [counts] * keys.shape[0] if isinstance(counts, int) else counts.tolist()
 
 
+def attention_reference(
+    queries: Tensor, lse: Tensor, keys: Tensor, *, sm_scale: float, key_start: int, query_start: int
+) -> Tensor:
+    """[n, num_kv_heads, group size, N], float32: weights of keys ([N, num_kv_heads, head_dim]) that may follow."""
+    scores = torch.einsum("ihgd,jhd->ihgj", queries.float().unflatten(1, (keys.shape[1], -1)), keys.float())
+    weights = torch.exp(sm_scale * scores - lse.view(*scores.shape[:3], 1))
+    later = torch.arange(len(keys)) + key_start > torch.arange(len(queries))[:, None] + query_start
+    return weights.masked_fill(later.to(weights.device)[:, None, None], 0.0)
+
+
 def window_scores_reference(
     queries: Tensor,
     lse: Tensor,
     k_buffer: Tensor,
     token_slots: Tensor,
     *,
-    sm_scale: float,
-    key_start: int,
-    query_start: int,
     kernel_size: int = 1,
     pooling: Literal["max", "avg"] = "max",
     order: Literal["pool-mean", "mean-pool"] = "pool-mean",
+    **where: Any,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as :func:`kvevict_kernels.key_scores.window_scores`, slow and obvious."""
-    window_size, num_qo_heads, _ = queries.shape
-    num_keys, num_kv_heads = token_slots.numel(), k_buffer.shape[1]
-    group_size = num_qo_heads // num_kv_heads
-    pooled = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
-    mean = torch.zeros_like(pooled)
-    for w in range(window_size):
-        for qo_head in range(num_qo_heads):
-            kv_head = qo_head // group_size
-            keys = k_buffer[token_slots, kv_head].float()  # [N, head_dim]
-            row = torch.exp(sm_scale * (keys @ queries[w, qo_head].float()) - lse[w, qo_head])
-            for n in range(num_keys):
-                if key_start + n > query_start + w:
-                    row[n] = 0.0
-            mean[kv_head] += row / (window_size * group_size)
-            pooled[kv_head] += _pool(row, kernel_size, pooling) / (window_size * group_size)
-    if order == "mean-pool":
-        pooled = torch.stack([_pool(row, kernel_size, pooling) for row in mean])
-    return pooled, mean
+    weights = attention_reference(queries, lse, k_buffer[token_slots], **where)
+    mean = weights.mean((0, 2))
+    pooled = _pool(mean if order == "mean-pool" else weights, kernel_size, pooling)
+    return pooled if order == "mean-pool" else pooled.mean((0, 2)), mean
 
 
-def _pool(row: Tensor, kernel_size: int, pooling: str) -> Tensor:
-    out = torch.empty_like(row)
-    for n in range(row.numel()):
-        window = row[max(0, n - kernel_size // 2) : n + kernel_size // 2 + 1]
-        out[n] = window.max() if pooling == "max" else window.sum() / kernel_size
+def _pool(rows: Tensor, kernel_size: int, pooling: str) -> Tensor:
+    out = torch.empty_like(rows)
+    for n in range(rows.shape[-1]):
+        window = rows[..., max(0, n - kernel_size // 2) : n + kernel_size // 2 + 1]
+        out[..., n] = window.amax(-1) if pooling == "max" else window.sum(-1) / kernel_size
     return out
 
 
@@ -145,22 +139,9 @@ def accumulated_attention_reference(
     k_buffer: Tensor,
     token_slots: Tensor,
     *,
-    sm_scale: float,
-    key_start: int,
-    query_start: int,
     reduction: Literal["sum", "squares"] = "sum",
+    **where: Any,
 ) -> Tensor:
     """Same contract as :func:`kvevict_kernels.key_scores.accumulated_attention`, slow and obvious."""
-    num_queries, num_qo_heads, _ = queries.shape
-    num_keys, num_kv_heads = token_slots.numel(), k_buffer.shape[1]
-    group_size = num_qo_heads // num_kv_heads
-    out = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
-    for qo_head in range(num_qo_heads):
-        kv_head = qo_head // group_size
-        keys = k_buffer[token_slots, kv_head].float()  # [N, head_dim]
-        for i in range(num_queries):
-            row = torch.exp(sm_scale * (keys @ queries[i, qo_head].float()) - lse[i, qo_head])
-            num_seen = max(0, query_start + i + 1 - key_start)  # keys up to the query's own position
-            row[num_seen:] = 0.0
-            out[kv_head] += row / group_size if reduction == "sum" else row**2
-    return out
+    weights = attention_reference(queries, lse, k_buffer[token_slots], **where)
+    return weights.mean(2).sum(0) if reduction == "sum" else weights.square().sum((0, 2))

@@ -43,16 +43,31 @@ def parse(sass: str) -> list[Instruction]:
 
 
 def common_path(code: list[Instruction]) -> list[Instruction]:
-    """Instructions of one pass through the innermost loop with products, on its shortest path; [] without a loop.
+    """Instructions of one pass through the innermost loop with products, on its shortest path; [] without a loop."""
+    return next(iter(_innermost(code)), [])
+
+
+def copies_in_flight(code: list[Instruction]) -> int | None:
+    """Groups of asynchronous copies that no innermost loop with products waits for; None without such a wait."""
+    waits = (re.search(r"^DEPBAR\.LE SB0, 0x(\w+)", one.text) for path in _innermost(code) for one in path)
+    return min((int(found[1], 16) for found in waits if found), default=None)
+
+
+def _innermost(code: list[Instruction]) -> list[list[Instruction]]:
+    """Shortest paths through the loops with products that have no other such loop inside, the shortest loop first.
 
     Code for warps that diverged (``BRA.DIV``) comes back into a loop, but no warp gets there: that is no loop.
     """
     place = {one.address: i for i, one in enumerate(code)}
     products = [i for i, one in enumerate(code) if PRODUCTS.search(one.text)]
     loops = [(place[one.target], i) for i, one in enumerate(code) if one.target in place and place[one.target] < i]
-    hot = [(first, last) for first, last in loops if any(first <= i <= last for i in products)]
-    paths = (_shortest(code, place, *loop) for loop in sorted(hot, key=lambda loop: loop[1] - loop[0]))
-    return next((path for path in paths if path), [])
+    found: dict[tuple[int, int], list[Instruction]] = {}
+    for first, last in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+        is_outer = any(first <= inner[0] and inner[1] <= last for inner in found)
+        is_hot = any(first <= i <= last for i in products)
+        if is_hot and not is_outer and (path := _shortest(code, place, first, last)):
+            found[first, last] = path
+    return [*found.values()]
 
 
 def _shortest(code: list[Instruction], place: dict[int, int], first: int, last: int) -> list[Instruction]:

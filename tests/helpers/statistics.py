@@ -9,17 +9,12 @@ from kvevict_kernels.row_codec import RowCoding, RowStatistics
 from sgl_kvevict.geometry import KVGeometry
 
 
-def random_statistics(geometry: KVGeometry) -> RowStatistics:
-    """Statistics of no model: any numbers will do."""
+def random_coding(geometry: KVGeometry, arena: Tensor) -> RowCoding:
+    """With what an arena's rows of 4 bits are written, by statistics of no model: any numbers will do."""
     random = torch.Generator().manual_seed(7)
     shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
     means, scales = torch.randn(2, *shape, generator=random), torch.rand(2, *shape, generator=random) + 0.5
-    return RowStatistics(means[0], scales[0], means[1], scales[1])
-
-
-def random_coding(geometry: KVGeometry, arena: Tensor) -> RowCoding:
-    """With what an arena's rows of 4 bits are written, by statistics of no model."""
-    return RowCoding.of(arena, random_statistics(geometry))
+    return RowCoding.of(arena, RowStatistics(means[0], scales[0], means[1], scales[1]))
 
 
 def normal(seed: int, *shape: int) -> Tensor:

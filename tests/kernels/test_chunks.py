@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.gpu_kernels import DEVICES
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import (
     CHUNK_STEP,
@@ -28,7 +29,7 @@ from kvevict_kernels.ragged_decode.tile_table import (
     tiles_for,
 )
 
-H200 = DeviceLimits(arch=90, num_sms=132, shared_per_sm=233472)
+H200 = DEVICES[90]
 ITEMS = 2 * H200.num_sms
 
 
@@ -115,13 +116,12 @@ def test_every_architecture_finds_its_tiles(arch: int, shared_per_sm: int, famil
         tiles_for(limits, 577)
 
 
-@pytest.mark.parametrize(("family", "shared_per_sm"), [(80, 167936), (89, 102400), (90, 233472), (100, 233472)])
-def test_tiles_of_latents_hold_two_steps_of_keys(family: int, shared_per_sm: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiles_of_latents_hold_two_steps_of_keys(family: int) -> None:
     """Queries and two steps of keys, in 16 bits, fit the shared memory of every family."""
-    limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=shared_per_sm)
-    tiles = tiles_for(limits, 576)
+    tiles = tiles_for(DEVICES[family], 576)
     assert [(tile.rows, tile.keys) for tile in tiles] == list(LATENTS[family])
-    assert all((tile.rows + 2 * tile.keys) * 2 * 576 <= limits.shared_per_block for tile in tiles)
+    assert all((tile.rows + 2 * tile.keys) * 2 * 576 <= DEVICES[family].shared_per_block for tile in tiles)
 
 
 def test_blocks_of_keys_and_values() -> None:
@@ -135,8 +135,7 @@ def test_blocks_of_keys_and_values() -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_windows_change_no_tiles_rows(family: int, head_dim: int) -> None:
     """Tables are planned by rows, before a layer's window is known."""
-    limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=102400 if family == 89 else 233472)
-    plain, other = tiles_for(limits, head_dim), tiles_for(limits, head_dim, has_window=True)
+    plain, other = (tiles_for(DEVICES[family], head_dim, has_window=has_window) for has_window in (False, True))
     assert [tile.rows for tile in other] == [tile.rows for tile in plain]
     assert all(16 <= one.keys <= tile.keys for one, tile in zip(other, plain, strict=True))
 
@@ -145,8 +144,7 @@ def test_windows_change_no_tiles_rows(family: int, head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_float8_has_a_smaller_tile_on_sm_89(family: int, head_dim: int) -> None:
     """Where conversions take longer than reading; other tiles stay, and so do those of other architectures."""
-    limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=102400 if family == 89 else 233472)
-    plain, fp8 = tiles_for(limits, head_dim), tiles_for(limits, head_dim, is_fp8=True)
+    plain, fp8 = (tiles_for(DEVICES[family], head_dim, is_fp8=is_fp8) for is_fp8 in (False, True))
     is_smaller = (family, head_dim) == (89, 128)
     assert fp8 == ((plain[0], Tile(64, 32, warps=4), plain[2]) if is_smaller else plain)
 

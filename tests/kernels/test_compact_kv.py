@@ -178,12 +178,9 @@ def test_worked_merge(device: str) -> None:
     assert v.flatten().tolist() == [-5.0, -3.0, -6.0]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_two_calls_give_the_same_bits(device: str, weighted: bool) -> None:
+def test_two_sums_give_the_same_bits(device: str) -> None:
     k, v = arenas((2, 40, 3, 64), torch.bfloat16, device)
     src, dst, sums = ragged_runs(240, 100, device)
-    if not weighted:
-        src, sums = src[:100], {}
     results = []
     for _ in range(2):
         results.append((k.clone(), v.clone()))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.compiled import Spec, compile_all, copies_in_flight
+from helpers.compiled import Spec, compile_all
 from helpers.gpu_kernels import DEVICES, attention_kernels, few_bits_kernels, head_dim_kernels, label, small_kernels
+from helpers.sass import Instruction, copies_in_flight
 
 H100 = DEVICES[90]
 Compiled = dict[str, dict[str, Any]]
@@ -90,38 +92,17 @@ def test_kernels_for_rows_of_few_bits_compile_for_an_h100(tmp_path: Path) -> Non
 
 
 def test_the_wait_is_read_from_the_innermost_loop_with_products() -> None:
-    ptx = """
-    cp.async.wait_group 0;
-$L__BB0_1:
-    cp.async.wait_group 1;
-$L__BB0_2:
-    cp.async.wait_group 4;
-    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {};
-    cp.async.wait_group 3;
-    @%p1 bra $L__BB0_2;
-    cp.async.wait_group 0;
-    @%p2 bra $L__BB0_1;
-"""
-    assert copies_in_flight(ptx) == 3
-    assert copies_in_flight(ptx.replace("mma.sync", "fma.rn")) is None
-
-
-def test_a_loop_whose_end_lies_before_its_head() -> None:
-    ptx = """
-$L__BB0_1:
-    cp.async.wait_group 0;
-    bra.uni $L__BB0_3;
-$L__BB0_2:
-    cp.async.wait_group 3;
-    @!%p1 bra $L__BB0_5;
-$L__BB0_3:
-    cp.async.wait_group 4;
-    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {};
-    @%p2 bra $L__BB0_2;
-    add.s32 %r1, %r2, %r3;
-    bra.uni $L__BB0_2;
-$L__BB0_5:
-    @%p3 bra $L__BB0_1;
-    ret;
-"""
-    assert copies_in_flight(ptx) == 3
+    lines = [
+        "DEPBAR.LE SB0, 0x0",
+        "DEPBAR.LE SB0, 0x1",
+        "DEPBAR.LE SB0, 0x4",
+        "HMMA.16816.F32.BF16 R4, R8, R12, R4",
+        "DEPBAR.LE SB0, 0x3",
+        "@P1 BRA 0x20",
+        "DEPBAR.LE SB0, 0x0",
+        "@P2 BRA 0x10",
+        "EXIT",
+    ]
+    code = [Instruction(16 * i, text) for i, text in enumerate(lines)]
+    assert copies_in_flight(code) == 3
+    assert copies_in_flight([replace(one, text=one.text.replace("HMMA", "FFMA")) for one in code]) is None

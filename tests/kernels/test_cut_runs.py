@@ -30,15 +30,6 @@ def test_matches_reference(device: str, num_runs: int, longest: int, start: int,
     assert_same_bits("lens", lens, want_lens)
 
 
-def test_worked_example(device: str) -> None:
-    """Runs 3 5 9 / none / 4: the tokens [4, 9) have two entries, 5 in the first run and 4 in the last."""
-    positions = torch.tensor([3, 5, 9, 4], dtype=torch.int32, device=device)
-    indptr = torch.tensor([0, 3, 3, 4], dtype=torch.int32, device=device)
-    starts, lens = cut_runs(positions, indptr, 4, 9)
-    assert starts.tolist() == [1, 3, 3]
-    assert lens.tolist() == [1, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

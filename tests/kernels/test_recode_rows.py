@@ -205,6 +205,8 @@ def test_rows_leave_the_arenas_encoded_and_come_back(device: str, dtype: torch.d
         assert_same_bits("moved rows", store.read(is_v, moved, 4), copied)
     nothing = encoded_rows(store.k, store.v, rows[:0], bits, runs[:0], store.coding)
     write_encoded(store.k, store.v, rows[:0], *nothing, store.coding)
+    recode_rows(store.k, store.v, rows[:0], bits, runs[:0], rows[:0], store.coding)
+    store.check_rest(before, torch.cat([places, moved]))
 
 
 def test_bad_encoded_rows_are_named() -> None:
@@ -282,13 +284,6 @@ def test_whatever_is_written_is_read_as_finite_on_every_device(device: str) -> N
         assert_same_bits("NaN, which is read as the mean", found[3], expected.mean[3])
         size = (defined - expected.mean).abs().amax(1, keepdim=True)
         assert ((found - defined).abs() <= 0.25 * size).all()
-
-
-def test_nothing_to_do(device: str) -> None:
-    store = Store(device, torch.bfloat16, 32)
-    none = torch.zeros(0, dtype=torch.int32, device=device)
-    for bits in (16, 4):
-        recode_rows(store.k, store.v, none, bits, none, none, store.coding)
 
 
 ROWS = torch.tensor([0, 1], dtype=torch.int32)

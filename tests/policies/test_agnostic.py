@@ -1,56 +1,43 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.decisions import Run
+from helpers.decisions import Run, built
 from helpers.own_policies import OWN_POLICIES
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, Signal, build_policy
-
-
-def policy(name: str, **options: Any) -> Policy:
-    built = build_policy(OWN_POLICIES.get(name, name), options)
-    assert built is not None
-    return built
+from sgl_kvevict.policies import Signal
 
 
 def test_knorm_keeps_small_keys(random_prompt: Run, kept: Run) -> None:
     prompt = random_prompt()
-    for layer, runs in enumerate(kept(prompt.run(policy("knorm"), 9 * 15))):
+    for layer, runs in enumerate(kept(prompt.run(built(OWN_POLICIES["knorm"]), 9 * 15))):
         norms = prompt.keys[layer][:72].norm(dim=-1)
         for head, run in enumerate(runs):
             assert run == sorted(norms[:, head].argsort(stable=True)[:15].tolist())
     with pytest.raises(ConfigError, match=r"AdaptiveHeads.* needs scores that are comparable across heads; .*KeyNorm"):
-        policy("knorm", budget_rule="adaptive")
+        built(OWN_POLICIES["knorm"], budget_rule="adaptive")
 
 
 def test_keydiff_keeps_unusual_keys(random_prompt: Run) -> None:
     prompt = random_prompt()
-    scores = policy("keydiff").scorer.score(prompt.show(1)).values
+    scores = built(OWN_POLICIES["keydiff"]).scorer.score(prompt.show(1)).values
     keys = prompt.keys[1][:72].transpose(0, 1)
     anchor = (keys / keys.norm(dim=-1, keepdim=True)).mean(1, keepdim=True)
     expected = -(keys * anchor).sum(-1) / (keys.norm(dim=-1) * anchor.norm(dim=-1))
     torch.testing.assert_close(scores, expected)
-    assert policy("keydiff", budget_rule="all-layers").needs == {Signal.KEYS}
+    assert built(OWN_POLICIES["keydiff"], budget_rule="all-layers").needs == {Signal.KEYS}
 
 
 def test_random_is_reproducible_and_seeded(random_prompt: Run, kept: Run) -> None:
     prompt = random_prompt()
-    first, again, other = (kept(prompt.run(policy("random", seed=s), 9 * 15, protected=3)) for s in (1, 1, 2))
+    first, again, other = (kept(prompt.run(built("random", seed=s), 9 * 15, protected=3)) for s in (1, 1, 2))
     assert first == again and first != other
     assert first[0] != first[1] and first[0][0] != first[0][1]
-
-
-def rotary(is_neox: bool = True, dim: int = 8, positions: int = 400) -> Rotary:
-    frequencies = 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
-    angles = torch.arange(positions)[:, None] * frequencies
-    return Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), is_neox)
 
 
 def rotation_matrix(position: int, is_neox: bool, dim: int = 8) -> Tensor:
@@ -65,7 +52,8 @@ def rotation_matrix(position: int, is_neox: bool, dim: int = 8) -> Tensor:
 
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_rotary(is_neox: bool) -> None:
-    table = rotary(is_neox)
+    angles = torch.arange(400)[:, None] * 100.0 ** (-torch.arange(4) / 4)
+    table = Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), is_neox)
     x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([0, 1, 7, 30, 399])
     turned = table.apply(x, positions)

@@ -11,7 +11,7 @@ import torch
 
 from helpers.decisions import Run, built
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, RangeScores
+from sgl_kvevict.policies import RangeScores
 from sgl_kvevict.policies.methods.chunkkv import ChunkKV, ChunkSelector
 
 TOKENS = [5, 0, 0, 0, 1, 1, 1, 1, 0, 0, 3, 0, 2, 2, 2, 0, 3, 3, 3, 3]
@@ -59,14 +59,10 @@ def one_head(from_weights: Run, keys: list[float], window: int) -> Any:
     return from_weights([rows], tail=0)
 
 
-def chunkkv(**options: Any) -> Policy:
-    return built("chunkkv", **options)
-
-
 def test_softmax_scores(from_weights: Run, kept: Run) -> None:
     """T2."""
     prompt = one_head(from_weights, [math.log(m) for m in (4, 1, 1, 2, 1, 1, 2, 12)], 2)
-    policy = chunkkv(window_size=2, chunk_length=2)
+    policy = built("chunkkv", window_size=2, chunk_length=2)
     scores = policy.scorer.score(prompt.show(0)).values * 2  # a sum in the paper, a mean here
     expected = torch.tensor([[0.5, 0.125, 0.125, 0.25, 0.125, 0.125, 0.25, 0.5]])
     torch.testing.assert_close(scores, expected)
@@ -79,7 +75,7 @@ def test_one_very_negative_logit_does_not_cost_its_chunk(make_prompt: Run, kept:
     """T3, softmax."""
     keys = torch.tensor([5.0, -10, 0, 0, 1]).view(5, 1, 1)
     prompt = make_prompt([keys], [torch.ones(1, 1, 1)], tail=0, window=1)
-    assert kept(prompt.run(chunkkv(window_size=1, chunk_length=2), 3)) == [[[0, 1, 4]]]
+    assert kept(prompt.run(built("chunkkv", window_size=1, chunk_length=2), 3)) == [[[0, 1, 4]]]
 
 
 def test_a_cold_window_costs_the_weakest_chunks() -> None:
@@ -126,7 +122,7 @@ def test_tail_chunk_and_ties() -> None:
 
 def test_shared_heads(random_prompt: Run, kept: Run) -> None:
     """The kvpress variant: one list of chunks for a layer."""
-    decision = random_prompt().run(chunkkv(share_heads=True, window_size=8, chunk_length=5), 9 * 22)
+    decision = random_prompt().run(built("chunkkv", share_heads=True, window_size=8, chunk_length=5), 9 * 22)
     for layer in kept(decision):
         assert layer[0] == layer[1] == layer[2]
 
@@ -138,24 +134,26 @@ def test_reused_layers_are_not_looked_at(
     """T11."""
     prompt = random_prompt(num_layers=num_layers, length=40)
     options = {"window_size": 8, "chunk_length": 3}
-    reused = kept(prompt.run(chunkkv(reuse_layers=reuse, **options), num_layers * 3 * 11, protected=2))
+    reused = kept(prompt.run(built("chunkkv", reuse_layers=reuse, **options), num_layers * 3 * 11, protected=2))
     assert prompt.shown == [layer for layer in range(num_layers) if layer % reuse == 0]
     assert len(prompt.shown) == scored
-    plain = kept(prompt.run(chunkkv(**options), num_layers * 3 * 11, protected=2))
+    plain = kept(prompt.run(built("chunkkv", **options), num_layers * 3 * 11, protected=2))
     assert all(reused[layer] == plain[layer // reuse * reuse] for layer in range(num_layers))
 
 
 def test_reuse_needs_equal_layers(random_prompt: Run) -> None:
-    assert chunkkv(reuse_layers=2, budget_rule="adaptive").reuse_layers == 2
+    assert built("chunkkv", reuse_layers=2, budget_rule="adaptive").reuse_layers == 2
     for rule in ("pyramid", "adaptive-pyramid", "all-layers"):
         with pytest.raises(ConfigError, match="reuse_layers=2 needs the same budget in every layer"):
-            chunkkv(reuse_layers=2, budget_rule=rule)
+            built("chunkkv", reuse_layers=2, budget_rule=rule)
     with pytest.raises(ValueError, match="multiple of the layers"):
-        random_prompt().run(chunkkv(reuse_layers=2), 100)
+        random_prompt().run(built("chunkkv", reuse_layers=2), 100)
 
 
 def test_chunks_with_adaptive_budgets(random_prompt: Run, kept: Run) -> None:
-    decision = random_prompt().run(chunkkv(budget_rule="adaptive", window_size=8, chunk_length=4), 9 * 20, protected=3)
+    decision = random_prompt().run(
+        built("chunkkv", budget_rule="adaptive", window_size=8, chunk_length=4), 9 * 20, protected=3
+    )
     lens = decision.selection.keep_lens
     assert lens.sum(1).tolist() == [60] * 3 and lens[0].unique().numel() > 1
     assert all(run[:3] == [0, 1, 2] for layer in kept(decision) for run in layer)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.decisions import Run, built
+from helpers.decisions import Run, built, of_paper
 from sgl_kvevict.policies import LayerView, RangeScores, Signal
 from sgl_kvevict.policies.selectors import HeavyHitterSelector
 
@@ -29,6 +29,13 @@ def test_policy_keeps_heavy_hitters_and_recent(random_prompt: Run, kept: Run) ->
         for sums, run in zip(prompt.show(layer).signals[Signal.ACCUMULATED_ATTENTION], runs, strict=True):
             heavy = sorted(range(62), key=lambda i, sums=sums: (-float(sums[i]), i))[:10]
             assert run == sorted(heavy) + list(range(62, 72))
+
+
+def test_uniform_attention_keeps_the_first_tokens(from_weights: Run, kept: Run) -> None:
+    """specs/ada_kv.md 9.24: column sums fall; the last token, which is always stored, counts to the budget of 4."""
+    rows = torch.tril(torch.ones(6, 6, dtype=torch.float64))
+    prompt = from_weights([(rows / rows.sum(1, keepdim=True))[None]], tail=1)
+    assert kept(prompt.run(of_paper("h2o"), 3)) == [[[0, 1, 4]]]
 
 
 def test_normalised_by_the_queries_that_saw_a_token(random_prompt: Run) -> None:

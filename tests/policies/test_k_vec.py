@@ -9,9 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from helpers.decisions import Run, built
+from helpers.decisions import Run, built, of_paper
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy
 
 Array = NDArray[np.float64]
 
@@ -24,12 +23,8 @@ FIXTURE = np.array(
 SMALL = {"base_window": 1, "extended_window": 2, "rescored_share": 0.5, "protected_share": 0.5}
 
 
-def k_vec(**options: Any) -> Policy:
-    return built("k-vec", **options)
-
-
-def prompt_of(from_weights: Run, layers: list[Array]) -> Any:
-    return from_weights([torch.from_numpy(rows) for rows in layers], tail=0)
+def prompt_of(from_weights: Run, layers: list[Array], tail: int = 0) -> Any:
+    return from_weights([torch.from_numpy(rows) for rows in layers], tail=tail)
 
 
 def best(values: Array, count: int) -> list[int]:
@@ -84,14 +79,14 @@ def test_readings_told_apart(
 ) -> None:
     """T2 (and T3: what switches a module off)."""
     prompt = prompt_of(from_weights, [FIXTURE] * 2)
-    got = kept(prompt.run(k_vec(keep_window=False, **{**SMALL, **options}), 2 * 2 * 2))
+    got = kept(prompt.run(built("k-vec", keep_window=False, **{**SMALL, **options}), 2 * 2 * 2))
     assert got == expected and coverage(got) == covered
 
 
 def test_three_layers_by_hand(from_weights: Run, kept: Run) -> None:
     """T1."""
     prompt = prompt_of(from_weights, [FIXTURE] * 3)
-    policy = k_vec(keep_window=False, **SMALL)
+    policy = built("k-vec", keep_window=False, **SMALL)
     scores = policy.scorer.score(prompt.show(0))
     torch.testing.assert_close(
         scores.values[1], torch.tensor([0.08, 0.07, 0.08, 0.205, 0.09, 0.185, 0.23, 0.06]), rtol=1e-5, atol=1e-6
@@ -103,12 +98,15 @@ def test_three_layers_by_hand(from_weights: Run, kept: Run) -> None:
     assert got == [[[0, 4], [0, 6]], [[0, 4], [3, 6]], [[0, 4], [5, 6]]] and coverage(got) == 5
 
 
-def test_window_inside_the_range(from_weights: Run, kept: Run) -> None:
+def test_window_inside_the_range_or_behind_it(from_weights: Run, kept: Run) -> None:
     """T2, SnapKV mode with B = 3: the last token is kept, the others compete."""
+    behind = prompt_of(from_weights, [FIXTURE] * 2, tail=1)
+    golden = [[[0, 4], [0, 6]], [[0, 4], [3, 6]]]
+    assert kept(behind.run(of_paper("k-vec", kernel_size=1, **SMALL), 2 * 2 * 2)) == golden
     prompt = prompt_of(from_weights, [FIXTURE] * 2)
-    got = kept(prompt.run(k_vec(**SMALL), 2 * 2 * 3))
-    assert got == [[[0, 4, 7], [0, 6, 7]], [[0, 4, 7], [3, 6, 7]]] and coverage(got) == 5
-    plain = kept(prompt.run(k_vec(**{**SMALL, "rescored_share": 0.0, "bonus": 0.0}), 2 * 2 * 3))
+    got = kept(prompt.run(built("k-vec", **SMALL), 2 * 2 * 3))
+    assert got == [[[*head, 7] for head in layer] for layer in golden] and coverage(got) == 5
+    plain = kept(prompt.run(built("k-vec", **{**SMALL, "rescored_share": 0.0, "bonus": 0.0}), 2 * 2 * 3))
     assert coverage(plain) == 3
 
 
@@ -117,44 +115,34 @@ def test_protected_tokens_come_first_whatever_the_bonus(from_weights: Run, kept:
     rows = np.array([[0.30, 0.25, 0.20, 0.15, 0.10], [0.01, 0.01, 0.01, 0.96, 0.01], [0.01, 0.01, 0.01, 0.01, 0.96]])
     prompt = prompt_of(from_weights, [rows[:, None]])
     options = {"base_window": 1, "extended_window": 1, "rescored_share": 0.0, "protected_share": 0.5}
-    assert kept(prompt.run(k_vec(keep_window=False, **options), 6)) == [[[0, 3], [3, 4], [3, 4]]]
+    assert kept(prompt.run(built("k-vec", keep_window=False, **options), 6)) == [[[0, 3], [3, 4], [3, 4]]]
 
 
-def synth(seed: int, lay: float, spread: float, noise: float, low: float, high: float, drift: float) -> list[Array]:
-    """The generator of T10: 8 layers of 8 heads, 32 rows, 256 tokens."""
+def synth(seed: int) -> list[Array]:
+    """As T10: 8 layers of 8 heads, 32 rows, 256 tokens, with what is common to all, to a layer and to a head."""
     rng = np.random.default_rng(seed)
-    base = 3 * np.arange(256) / 256 + 1.0 * rng.standard_normal(256)
-    layers, early = [], rng.standard_normal(256)
-    for _ in range(8):
-        layer_base = lay * rng.standard_normal(256)
-        rows = np.zeros((8, 32, 256))
-        for head in range(8):
-            head_base = spread * rng.standard_normal(256)
-            scale = rng.uniform(low, high)
-            for i in range(32):
-                query = 256 - 32 + i
-                logits = scale * (base + layer_base + head_base) + noise * rng.standard_normal(256)
-                if i < 16:
-                    logits = logits + drift * early
-                logits[query + 1 :] = -np.inf
-                weights = np.exp(logits - logits[: query + 1].max())
-                rows[head, i] = weights / weights.sum()
-        layers.append(rows)
-    return layers
+    common = 3 * np.arange(256) / 256 + rng.standard_normal(256) + 0.2 * rng.standard_normal((8, 1, 1, 256))
+    scales = rng.uniform(0.5, 1.5, (8, 8, 1, 1))
+    logits = scales * (common + 0.3 * rng.standard_normal((8, 8, 1, 256)))
+    logits = logits + 0.5 * rng.standard_normal((8, 8, 32, 256))
+    logits[:, :, :16] += 0.5 * rng.standard_normal(256)  # the earlier half of the rows
+    logits[..., np.arange(256) > np.arange(224, 256)[:, None]] = -np.inf
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return [*(weights / weights.sum(-1, keepdims=True))]
 
 
 @pytest.mark.parametrize("literal", [True, False])
 def test_equals_the_oracle(from_weights: Run, kept: Run, literal: bool) -> None:
-    layers = synth(3, 0.2, 0.3, 0.5, 0.5, 1.5, 0.5)
-    got = kept(prompt_of(from_weights, layers).run(k_vec(keep_window=not literal), 8 * 8 * 40))
+    layers = synth(3)
+    got = kept(prompt_of(from_weights, layers).run(built("k-vec", keep_window=not literal), 8 * 8 * 40))
     assert got == oracle(layers, 40, literal=literal)
     assert all(len(run) == 40 for layer in got for run in layer)  # T6
 
 
 def test_order_matters_for_layers_not_for_heads(from_weights: Run, kept: Run) -> None:
     """T9."""
-    layers = synth(4, 0.2, 0.3, 0.5, 0.5, 1.5, 0.5)[:3]
-    policy = k_vec(keep_window=False)
+    layers = synth(4)[:3]
+    policy = built("k-vec", keep_window=False)
     got = kept(prompt_of(from_weights, layers).run(policy, 3 * 8 * 32))
     permuted = kept(prompt_of(from_weights, [rows[::-1].copy() for rows in layers]).run(policy, 3 * 8 * 32))
     assert [layer[::-1] for layer in permuted] == got
@@ -170,7 +158,7 @@ def test_query_heads_are_grouped_first(make_prompt: Run) -> None:
     queries = weights.clamp(min=1e-30).log()[None] * 2
     prompt = make_prompt([keys], [queries], tail=0, window=1)
     options = {"base_window": 1, "extended_window": 1, "rescored_share": 0.5, "keep_window": False}
-    scores = k_vec(**options).scorer.score(prompt.show(0))
+    scores = built("k-vec", **options).scorer.score(prompt.show(0))
     torch.testing.assert_close(
         scores.values, torch.tensor([[0.3, 0.2, 0.25, 0.25], [0.175, 0.175, 0.175, 0.475]]), rtol=1e-5, atol=1e-6
     )
@@ -180,4 +168,41 @@ def test_query_heads_are_grouped_first(make_prompt: Run) -> None:
 
 def test_extended_window_must_extend() -> None:
     with pytest.raises(ConfigError, match="extended_window: got 8 for policy 'k-vec'; allowed: an integer >= base"):
-        k_vec(extended_window=8)
+        built("k-vec", extended_window=8)
+
+
+def test_the_protected_share_is_of_the_whole_budget(from_weights: Run, kept: Run) -> None:
+    """Eq. 16: beta * B counts the window: of B = 4 with a window of 1 two tokens are sure, not one."""
+    prompt = prompt_of(from_weights, [FIXTURE] * 2, tail=1)
+    options = {"base_window": 1, "extended_window": 1, "rescored_share": 0.0, "kernel_size": 1, "bonus": 50.0}
+    half = kept(prompt.run(of_paper("k-vec", protected_share=0.5, **options), 2 * 2 * 3))
+    assert all({0, 4} <= set(head) for layer in half for head in layer)  # both heads' own best
+    none = kept(prompt.run(of_paper("k-vec", protected_share=0.0, **options), 2 * 2 * 3))
+    assert any(4 not in head for layer in none for head in layer)
+
+
+def test_the_spread_counts_the_tokens_behind_the_range(from_weights: Run) -> None:
+    """Eq. 10: the standard deviation over all tokens. Head 1 is flat in the range and peaks behind it."""
+    rows = torch.tensor([[[0.30, 0.20, 0.30, 0.20, 0.0]], [[0.05, 0.05, 0.05, 0.05, 0.80]]], dtype=torch.float64)
+    rows = torch.cat((rows[:, :, [1, 0, 3, 2, 4]], rows), dim=1)
+    rows[:, 0, 4] = 0.0
+    rows[:, 0] /= rows[:, 0].sum(-1, keepdim=True)
+    options = {"base_window": 1, "extended_window": 2, "rescored_share": 0.5, "kernel_size": 1}
+    scores = of_paper("k-vec", **options).scorer.score(from_weights([rows], tail=1).show(0)).values
+    torch.testing.assert_close(scores[1], rows[1, 1, :4].float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(scores[0], rows[0, :, :4].mean(0).float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_heads", "rescored"), [(1, 0), (2, 1), (3, 1), (4, 2), (8, 3), (16, 6), (32, 12)])
+def test_three_of_eight_heads_are_rescored(num_heads: int, rescored: int) -> None:
+    assert of_paper("k-vec").scorer.num_rescored(num_heads) == rescored  # type: ignore[attr-defined]
+
+
+def test_what_is_left_without_effect_is_said() -> None:
+    policy = of_paper("k-vec")
+    assert policy.caution(3) is None and policy.caution(8) is None
+    assert "of 1 KV heads is 0: no head looks further back" in str(policy.caution(1))
+    every = of_paper("k-vec", rescored_share=1.0)
+    assert "of 8 KV heads is 8: every head looks further back" in str(every.caution(8))
+    assert of_paper("k-vec", rescored_share=0.0).caution(1) is None  # switched off
+    assert of_paper("snapkv").caution(1) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.decisions import Run, built
+from helpers.decisions import Run, built, of_paper
 
 
 def golden_prompt(make_prompt: Run, tail: int = 4) -> Any:
@@ -24,11 +24,12 @@ POOL_MEAN = [[4, 5, 12, 13, 14], [3, 4, 5, 6, 12, 13], [2, 3, 4, 13, 16, 17, 18]
 MEAN_POOL = [[4, 5, 12, 13, 14], [3, 4, 5, 6, 12, 13], [2, 3, 4, 11, 12, 13, 17]]
 
 
-@pytest.mark.parametrize(("order", "expected"), [("pool-mean", POOL_MEAN), ("mean-pool", MEAN_POOL)])
-def test_golden_run_of_algorithm_2(make_prompt: Run, kept: Run, order: str, expected: list[list[int]]) -> None:
+@pytest.mark.parametrize(("options", "expected"), [({}, POOL_MEAN), ({"order": "mean-pool"}, MEAN_POOL)], ids=str)
+def test_golden_run_of_algorithm_2(
+    make_prompt: Run, kept: Run, options: dict[str, str], expected: list[list[int]]
+) -> None:
     prompt = golden_prompt(make_prompt)
-    ada = built("ada-snapkv", window_size=4, kernel_size=3, order=order, safeguard="paper")
-    decision = prompt.run(ada, 18)
+    decision = prompt.run(of_paper("ada-kv", window_size=4, kernel_size=3, **options), 18)
     assert decision.selection.keep_lens.tolist() == [[5, 6, 7]]
     assert kept(decision) == [expected]
     assert decision.merge is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.packing import Selection, pack, repack
+from helpers.packing import pack, repack, selected
+from kvevict_kernels.head_slots import head_slot_of
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments.packer import SegmentPacker
@@ -18,19 +19,16 @@ START = 100
 @pytest.fixture
 def store():
     """An arena in which every row names its token slot, layer and lane."""
-    g = GEOMETRY
-    shape = (g.num_layers, g.num_token_slots, g.num_kv_heads, g.head_dim)
-    ids = torch.arange(g.num_head_slots, dtype=torch.float32).view(g.num_layers, g.num_token_slots, g.num_kv_heads, 1)
-    k = ids.expand(shape).contiguous()
-    return SegmentPacker(g, k, -k)
+    ids = torch.arange(GEOMETRY.num_head_slots, dtype=torch.float32).view(*GEOMETRY.arena_shape[:3], 1)
+    k = ids.expand(GEOMETRY.arena_shape).contiguous()
+    return SegmentPacker(GEOMETRY, k, -k)
 
 
 def make_selection(num_tokens, keep_lens, seed=0):
     """Keep a pseudo-random ascending set of the given sizes."""
     generator = torch.Generator().manual_seed(seed)
-    indices = [torch.randperm(num_tokens, generator=generator)[:n].sort().values for n in keep_lens]
-    lens = torch.tensor(keep_lens, dtype=torch.int32).view(GEOMETRY.num_layers, GEOMETRY.num_kv_heads)
-    return Selection(lens, torch.cat(indices).to(torch.int32), sum(keep_lens)), indices
+    indices = [torch.randperm(num_tokens, generator=generator)[:n].sort().values.tolist() for n in keep_lens]
+    return selected(*indices, num_heads=GEOMETRY.num_kv_heads), indices
 
 
 @pytest.fixture
@@ -38,10 +36,6 @@ def whole(store):
     """A span of all tokens of a segment."""
     segment, _ = pack(store, torch.arange(1, 21), START, make_selection(20, [4] * 15)[0])
     return Span(segment, START, START + 20, is_owner=True)
-
-
-def head_slot(layer, token_slot, lane):
-    return (layer * GEOMETRY.num_token_slots + token_slot) * GEOMETRY.num_kv_heads + lane
 
 
 def read(store, span):
@@ -62,7 +56,7 @@ def expected(indices, token_slots):
     runs = []
     for run, kept in enumerate(indices):
         layer, lane = divmod(run, GEOMETRY.num_kv_heads)
-        runs.append([(START + i, float(head_slot(layer, int(token_slots[i]), lane))) for i in kept.tolist()])
+        runs.append([(START + i, float(head_slot_of(layer, int(token_slots[i]), lane, 64, 5))) for i in kept])
     return runs
 
 
@@ -163,9 +157,8 @@ def test_values_inside_keys_rows_are_packed_with_them():
     before = k.clone()
     store = SegmentPacker(geometry, k, k[..., : geometry.latent_dim])
     token_slots = torch.randperm(63)[:20] + 1
-    lens = torch.tensor([[5], [9], [7]], dtype=torch.int32)
-    kept = [torch.randperm(20)[:n].sort().values for n in lens.flatten().tolist()]
-    segment, _ = pack(store, token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
+    kept = [torch.randperm(20)[:n].sort().values.tolist() for n in (5, 9, 7)]
+    segment, _ = pack(store, token_slots, START, selected(*kept, num_heads=1))
     want = torch.cat([before[layer, token_slots[indices], 0] for layer, indices in enumerate(kept)])
     assert torch.equal(store.k_arena.flatten(0, 2)[segment.packed.rows.rows], want)
     assert torch.equal(store.v_arena.flatten(0, 2)[segment.packed.rows.rows], want[:, :4])

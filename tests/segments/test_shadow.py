@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.packing import Selection, kept_rows, pack, repack, resize
+from helpers.packing import kept_rows, pack, repack, resize, selected
 from sgl_kvevict.copies import CopiedEntries, CopiedRows
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -42,10 +42,8 @@ class World:
 
     def pack(self, kept, order=None):
         """``kept``: tokens that each of the target's four heads keeps."""
-        lens = torch.tensor([len(tokens) for tokens in kept], dtype=torch.int32).view(2, 2)
-        indices = torch.tensor([token for tokens in kept for token in tokens], dtype=torch.int32)
         order = None if order is None else torch.tensor(order, dtype=torch.int16)
-        self.segment, self.freed = pack(self.packer, SLOTS, START, Selection(lens, indices, len(indices)), order=order)
+        self.segment, _ = pack(self.packer, SLOTS, START, selected(*kept), order=order)
         return Span(self.segment, START, START + TOKENS, is_owner=True)
 
     def read(self, span):
@@ -152,22 +150,15 @@ def moved(world, views, slots):
 
 def test_of_tokens_in_place_the_rows_come_back_that_were_paid_most(world):
     """As many as the slots of the kept entries hold: the same as if they had been packed before."""
-    lens = torch.tensor([len(tokens) for tokens in KEPT], dtype=torch.int32).view(2, 2)
-    indices = torch.tensor([token for tokens in KEPT for token in tokens], dtype=torch.int32)
-    kept = kept_rows(Selection(lens, indices, len(indices)), TOKENS)
+    kept = kept_rows(selected(*KEPT), TOKENS)
     copied = world.packer.copy_shadow([Source(TARGET, TokenRange(SLOTS, START), kept)])
     world.pack(KEPT)
     packed = world.packer.copy_shadow([Source(TARGET, world.segment.live_view)])
     assert all(getattr(copied, name).equal(part) for name, part in vars(packed).items())
 
 
-def test_rows_come_back_in_other_slots(world):
-    world.pack(KEPT)
-    assert world.read(moved(world, [View(world.segment, START, START + TOKENS)], [50, 40, 45])) == READ
-
-
-@pytest.mark.parametrize("cut", range(1, TOKENS))
-def test_rows_of_a_part_come_back(world, cut):
+@pytest.mark.parametrize("cut", range(1, TOKENS + 1))
+def test_rows_of_a_part_or_of_all_come_back_in_other_slots(world, cut):
     world.pack(KEPT)
     span = moved(world, [View(world.segment, START, START + cut)], [50, 40, 45])
     assert world.read(span) == [[token for token in run if token < cut] for run in READ]
@@ -180,8 +171,7 @@ def test_rows_of_two_segments_come_back_as_of_one(world):
     world.k[:, 50:55], world.v[:, 50:55] = rows[..., None], -rows[..., None]
     for run, token in enumerate((7, 9, 8, 11)):
         world.drafts.paid[run // 2, 43 + token, run % 2] = 0.5
-    one_each = Selection(torch.ones(2, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4)
-    lower, _ = pack(world.packer, torch.arange(50, 55), START + 7, one_each)
+    lower, _ = pack(world.packer, torch.arange(50, 55), START + 7, selected([0], [0], [0], [0]))
     upper = View(world.segment, START, START + 7)
     span = moved(world, [upper, View(lower, START + 7, START + TOKENS)], [40, 42, 44])
     assert world.read(span) == [[0, 1, 2, 3, 4, 5, 6, 7], [4, 9], [8], [11]]

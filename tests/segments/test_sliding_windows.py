@@ -30,9 +30,8 @@ def make(budget: float, windows: tuple[int, ...] = WINDOWS, **options: object) -
     """A random arena; ``knorm`` needs nothing but the cache."""
     torch.manual_seed(42)
     geometry = KVGeometry(len(windows), 6, 3, 8, 200, windows=windows)
-    shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
     config = KVEvictConfig(policy=KNORM, budget=budget, **options)
-    return Compressor(config, built(KNORM), SegmentPacker(geometry, torch.randn(shape), torch.randn(shape)))
+    return Compressor(config, built(KNORM), SegmentPacker(geometry, *torch.randn(2, *geometry.arena_shape)))
 
 
 def compressed(compressor: Compressor) -> tuple[Segment, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.packing import Selection, kept_rows, ordered, pack
+from helpers.packing import kept_rows, ordered, pack, selected
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import MergePlan
@@ -28,14 +28,9 @@ def packer() -> SegmentPacker:
     return SegmentPacker(GEOMETRY, k, -k)
 
 
-def selection(*runs: list[int]) -> Selection:
-    lens = torch.tensor([len(run) for run in runs], dtype=torch.int32).view(2, 2)
-    return Selection(lens, torch.tensor([index for run in runs for index in run], dtype=torch.int32), int(lens.sum()))
-
-
 def packed(packer: SegmentPacker, first: int, count: int, *runs: list[int]) -> Segment:
     """Tokens ``first .. first + count`` of the path with an order: later entries come first."""
-    chosen = selection(*runs)
+    chosen = selected(*runs)
     order = torch.arange(chosen.num_entries, dtype=torch.int16)
     return pack(packer, torch.arange(first + 1, first + count + 1), START + first, chosen, order=order)[0]
 
@@ -99,7 +94,7 @@ def test_what_is_not_kept_is_merged_into_what_is(packer: SegmentPacker) -> None:
         indices=torch.tensor([1, 4, 0, 2], dtype=torch.int32),
         weights=torch.tensor([1.0, 0.5, 0.25, 0.25]),
     )
-    source = Source(GEOMETRY, tokens, kept_rows(selection([1], [], [], [4]), 5))
+    source = Source(GEOMETRY, tokens, kept_rows(selected([1], [], [], [4]), 5))
     merged = packer.rewrite(source, 1, merge=plan)[0].rows
     keys = packer.k_arena.flatten(0, 2)[merged.rows, 0].tolist()
     assert keys == pytest.approx([104.0, 0.5 * 107.3 + 0.25 * 103.3 + 0.25 * 105.3])
@@ -148,7 +143,7 @@ def test_what_is_dead_is_not_kept(packer: SegmentPacker) -> None:
 @pytest.mark.parametrize("num_slots", [3, 1, 0, -1])
 def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker, num_slots: int) -> None:
     before = packer.k_arena.clone()
-    kept = kept_rows(selection([0], [1], [0, 1], [1]), 2)
+    kept = kept_rows(selected([0], [1], [0, 1], [1]), 2)
     source = Source(GEOMETRY, TokenRange(torch.tensor([1, 2]), START), kept)
     with pytest.raises(
         InvariantError, match=f"num_slots: got {num_slots} for 5 entries of a range of 2 slots; allowed: 2 to 2"
@@ -157,10 +152,7 @@ def test_more_slots_than_there_are_and_too_few_are_refused(packer: SegmentPacker
     assert packer.k_arena.equal(before)
 
 
-def test_entries_without_an_order_cannot_shrink(packer: SegmentPacker) -> None:
+def test_entries_do_not_shrink_to_more_slots(packer: SegmentPacker) -> None:
     segment = packed(packer, 0, 4, *FIRST)
     with pytest.raises(InvariantError, match="entries in 2 slots cannot shrink to 3 slots"):
         Source(GEOMETRY, whole(segment)).best(3)
-    ordered(segment, None)
-    with pytest.raises(InvariantError, match="without an order"):
-        Source(GEOMETRY, whole(segment)).best(1)

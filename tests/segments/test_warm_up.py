@@ -65,8 +65,8 @@ def test_rows_of_few_bits_of_other_lengths() -> None:
 
 def arena(stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(42)
-    shape = (GEOMETRY.num_layers, GEOMETRY.num_token_slots, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
-    return torch.randn(shape).to(stored), torch.randn(shape).to(stored)
+    k, v = torch.randn(2, *GEOMETRY.arena_shape).to(stored)
+    return k, v
 
 
 def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -> None:
