@@ -15,6 +15,8 @@ if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     torch.set_num_threads(num_threads)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
 
+os.environ.setdefault("SGLANG_PLATFORM", "kvevict_cpu")  # SGLang resolves its platform when it is imported
+
 TESTS = Path(__file__).parent
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:

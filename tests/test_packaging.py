@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import release_notes as notes
 
 from sgl_kvevict.machine import SGLANG_RANGE, SUPPORTED_SGLANG
 
@@ -155,10 +155,6 @@ def test_the_wheel_works_in_a_clean_environment(
 
 
 def test_the_changelog_has_a_section_of_this_version(project: dict[str, Any]) -> None:
-    spec = importlib.util.spec_from_file_location("release_notes", ROOT / "tools" / "release_notes.py")
-    assert spec is not None and spec.loader is not None
-    notes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(notes)
     assert notes.version() == project["project"]["version"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     date, text = notes.section(changelog, notes.version())

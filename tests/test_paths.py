@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvevict.cli import main
+from helpers.command_line import run
 from sgl_kvevict.config import ENV_VAR, parse_config
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.paths import cache_folder, expanded, write_error
@@ -31,10 +31,9 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a command that ends with code 2 says."""
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    return capsys.readouterr().err
+    code, _, error = run(capsys, *arguments)
+    assert code == 2
+    return error
 
 
 def test_home_is_replaced_once_where_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,9 @@ def test_each_row_has_facts_to_which_it_alone_applies(name: str, table: Table[An
     assert found[0] and (found[1:] == [support.WHAT_WORKS]) == (name in MODELS)
     assert not [sentence for sentence in found if EMPTY.search(sentence)]  # it says what would break
     assert len(found[0].split()) >= 4 or name == "store URL"
+    field = name.split()[0]
+    if "_" in field and name not in (*MODELS, *LAYERS):
+        assert field in found[0].replace("-", "_")
 
 
 @pytest.mark.parametrize(("table", "facts"), [(table, facts) for _, table, facts in MOMENTS])
@@ -186,6 +189,10 @@ def test_nothing_is_refused_of_a_plain_model() -> None:
         loaded(own=settings(attn_dp_size=2), decode_graphs="full", **ON_CPU),
         loaded(own=settings(chunked_prefill_size=None)),
         loaded(windows=(8, 0), has_states=True),
+        loaded(decode_graphs="breakable", prefill_graphs="full", **ON_CPU),
+        loaded(KVEvictConfig(host_bytes=0), build_policy("snapkv", {}), windows_class=WINDOWS),
+        loaded(own=DRAFTS, windows=(0, 12, 40)),
+        loaded(windows=(1,), windows_class=WINDOWS),
     ],
 )
 def test_nothing_is_refused_of_half_of_what_a_row_is_about(facts: AfterLoad) -> None:

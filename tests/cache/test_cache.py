@@ -68,18 +68,6 @@ def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
     assert (totals.dropped_spans, totals.dropped_slots) == (2, 4 + 9)  # with two branches and the tail
 
 
-def test_dropping_the_lower_part_of_a_segment_repacks_the_rest():
-    harness, totals = cache(min_budget=None)
-    harness.finish(harness.run(DOCUMENT))
-    reader = harness.run([*DOCUMENT[:8], 50])
-    while len(harness.tree.spans) > 1:
-        assert harness.evict(1)
-    (node,) = harness.tree.spans
-    assert ranges(harness) == [(0, 8)]
-    assert totals.repacks == 1 and harness.tree.node_slots(node) < 9
-    harness.decode(reader)
-
-
 def test_a_request_that_will_not_be_cached_is_not_observed():
     """Nothing would ever use what was seen, and end it."""
     harness, _ = cache()

@@ -64,10 +64,6 @@ def kept_entries(segment) -> int:
     return sum(part.num_entries for part in segment.evicted if part.blocks)
 
 
-def totals(harness: Harness):
-    return harness.tree.prefixes.totals
-
-
 @pytest.mark.parametrize("bits", [16, "auto"])
 def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
     harness = harness_of(bits=bits)
@@ -87,8 +83,9 @@ def test_what_a_segment_has_lost_comes_back_step_by_step(bits):
         harness.check()
         assert harness.decode(reader)
     assert not segment.evicted
-    assert totals(harness).growths == 3
-    assert totals(harness).returned_entries == totals(harness).evicted_entries == num_entries(segment) - before
+    totals = prefixes.totals
+    assert totals.growths == 3
+    assert totals.returned_entries == totals.evicted_entries == num_entries(segment) - before
     prefixes.resizer.resize(segment, prefixes.resizer.slots_at(segment, 0.1))  # and go again
     harness.check()
     assert segment.num_entries + kept_entries(segment) == num_entries(segment)
@@ -108,19 +105,6 @@ def test_a_request_asks_for_entries(options, least, is_dropped):
     (segment,) = harness.tree.prefixes.table.packed
     assert segment.num_entries >= least * num_entries(segment) and segment.num_entries > before
     assert (segment.num_entries == num_entries(segment)) is (least == 1.0)
-
-
-def test_the_client_is_told_what_was_read():
-    harness = harness_of(bits="auto")
-    shrunk(harness, 0.3, 0.1)
-    shares = []
-    for options in ({}, {"complete": True}):
-        req = harness.request([*TEXT[:60], 5, 5], options=options)
-        harness.tree.prefixes.readers[req].least_share = harness.tree._options_of(req).least_share
-        assert harness.admit(req) and harness.prefill(req)
-        harness.finish(req)
-        shares.append(harness.tree.prefixes.readers[req].report.compressed.share)
-    assert shares[0] < 0.4 and shares[1] == 1.0
 
 
 def test_a_hint_that_cannot_be_had_is_answered_with_what_is_there():
@@ -348,7 +332,6 @@ def test_what_fills_its_own_path_shrinks_for_a_request_that_asks():
     prefixes = harness.tree.prefixes
     text = [*TEXT[:60], *[9] * 60]
     serve(harness, text)
-    prefixes._tree.find(text[:120], (None, None))
     harness._alloc(harness.allocator.available_size())
     req = harness.request([*text[:120], 5, 5], options={"complete": True})
     prefixes.readers[req].least_share = 1.0

@@ -77,11 +77,9 @@ def test_json(capsys, served):
     assert tokens == [*DOCUMENT, 1, 2, 3]
 
 
-def test_limit_and_bad_options(capsys, served, tmp_path):
+def test_limit(capsys, served):
     out = run(capsys, "inspect", served, "--limit", "2")[1]
     assert re.search(r"\.\.\. and \d+ deeper nodes", out)
-    code, _, error = run(capsys, "inspect", f"ipc://{tmp_path}/nobody", "--timeout", "0.2")
-    assert code == 1 and "no answer from" in error
 
 
 def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, monkeypatch):
@@ -164,17 +162,11 @@ def test_the_text_tree_of_a_snapshot(capsys):
     text = capsys.readouterr().out
     assert "50-80  30 tokens -> 30.0 slots  1 reading  namespace </script><s…  node 6\n" in text
     assert "... and 3 deeper nodes" in text and len(text.splitlines()) == 5
-    assert text.startswith(f"{'m' * 39}…, policy ")
+    counted = f": {looked.status.gauges.logical_tokens:,} tokens in {looked.status.gauges.held_slots:,} of "
+    assert text.startswith(f"{'m' * 39}…, policy ") and counted in text  # also of nodes that are left out
     print_shaped(inspection.as_text(looked, is_long=True))
     text = capsys.readouterr().out
     assert text.startswith(f"{looked.about.model}, policy ") and f"namespace {EVIL[:20]}" in text
-
-
-def test_the_text_tree_counts_nodes_that_it_leaves_out(capsys):
-    looked = snapshot()
-    print_shaped(inspection.as_text(looked))
-    gauges = looked.status.gauges
-    assert f": {gauges.logical_tokens:,} tokens in {gauges.held_slots:,} of " in capsys.readouterr().out
 
 
 def test_a_namespace_cannot_steer_the_terminal(capsys):

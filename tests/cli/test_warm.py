@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from helpers.command_line import run
 from helpers.web_servers import QuietHandler, serving
-from sgl_kvevict.cli import main
 from sgl_kvevict.client import API_KEY_VAR, WarmError, warm
 from sgl_kvevict.errors import ConfigError
 
@@ -88,34 +86,16 @@ def test_refusals_and_silence_are_named(server: FakeServer) -> None:
 def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "prefix.txt"
     text.write_text("a long prefix")
-    for flags in ([], ["--json"]):
-        with pytest.raises(SystemExit, match="0"):
-            main(["warm", server.url, "--text-file", str(text), *flags])
-    line, as_json = capsys.readouterr().out.splitlines()
+    arguments = ("warm", server.url, "--text-file", str(text))
+    (code, line, _), (code_of_json, as_json, _) = run(capsys, *arguments), run(capsys, *arguments, "--json")
+    assert code == code_of_json == 0
     assert "1,000 in the pool, 50 in the host's memory, 0 in the store" in line
     assert json.loads(as_json)["device"] == 1000 and server.seen[0][1]["text"] == "a long prefix"
 
 
-def test_command_line_wants_one_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["warm", "http://127.0.0.1:1"])
-    assert "--text-file and --messages-file: give one of them" in capsys.readouterr().err
-
-
-def test_the_port_of_something_else_is_said_without_its_bytes() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-
-        def answer() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(b"\xff\x00\x1b[2J not HTTP\r\n\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(WarmError, match="/generate: the answer is not HTTP; is this the port of SGLang's server"):
-            warm(f"http://127.0.0.1:{other.getsockname()[1]}", text="A prefix.")
-        thread.join()
+def test_command_line_wants_one_source(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "warm", "http://127.0.0.1:1")
+    assert code == 2 and "--text-file and --messages-file: give one of them" in error
 
 
 def test_the_address_of_openai_s_clients_is_corrected(server: FakeServer) -> None:
@@ -137,10 +117,10 @@ def test_a_key_is_sent_with_every_request(
     server.keys.clear()
     (tmp_path / "key").write_text("from-a-file\n")
     (tmp_path / "prefix").write_text("a long prefix")
-    with pytest.raises(SystemExit, match="0"):
-        main(["warm", server.url, "--text-file", str(tmp_path / "prefix"), "--api-key-file", str(tmp_path / "key")])
-    assert set(server.keys) == {"Bearer from-a-file"}
-    assert "from-a-file" not in "".join(capsys.readouterr())
+    arguments = ("--text-file", str(tmp_path / "prefix"), "--api-key-file", str(tmp_path / "key"))
+    code, out, error = run(capsys, "warm", server.url, *arguments)
+    assert code == 0 and set(server.keys) == {"Bearer from-a-file"}
+    assert "from-a-file" not in out + error
 
 
 @pytest.mark.parametrize("key", ["sec ret", "sec\nret", "secret\u20ac"])

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.command_line import run
 from helpers.event_sockets import ipc_config
 from helpers.watched import DOCUMENT, WatchedHarness
 from helpers.web_servers import serving
 from sgl_kvevict.cli import inspect as inspection
-from sgl_kvevict.cli import main
 from sgl_kvevict.cli import web as web_module
 from sgl_kvevict.cli.web import MAX_CONNECTIONS, WebServer
 
@@ -150,9 +150,8 @@ def test_a_port_that_is_taken_and_options_that_do_not_go_together(capsys, web):
         (["--web", "0", "--json"], "error: --web: got --json or --count too; allowed: neither"),
         (["nowhere", "--web", "0"], "error: endpoint: got 'nowhere'; allowed: "),
     ):
-        with pytest.raises(SystemExit) as caught:
-            main(["top", *arguments])
-        assert caught.value.code == 2 and reason in capsys.readouterr().err
+        code, _, error = run(capsys, "top", *arguments)
+        assert code == 2 and reason in error
 
 
 PROBE = Path(__file__).with_name("page_probe.js")

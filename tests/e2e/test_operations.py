@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from helpers.event_sockets import wait_until
+from helpers.kv_mirror import Mirror
 from helpers.prometheus import PROMETHEUS, Prometheus
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
@@ -106,21 +107,11 @@ def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server, kv_subscribe
         _, seq, payload = kv_subscriber.recv_multipart()
         live.append((int.from_bytes(seq, "big"), payload))
     assert live == messages[live[0][0] :] and len(live) > len(messages) - 10  # but for those before it had connected
-    blocks: dict[int, tuple[int, ...]] = {}
-    kinds: Counter = Counter()
+    mirror, kinds = Mirror(), Counter()
     for _, payload in messages:
-        for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
-            kinds[type(event)] += 1
-            if isinstance(event, AllBlocksCleared):
-                blocks.clear()
-            elif isinstance(event, BlockRemoved):
-                for block in event.block_hashes:
-                    del blocks[block]
-            else:
-                before = () if event.parent_block_hash is None else blocks[event.parent_block_hash]
-                for block, token in zip(event.block_hashes, event.token_ids, strict=True):
-                    before = (*before, token)
-                    blocks[block] = before
+        events = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        kinds.update(map(type, events))
+        mirror.apply(events)
     assert kinds[BlockStored] > 20 and kinds[BlockRemoved] > 20
 
     snapshot = asked(ENDPOINT, 10.0, lambda client: ask_snapshot(client, limit=20_000, with_tokens=True))
@@ -133,7 +124,7 @@ def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server, kv_subscribe
             before = (*before, token)
             cached.append(before)
         path[node.id] = before
-    assert sorted(blocks.values()) == sorted(cached)
+    assert sorted(mirror.blocks.values()) == sorted(cached)
 
 
 COUNTERS = ("compressions", "evicted_entries", "released_slots", "splits", "dropped_nodes", "dropped_spans")

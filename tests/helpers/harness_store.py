@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from sgl_kvevict.cache.adoption import Adoption, Prompt
 from sgl_kvevict.cache.export import export_segment
 from sgl_kvevict.cache.saving import StoreAccess
 from sgl_kvevict.sglang_adapter.scheduler_store import fetch
-from sgl_kvevict.store.backend import Backend, Item
 from sgl_kvevict.store.identity import StoreIdentity
 from sgl_kvevict.store.reader import ReadAhead
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
@@ -24,6 +24,8 @@ from sgl_kvevict.store.writer import WriteBehind
 
 DRAFT = identity_of(num_layers=1, num_kv_heads=3, head_dim=2, own_value_dim=2)
 """The draft model of :class:`helpers.verify_machines.VerifyingHarness`."""
+NUMBERS = itertools.count()
+"""Of stores in memory."""
 IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_prefix_tokens=6)
 
 
@@ -61,29 +63,6 @@ def adoption(harness: Harness) -> Adoption:
     return Adoption(harness.tree.prefixes.core, harness.tree.prefixes.resizer)
 
 
-class Items(Backend):
-    """A store in a dictionary."""
-
-    def __init__(self):
-        super().__init__("items")
-        self._items = {}
-
-    def _put(self, name, data):
-        self._items[name] = data
-
-    def _get(self, name, limit):
-        return self._items.get(name)
-
-    def _exists(self, name):
-        return name in self._items
-
-    def _delete(self, name):
-        return self._items.pop(name, None) is not None
-
-    def _list(self, prefix):
-        return iter([Item(name, len(data), 0.0) for name, data in self._items.items() if name.startswith(prefix)])
-
-
 def found_again(
     records: list[SegmentRecord],
     prompt: Prompt,
@@ -92,7 +71,7 @@ def found_again(
     identity: StoreIdentity,
 ) -> Iterator[SegmentRecord]:
     """Write segments to a store, and yield those that a server with a draft model finds there for a prompt."""
-    items = Items()
+    items = open_backend(f"memory://machine/{next(NUMBERS)}")
     for record in records:
         SegmentStore(items, identity, draft=DRAFT).put(record, identity.namespace(*prompt.namespace))
     store = SegmentStore(items, identity, draft=draft)

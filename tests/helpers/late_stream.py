@@ -52,13 +52,8 @@ class TwiceStream(LateStream):
 
         def result() -> T:
             value = late()
-            assert_same_choice(early, value)
+            assert isinstance(early, RangeOrder) and isinstance(value, RangeOrder)
+            assert torch.equal(early.keys, value.keys)  # bit by bit
             return value
 
         return result
-
-
-def assert_same_choice(one: object, other: object) -> None:
-    """Compare what two runs of one policy order, bit by bit."""
-    assert isinstance(one, RangeOrder) and isinstance(other, RangeOrder)
-    assert torch.equal(one.keys, other.keys)

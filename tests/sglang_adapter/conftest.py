@@ -1,10 +1,8 @@
-"""SGLang resolves its platform at import: choose ours before any test module imports it."""
-
-import os
+from __future__ import annotations
 
 import pytest
 
-os.environ.setdefault("SGLANG_PLATFORM", "kvevict_cpu")
+from helpers.harness import Harness
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -14,6 +12,4 @@ def _published(server_args):
 
 @pytest.fixture
 def harness():
-    from helpers.harness import Harness  # which imports SGLang
-
     return Harness()

@@ -51,11 +51,6 @@ def end(harness: Harness, req) -> CacheReport:
     return told(harness, req)
 
 
-def under_pressure(**fields) -> Harness:
-    """Prefixes are compressed when slots are short only."""
-    return Harness(waits=True, **fields)
-
-
 def test_nothing_is_told_before_a_prompt_is_prefilled(harness):
     req = harness.request(DOCUMENT)
     assert details_of(harness.tree, req) is None
@@ -63,7 +58,7 @@ def test_nothing_is_told_before_a_prompt_is_prefilled(harness):
 
 
 def test_what_was_found_uncompressed():
-    harness = under_pressure(num_slots=400)
+    harness = Harness(waits=True, num_slots=400)
     assert end(harness, ask(harness, DOCUMENT)) == CacheReport()
     again = ask(harness, [*DOCUMENT, 1, 1])
     assert details_of(harness.tree, again) == {"device": 60, "host": 0, "kvevict_compressed": 0}
@@ -85,7 +80,7 @@ def test_what_was_found_compressed(harness):
 
 
 def test_rows_of_few_bits():
-    harness = under_pressure(bits="auto", num_slots=400)
+    harness = Harness(waits=True, bits="auto", num_slots=400)
     harness.finish(ask(harness, DOCUMENT))
     harness.evict(1)
     (segment,) = harness.tree.prefixes.table.packed
@@ -98,7 +93,7 @@ def test_rows_of_few_bits():
 
 def test_an_answer_is_told_the_least_that_it_has_read():
     """The first part of a stream what was read until then, the last part, or the whole answer, the least."""
-    harness = under_pressure(num_slots=400)
+    harness = Harness(waits=True, num_slots=400)
     harness.finish(ask(harness, DOCUMENT))
     req = ask(harness, [*DOCUMENT, 1, 1])
     assert told(harness, req) == CacheReport(device=60)
@@ -112,7 +107,7 @@ def test_an_answer_is_told_the_least_that_it_has_read():
 
 
 def test_its_own_tokens_that_were_compressed_while_it_answered_count():
-    harness = under_pressure(num_slots=400)
+    harness = Harness(waits=True, num_slots=400)
     req = ask(harness, DOCUMENT)
     harness.evict(1)
     report = end(harness, req)
@@ -148,7 +143,7 @@ def test_an_exact_request_is_told_what_it_cost():
 
 
 def test_an_exact_request_that_finds_its_prefix_uncompressed_has_cost_nothing():
-    harness = under_pressure(num_slots=400)
+    harness = Harness(waits=True, num_slots=400)
     harness.finish(ask(harness, DOCUMENT))
     assert end(harness, ask(harness, [*DOCUMENT, 1, 1], is_exact=True)) == CacheReport(device=60)
 

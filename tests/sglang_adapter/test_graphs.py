@@ -15,39 +15,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
-from helpers.settings import refused
 from sgl_kvevict.config import ENV_VAR
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, after_init_new, replayed_readers
 from sgl_kvevict.sglang_adapter.plugin import register
 
 OFF = GraphBackend.DISABLED
-FLASHINFER = {"attention": "flashinfer", "chosen": "flashinfer"}
-
-
-@pytest.mark.parametrize("prefill", [GraphBackend.BREAKABLE, GraphBackend.FULL])
-def test_cuda_graphs_of_prefills_are_refused(prefill):
-    (reason,) = refused(decode_graphs=GraphBackend.FULL, prefill_graphs=prefill)
-    assert "--cuda-graph-backend-prefill disabled" in reason
-
-
-def test_decode_graphs_need_an_attention_that_can_be_captured():
-    assert refused(decode_graphs=GraphBackend.FULL) == []
-    (reason,) = refused(decode_graphs=GraphBackend.FULL, **FLASHINFER)
-    assert "--cuda-graph-backend-decode disabled, or with another attention" in reason
-    assert refused(decode_graphs=OFF, **FLASHINFER) == []
-
-
-def test_graphs_in_which_requests_could_not_be_told_apart_are_refused():
-    (reason,) = refused(decode_graphs=GraphBackend.BREAKABLE)
-    assert "'breakable'" in reason and "'full', 'disabled'" in reason
-    (reason,) = refused(decode_graphs=GraphBackend.FULL, has_glue_graph=True)
-    assert "SGLANG_ENABLE_METADATA_GLUE_GRAPH" in reason
-
-
-def test_graphs_do_not_matter_on_a_cpu():
-    on_cpu = {"device": "cpu", "chosen": "numba"}
-    assert refused(decode_graphs=GraphBackend.BREAKABLE, prefill_graphs=GraphBackend.FULL, **on_cpu) == []
 
 
 def test_a_replay_knows_the_requests_of_the_forward_before_it():

@@ -250,14 +250,6 @@ def test_prefills_alone_give_statistics():
 # ---- while serving --------------------------------------------------------------------------------------------------
 
 
-def test_the_first_prompt_is_compressed_at_once():
-    cache = LearnedCache()
-    cache.ask(document(2), 7, 8, 9)
-    assert cache.spans == [(0, 63)]
-    cache.ask(document(2), 1, 1, 1)  # diverges inside what is compressed
-    cache.harness.check()
-
-
 def test_new_weights_of_the_model_keep_what_was_learned_and_say_so(caplog):
     cache = LearnedCache()
     weights = cache.learned.weights

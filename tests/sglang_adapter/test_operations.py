@@ -14,14 +14,10 @@ DOCUMENT = [i * 7 % 11 for i in range(60)]
 found = Harness.serve
 
 
-def cache(**kind) -> Harness:
-    return Harness(num_slots=400, **kind)
-
-
 @pytest.fixture
 def harness() -> Harness:
     """The document is in the cache."""
-    harness = cache()
+    harness = Harness(num_slots=400)
     harness.finish(harness.run([*DOCUMENT, 1]))
     return harness
 
@@ -38,7 +34,7 @@ def change_weights(harness) -> None:
 
 @pytest.mark.parametrize("windows", [(), WINDOWS])
 def test_nothing_compressed_is_found_under_other_weights(windows):
-    harness = cache(windows=windows)
+    harness = Harness(num_slots=400, windows=windows)
     harness.finish(harness.run([*DOCUMENT, 1]))
     assert found(harness, [*DOCUMENT, 2]) >= (0 if windows else 57)
     assert harness.tree.spans
@@ -77,7 +73,7 @@ def test_a_prefix_of_other_weights_may_be_evicted_before_anybody_lets_go(harness
 
 
 def test_a_branch_of_a_prefix_of_other_weights_goes_at_once_if_nobody_reads_it():
-    harness = cache()
+    harness = Harness(num_slots=400)
     for suffix in ([1] * 20, [2] * 20):
         harness.finish(harness.run([*DOCUMENT, *suffix]))
     reader = harness.run([*DOCUMENT, *[2] * 20, 3])
@@ -105,7 +101,7 @@ def test_a_reader_of_other_weights_that_is_retracted_begins_anew(harness):
 
 def test_readers_of_old_and_of_new_weights_end_in_any_order():
     for first in (0, 1):
-        harness = cache()
+        harness = Harness(num_slots=400)
         readers = []
         for _ in range(2):
             harness.finish(harness.run([*DOCUMENT, 1]))

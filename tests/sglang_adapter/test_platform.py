@@ -9,6 +9,10 @@ import sys
 
 import pytest
 
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.sglang_adapter import platform
+from sgl_kvevict.sglang_adapter.plugin import KERNEL_CACHE_ENTRIES, cpu_platform
+
 SERVE = """
 import ctypes, json
 from sgl_kvevict.sglang_adapter.plugin import KERNEL_CACHE_ENTRIES, cpu_platform
@@ -40,8 +44,6 @@ def test_forwards_of_ever_new_lengths_hold_no_more_memory_once_the_caches_are_fu
 
 
 def test_capacities_that_a_user_chose_are_kept(monkeypatch):
-    from sgl_kvevict.sglang_adapter.plugin import KERNEL_CACHE_ENTRIES, cpu_platform
-
     monkeypatch.setenv("SGLANG_PLATFORM", "kvevict_cpu")
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")  # restored in the end
@@ -54,9 +56,6 @@ def test_capacities_that_a_user_chose_are_kept(monkeypatch):
 
 
 def test_speculation_on_a_cpu_is_refused_without_the_stand_ins_of_a_checkout(monkeypatch):
-    from sgl_kvevict.errors import UnsupportedSetupError
-    from sgl_kvevict.sglang_adapter import platform
-
     cpu = platform.KVEvictCpuPlatform()
     assert cpu.get_speculative_cache_locs_fn().__module__ == "kvevict_tools.cpu_speculation"
     monkeypatch.setattr(platform, "find_spec", lambda _name: None)

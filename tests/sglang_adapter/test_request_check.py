@@ -11,45 +11,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from helpers.harness import Harness
 from helpers.scheduling import MiniScheduler
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.request_check import BEAMS, check, refusal
-
-
-def refusals(custom_params) -> list[str]:
-    """Reasons for which a request is refused; what it asked is forgotten then."""
-    config = KVEvictConfig(tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
-    tree = Harness(config=config).tree
-    reasons = []
-    req = SimpleNamespace(
-        beam_group=None,
-        origin_input_ids=[1],
-        lora_id=None,
-        extra_key=None,
-        cache_salt=None,
-        multimodal_inputs=None,
-        sampling_params=SamplingParams(custom_params=custom_params),
-        return_logprob=False,
-        logprob=SimpleNamespace(),
-        skip_radix_cache_insert=False,
-        set_finish_with_abort=lambda reason, _: reasons.append(reason),
-    )
-    scheduler = SimpleNamespace(tree_cache=tree, model_config=SimpleNamespace(vocab_size=64))
-    check(scheduler, req)
-    assert req.sampling_params.custom_params == (None if reasons else custom_params)
-    return reasons
-
-
-def test_impossible_options_are_refused_with_a_reason():
-    (reason,) = refusals({"kvevict": {"exact": 1}})
-    assert "custom_params.kvevict.exact: got 1; allowed: true or false" in reason
-
-
-@pytest.mark.parametrize(
-    "custom_params",
-    [None, {}, {"other": 1}, "text", [1], 7, True, {"kvevict": None}, {"kvevict": {}}, {"kvevict": {"exact": False}}],
-)
-def test_other_requests_pass(custom_params):
-    assert refusals(custom_params) == []
 
 
 def test_nobody_else_names_the_namespace_of_an_adapter(harness):
@@ -118,6 +80,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(harness, tokens, message):
 @pytest.mark.parametrize(
     ("sampling", "fields", "message"),
     [
+        ({"custom_params": {"kvevict": {"exact": 1}}}, {}, "kvevict.exact: got 1; allowed: true or false"),
         ({"top_k": 2**31}, {}, "top_k: got 2147483648; allowed: -1, or 1 to 2147483647"),
         (
             {"min_new_tokens": 1, "stop_token_ids": [5, 64]},
@@ -129,7 +92,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(harness, tokens, message):
         ({}, {"logprob_start_len": -2}, "logprob_start_len: got -2; allowed: -1, or"),
     ],
 )
-def test_what_would_end_the_server_is_refused_and_taken_off_the_batch(harness, sampling, fields, message):
+def test_what_is_wrong_or_would_end_the_server_is_refused_and_taken_off_the_batch(harness, sampling, fields, message):
     req = harness.request([1, 2])
     req.sampling_params = SamplingParams(**sampling)
     req.return_logprob = bool(fields)
@@ -141,7 +104,7 @@ def test_what_would_end_the_server_is_refused_and_taken_off_the_batch(harness, s
     assert len(reasons) == 1 and message in reasons[0]
     left = req.sampling_params
     assert (left.min_new_tokens, left.stop_token_ids, left.max_new_tokens, left.stop_strs) == (0, None, 1, [])
-    assert left.top_k <= 2**30 and req.logprob.top_logprobs_num == 0
+    assert left.custom_params is None and left.top_k <= 2**30 and req.logprob.top_logprobs_num == 0
 
 
 def test_what_stock_serves_passes(harness):

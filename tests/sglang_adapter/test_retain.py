@@ -66,15 +66,6 @@ def test_its_time_ends_unless_a_request_with_retain_finds_it(clock, seconds, aga
     assert harness.found([*document(1), 7]) == expected
 
 
-def test_when_its_time_has_come_it_goes_like_what_was_used_then(clock):
-    harness = cache()
-    ask(harness, document(1), 60)
-    burst(harness)
-    clock.now += 61
-    burst(harness, 200)
-    assert not nodes_of(harness, 1)
-
-
 @pytest.mark.parametrize("num_shared", [9, 3])
 def test_both_halves_of_a_cut_prefix_count_as_used(num_shared):
     harness = cache()

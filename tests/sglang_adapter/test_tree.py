@@ -35,13 +35,12 @@ def test_first_position_after_a_compressed_prefix_is_logical(windows):
 
 def test_divergence_inside_a_span_splits_it_without_copying(harness):
     harness.finish(harness.run(DOCUMENT))
-    free = harness.allocator.available_size()
     other = harness.run(DOCUMENT[:2] + [9] * 30)
     assert ranges(harness) == [(0, 2), (2, 32), (2, 60)]
     assert cache_state(harness.tree)["segments"] == 2
     harness.finish(other)
     again = harness.run([*DOCUMENT, 4])
-    assert again is not None and free > 0
+    assert again is not None
     harness.finish(again)
 
 
@@ -135,12 +134,6 @@ def test_next_turn_compresses_the_answer_of_the_last(harness):
     second = harness.run(DOCUMENT + answer[:-1] + [9] * 10)
     assert max(end for _, end in ranges(harness)) == 60 + 5 + 10
     harness.decode(second)
-
-
-def test_policy_none_is_stock():
-    harness = Harness(policy=None)
-    harness.finish(harness.run(DOCUMENT))
-    assert harness.tree.evictable_size() == 60 and cache_state(harness.tree)["spans"] == 0
 
 
 def test_budget_one_keeps_everything():

@@ -64,15 +64,6 @@ def test_windows_come_back_although_their_session_ends_with_another_node(policy)
     assert windows(harness) == harness.evict_windows(20) == 6
 
 
-def test_a_decoding_request_reads_its_window_in_a_compressed_prefix(harness):
-    req = harness.run(DOCUMENT)
-    for _ in range(3):
-        harness.decode(req)
-    slots = harness.tree.window_slots(req, 63 - 1 - WINDOW, 63)
-    assert (slots > 0).all()  # tokens 56 to 62, the first four of which the tree holds
-    assert segments(harness) == [(0, 60)]
-
-
 def test_a_window_that_lies_behind_the_compressed_prefix_is_read_from_the_row(harness):
     req = harness.run(DOCUMENT)
     for _ in range(2 * WINDOW):

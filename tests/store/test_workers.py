@@ -44,16 +44,6 @@ def test_segments_that_come_too_fast_are_dropped_and_counted(store, monkeypatch)
     assert writer.done[-1] == 0  # it was there
 
 
-def test_a_write_that_fails_is_told(store, monkeypatch):
-    def fail(name, data):
-        raise StoreError("disk full")
-
-    monkeypatch.setattr(store.backend, "put", fail)
-    writer = WriteBehind(store)
-    writer.write(lambda: record(OWN, SPACE, tokens(40)), SPACE, 100)
-    assert drained(writer) and writer.done[0] is None and writer.has_room(1)
-
-
 def test_the_first_failed_write_of_each_kind_is_logged_then_one_a_minute(store, monkeypatch, caplog):
     now, errors = [0.0], [OSError(28, "No space left"), OSError(30, "Read-only"), OSError(28, "No space left")]
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import run_all
 import torch
+from gpu_bench import decode, insertion, shapes
+from gpu_bench.checks import correctness
+from gpu_bench.ordering import poisoned_slots
+from gpu_bench.setting import SMOKE
 
 ROOT = Path(__file__).resolve().parents[3]
-RUN_ALL = ROOT / "benchmarks" / "gpu" / "run_all.py"
 
 
 @pytest.fixture
@@ -22,9 +27,6 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_interpreted")
 def test_every_kernel_is_right() -> None:
-    from gpu_bench.checks import correctness
-    from gpu_bench.setting import SMOKE
-
     rows = correctness(SMOKE)
     assert len(rows) == 10
     assert [row["kernel"] for row in rows if not row["right"]] == []
@@ -32,21 +34,12 @@ def test_every_kernel_is_right() -> None:
 
 @pytest.mark.usefixtures("_interpreted")
 def test_errors_and_ordering() -> None:
-    from gpu_bench.decode import error
-    from gpu_bench.ordering import poisoned_slots
-    from gpu_bench.setting import SMOKE
-
-    assert error(SMOKE)[0]["ratio"] < 2
+    assert decode.error(SMOKE)[0]["ratio"] < 2
     assert poisoned_slots(SMOKE) == [{"fence": True, "forwards": 2, "wrong forwards": 0}]
 
 
 @pytest.mark.usefixtures("_interpreted")
 def test_what_is_timed_runs() -> None:
-    from dataclasses import replace
-
-    from gpu_bench import decode, insertion, shapes
-    from gpu_bench.setting import SMOKE
-
     tiny = replace(SMOKE, batches=(2,), sharers=(2,), prefix_tokens=64)
     assert [row["bits"] for row in decode.bandwidth(tiny)] == [16, 16, 4]
     assert decode.sharers(tiny)[0]["sharers"] == 2
@@ -63,8 +56,6 @@ def test_what_is_measured_is_on_disk_before_the_next_section_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A time limit of the machine ends the whole run."""
-    import run_all
-
     head = {"device": "D", "date": "2026-01-01T10:00", "versions": {}, "setting": {}, "failures": {}}
 
     def measure(section: str, device: str, **_: object) -> dict[str, object]:
@@ -82,8 +73,6 @@ def test_what_is_measured_is_on_disk_before_the_next_section_begins(
 
 def test_a_section_finds_what_is_on_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang and FlashInfer may be there by PYTHONPATH only."""
-    import run_all
-
     script = tmp_path / "section.py"
     script.write_text("import json, os\nprint(json.dumps({'rows': [os.environ['PYTHONPATH']]}))\n")
     monkeypatch.setattr(run_all, "__file__", str(script))

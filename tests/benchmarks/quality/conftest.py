@@ -1,12 +1,7 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-# The benchmark is a script with a package beside it, not an installed package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "quality"))
+from kvevict_quality.sample import Prompts
 
 
 class WordTokenizer:
@@ -36,6 +31,4 @@ class WordTokenizer:
 
 @pytest.fixture
 def prompts():
-    from kvevict_quality.sample import Prompts
-
     return Prompts(WordTokenizer())

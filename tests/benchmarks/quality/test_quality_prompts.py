@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import pytest
+from kvevict_quality.sample import Prompts, Question, Sample
 
 
 @pytest.fixture
 def question():
-    from kvevict_quality.sample import Question
-
     return Question("What colour is it?", "It is", ("deep red",), 4)
 
 
 def test_context_and_question_together_are_the_chat_template(prompts, question):
-    from kvevict_quality.sample import Sample
-
     sample = Sample("The door is deep red.", (question,))
     text = prompts.decode(prompts.context_ids(sample) + prompts.question_ids(sample, question))
     expected = "<system> Be brief. <end> <user> The door is deep red. \n \n What colour is it? <end> <assistant> It is"
@@ -20,8 +17,6 @@ def test_context_and_question_together_are_the_chat_template(prompts, question):
 
 
 def test_messages_of_a_base_model_are_paragraphs_behind_bos(question):
-    from kvevict_quality.sample import Prompts, Sample
-
     class Letters:
         chat_template, bos_token = None, "^"
 
@@ -41,16 +36,12 @@ def test_messages_of_a_base_model_are_paragraphs_behind_bos(question):
 
 
 def test_a_history_is_a_prefix_without_the_last_question(prompts, question):
-    from kvevict_quality.sample import Sample
-
     sample = Sample("", (question,), (("The door is deep red.", "Noted."),), turns=1)
     text = prompts.decode(prompts.context_ids(sample))
     assert text.endswith("<user> The door is deep red. <end> <assistant> Noted. <end> <user>")
 
 
 def test_later_turns_follow_the_answer_before(prompts, question):
-    from kvevict_quality.sample import Sample
-
     sample = Sample("The door is deep red.", (question, question), turns=2)
     follow_up = prompts.decode(prompts.question_ids(sample, question, turn=1))
     assert follow_up == "<end> <user> What colour is it? <end> <assistant> It is"

@@ -3,6 +3,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from kvevict_quality import dial
+from kvevict_quality.by_model import paired_share
+from kvevict_quality.fidelity import agreement, divergence
+from kvevict_quality.rows import RESULTS, Row, read_rows
+from kvevict_quality.systems import Setup, parse_policy
+
+from kvevict_tools.csv_rows import write_records
 
 ROW = {
     "engine": "kvevict",
@@ -28,14 +35,10 @@ ROW = {
 
 
 def row(**changes):
-    from kvevict_quality.rows import Row
-
     return Row(**{**ROW, **changes})
 
 
 def test_divergence_of_truncated_distributions():
-    from kvevict_quality.fidelity import agreement, divergence
-
     half = {0: math.log(0.5), 1: math.log(0.25)}
     other = {0: math.log(0.25), 2: math.log(0.5)}
     assert divergence(half, half) == pytest.approx(0.0)
@@ -45,8 +48,6 @@ def test_divergence_of_truncated_distributions():
 
 
 def test_policies_on_the_command_line():
-    from kvevict_quality.systems import Setup, parse_policy
-
     assert parse_policy("snapkv") == ("snapkv", {})
     name, options = parse_policy("ada-snapkv:budget_rule=all-layers,window_size=16")
     assert (name, options) == ("ada-snapkv", {"budget_rule": "all-layers", "window_size": 16})
@@ -58,8 +59,6 @@ def test_policies_on_the_command_line():
 
 
 def test_standard_errors_are_of_the_same_questions():
-    from kvevict_quality.by_model import paired_share
-
     assert paired_share([1, 0, 0.5], [1, 0, 0.5]) == (1.0, 0.0)  # what both miss costs nothing
     share, error = paired_share([1, 1, 1, 1], [1, 1, 1, 0])
     assert share == 0.75 and error == pytest.approx((3 * 0.25**2 + 0.75**2) ** 0.5 / 4)
@@ -69,15 +68,11 @@ def test_standard_errors_are_of_the_same_questions():
 
 def dial_rows(scores, **changes):
     """One question of each task of the dial."""
-    from kvevict_quality import dial
-
     of_tasks = zip(dial.TASKS, scores, strict=True)
     return [row(**{"questions": 1, **changes, "task": task, "scores": str(score)}) for task, score in of_tasks]
 
 
 def test_the_dial_has_a_point_where_all_tasks_were_measured_and_ends_at_the_full_cache():
-    from kvevict_quality import dial
-
     ours = {"policy": "distilled"}
     rows = [
         *dial_rows([1, 1, 0.5], policy="full", budget=1.0, slots=1000.0),
@@ -98,11 +93,6 @@ def test_the_dial_has_a_point_where_all_tasks_were_measured_and_ends_at_the_full
 
 
 def test_the_committed_dial_is_that_of_the_rows(tmp_path):
-    from kvevict_quality import dial
-    from kvevict_quality.rows import RESULTS, read_rows
-
-    from kvevict_tools.csv_rows import write_records
-
     found = dial.points(read_rows(RESULTS))
     write_records(tmp_path / "dial.csv", dial.Point, found)
     assert (tmp_path / "dial.csv").read_text() == RESULTS.with_name("dial.csv").read_text()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from kvevict_quality.tasks import TASKS, make_sample
 
 TOKENS_AROUND_AN_EXCHANGE = 12  # of the demo model's chat template
 
@@ -12,20 +13,12 @@ def count(text: str) -> int:
 
 
 def samples(task, tokens, seed=0, num=3):
-    from kvevict_quality.tasks import make_sample
-
     return [make_sample(task, tokens, seed, index, count) for index in range(num)]
-
-
-def all_tasks():
-    from kvevict_quality.tasks import TASKS
-
-    return list(TASKS)
 
 
 @pytest.mark.parametrize("tokens", [1024, 2048, 4096])
 def test_contexts_are_long_hold_all_answers_and_fit(tokens):
-    for task in all_tasks():
+    for task in TASKS:
         for sample in samples(task, tokens):
             text = sample.context + " ".join(part for exchange in sample.history for part in exchange)
             template = TOKENS_AROUND_AN_EXCHANGE * len(sample.history)
@@ -37,14 +30,14 @@ def test_contexts_are_long_hold_all_answers_and_fit(tokens):
 
 
 def test_contexts_repeat_for_a_seed_and_differ_between_contexts_and_seeds():
-    for task in all_tasks():
+    for task in TASKS:
         assert samples(task, 1024) == samples(task, 1024)
         contexts = samples(task, 1024) + samples(task, 1024, seed=1)
         assert len({(s.context, s.history) for s in contexts}) == len(contexts), task
 
 
 def test_questions_of_a_context_are_several_and_different():
-    for task in all_tasks():
+    for task in TASKS:
         for sample in samples(task, 1024):
             assert len({q.text for q in sample.questions}) == len(sample.questions) >= 3, task
 

@@ -6,6 +6,9 @@ import random
 import re
 
 import pytest
+from kvevict_quality import archives
+from kvevict_quality.tasks import texts
+from kvevict_quality.tasks.texts import ShortAnswer
 
 
 def count(text: str) -> int:
@@ -13,8 +16,6 @@ def count(text: str) -> int:
 
 
 def short_answer(*answers):
-    from kvevict_quality.tasks.texts import ShortAnswer
-
     return ShortAnswer("Who?", 'The answer is "', answers[:1], 24, answers[1:])
 
 
@@ -53,8 +54,6 @@ def paragraphs(num):
 
 
 def test_squad_asks_about_the_paragraphs_of_its_context(monkeypatch):
-    from kvevict_quality.tasks import texts
-
     monkeypatch.setattr(texts, "_paragraphs", lambda: paragraphs(40))  # one question each, 126 tokens
     sample = texts.squad(random.Random(0), 1200, count)
     assert 1050 < count(sample.context) <= 1200 and len(sample.questions) == 8
@@ -65,9 +64,6 @@ def test_squad_asks_about_the_paragraphs_of_its_context(monkeypatch):
 
 
 def test_factbook_asks_for_numbers_that_stand_there_once(monkeypatch):
-    from kvevict_quality import archives
-    from kvevict_quality.tasks import texts
-
     areas = {f"part {i}": {"text": f"{i + 100},000 sq km of land and water"} for i in range(60)}
     people = {"Population": {"text": "71,500 (2015 est.)"}, "Capital": {"text": "none"}, "Same": {"text": "71,500"}}
     profile = {"Geography": {"Area": areas}, "People": people | {"Note": {"note": {"text": "12,345"}}}}

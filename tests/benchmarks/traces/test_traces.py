@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from itertools import islice
-from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("SGLANG_PLATFORM", "kvevict_cpu")
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "traces"))
-
 from trace_bench.clock import Machine
 from trace_bench.conversations import MAX_CONTEXT, UNIT, Conversation, Sample, Turn
 from trace_bench.replay import Everything, Replay
