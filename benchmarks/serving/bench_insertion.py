@@ -38,11 +38,7 @@ from sgl_kvevict.segments.prompt_observation import PromptObservation
 from sgl_kvevict.segments.ranker import Compressor
 from sgl_kvevict.segments.sources import Source, TokenRange
 
-SYSTEMS = {
-    "stock UnifiedRadixCache": StockDriver,
-    "stock, Python core": StockPythonDriver,
-    "compressed": Driver,
-}
+SYSTEMS = {"stock UnifiedRadixCache": StockDriver, "stock, Python core": StockPythonDriver, "compressed": Driver}
 COMPRESSED = "compressed"
 WIDTHS: dict[str, Bits] = {COMPRESSED: "auto", "compressed, 16 bits": 16}
 """Bits of rows of what is compressed once; other figures do not depend on them."""
@@ -208,12 +204,7 @@ def main() -> None:
             *PAGE.tables,
             Table("wall_ms", "Compression, ms", has_ratio=False, digits=1),
             Table("write_ms", "Of these: writing the rows, ms", has_ratio=False, digits=1),
-            Table(
-                "evict_ms",
-                "Of these: encoding what is evicted, ms",
-                has_ratio=False,
-                digits=1,
-            ),
+            Table("evict_ms", "Of these: encoding what is evicted, ms", has_ratio=False, digits=1),
         ),
     )
     with tempfile.TemporaryDirectory() as folder:

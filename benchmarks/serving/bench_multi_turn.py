@@ -42,11 +42,7 @@ PAGE = Page(
         f"in each turn; {USERS} users speak one after the other, {CONCURRENCY} requests at a time, a pool of "
         f"{POOL_SLOTS:,} token slots. The spread is over the rounds 2 to {TURNS}."
     ),
-    tables=(
-        REQUESTS,
-        Table("ttft_s", "First token, median s"),
-        HIT_RATE,
-    ),
+    tables=(REQUESTS, Table("ttft_s", "First token, median s"), HIT_RATE),
 )
 
 

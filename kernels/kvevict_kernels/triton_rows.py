@@ -215,5 +215,5 @@ def with_values(
 
 @triton.jit
 def head_slot_of(layer, token_slot, lane, num_token_slots, num_kv_heads):
-    """:func:`kvevict_kernels.head_slots.head_slot_of` without annotations, which Triton's compiler rejects."""
+    """:func:`kvevict_kernels.row_sizes.head_slot_of` without annotations, which Triton's compiler rejects."""
     return (layer * num_token_slots + token_slot) * num_kv_heads + lane

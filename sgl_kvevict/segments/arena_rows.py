@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.row_sizes import head_slot_of
 from sgl_kvevict.geometry import KVGeometry
 
 

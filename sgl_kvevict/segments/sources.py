@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.radix_select import largest_entries
-from kvevict_kernels.row_sizes import ROWS_PER_SLOT
+from kvevict_kernels.row_sizes import ROWS_PER_SLOT, head_slot_of
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.config import Bits
 from sgl_kvevict.errors import InvariantError

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.row_sizes import head_slot_of
 
 
 def alloc_head_slots_reference(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from kvevict_kernels.head_slots import head_slot_of, token_slot_of
+from kvevict_kernels.row_sizes import head_slot_of, token_slot_of
 
 
 def test_rows_are_numbered_as_they_lie_in_the_arena() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.packing import pack, repack, selected
-from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.row_sizes import head_slot_of
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.segments.packer import SegmentPacker

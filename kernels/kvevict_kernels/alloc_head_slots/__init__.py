@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kvevict_kernels.checks import check_index_range, check_int, check_tensor
 from kvevict_kernels.dispatch import implementation
-from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.row_sizes import MAX_ROWS
+from kvevict_kernels.row_sizes import MAX_ROWS, head_slot_of
 
 __all__ = ["alloc_head_slots"]
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.head_slots import token_slot_of
+from kvevict_kernels.row_sizes import token_slot_of
 from kvevict_kernels.stored_rows import as_moved
 
 STAGING_BYTES = 256 * 2**20

@@ -14,7 +14,6 @@ from numba import carray, cfunc, njit
 from numba.core import types
 
 from kvevict_kernels import row_codec, row_sizes
-from kvevict_kernels.numba_cache import Call, compiled
 from kvevict_kernels.row_codec import LEAST_STEP, MIDDLE, REACH
 from kvevict_kernels.row_sizes import STEP_BYTES
 from kvevict_kernels.span_attention.numba_impl import share_of
@@ -28,6 +27,7 @@ from kvevict_kernels.span_attention.numba_vectors import (
     row_maximum,
     sum_of_numbers,
 )
+from kvevict_kernels.span_attention.openmp import Call, compiled
 
 STAMP, KIND, HEAD_DIM, NUM_ROWS, ARENA, ROWS, RUNS, MEANS, SCALES, ROTATION, OUT, SCRATCH, NUM_WORDS = range(13)
 """Indices into the list of 64-bit words that the compiled function gets: four numbers, then addresses of what an

@@ -11,11 +11,11 @@ from numba import carray, cfunc, njit
 from numba.core import types
 from torch import Tensor
 
-from kvevict_kernels.numba_cache import Call, compiled
 from kvevict_kernels.span_attention.call import KINDS
 from kvevict_kernels.span_attention.numba_impl import share_of
 from kvevict_kernels.span_attention.numba_rows import floats, int64s, item_bytes, load_row
 from kvevict_kernels.span_attention.numba_vectors import prefetch
+from kvevict_kernels.span_attention.openmp import Call, compiled
 
 STAMP, KIND, NUM_LAYERS, NUM_HEADS, HEAD_DIM, NUM_TOKENS, TABLE_STEP = range(7)
 LAYER_STEP, SLOT_STEP, HEAD_STEP = range(7, 10)

@@ -8,22 +8,18 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvevict_kernels import head_slots, row_codec, row_sizes
+from kvevict_kernels import row_codec, row_sizes
 from kvevict_kernels.checks import check_tensor
 from kvevict_kernels.row_codec import RowCoding, rotation
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.layout import Layout
-from kvevict_kernels.span_attention.openmp import torch_team
+from kvevict_kernels.span_attention.openmp import Call, compiled, torch_team
 from kvevict_kernels.span_runs import SpanRuns
-
-if TYPE_CHECKING:
-    from kvevict_kernels.numba_cache import Call
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Kinds of rows in the compiled code."""
@@ -203,11 +199,10 @@ class _Buffer:
 @cache
 def _compiled() -> Call:
     """The compiled call."""
-    from kvevict_kernels.numba_cache import compiled
     from kvevict_kernels.span_attention.numba_impl import compile_call
 
     started, own = time.monotonic(), sorted(map(str, Path(__file__).parent.glob("*.py")))
-    call = compiled("attention", [*own, head_slots.__file__, row_codec.__file__, row_sizes.__file__], compile_call)
+    call = compiled("attention", [*own, row_codec.__file__, row_sizes.__file__], compile_call)
     how = "loaded" if call.function.cache_hits else "compiled"
     logger.info("attention %s in %.1f s", how, time.monotonic() - started)
     return call

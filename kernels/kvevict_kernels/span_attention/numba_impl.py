@@ -17,8 +17,7 @@ from llvmlite import binding
 from numba import carray, cfunc, njit
 from numba.core import types
 
-from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.row_sizes import GROUP, ROWS_IN_PLACE
+from kvevict_kernels.row_sizes import GROUP, ROWS_IN_PLACE, head_slot_of
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.numba_rows import (
     WIDTH,
@@ -456,7 +455,7 @@ def share_of(count):
 
 
 def compile_call(stamp: int, is_cached: bool) -> Any:
-    """Compile the call, or load it; see :func:`kvevict_kernels.numba_cache.compiled`."""
+    """Compile the call, or load it; see :func:`kvevict_kernels.span_attention.openmp.compiled`."""
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=is_cached)
     def attend(address):

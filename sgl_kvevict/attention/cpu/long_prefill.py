@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.row_codec import RowCoding
-from kvevict_kernels.row_sizes import WIDTHS
+from kvevict_kernels.row_sizes import WIDTHS, head_slot_of
 from kvevict_kernels.span_runs import SpanRuns, compressed_len_of
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.interface import with_sink_logits

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.row_codec import RowCoding
+from kvevict_kernels.row_sizes import head_slot_of
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.attention.batch import AttentionBatch, require_widths
 from sgl_kvevict.errors import InvariantError
