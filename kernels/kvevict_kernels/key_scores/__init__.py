@@ -19,6 +19,8 @@ __all__ = ["accumulated_attention", "largest_kernel_size", "pools_rows", "window
 KEYS_PER_TILE = 128
 EARLIER_KEYS_PER_TILE = 1024
 """Where all keys precede all queries, so that nothing is masked: fewer, larger products and fewer thread wake-ups."""
+MOST_KEYS_PER_TILE = 4096
+"""Where all queries fit beside so many keys: those of a window."""
 WEIGHTS_PER_TILE = 2**19
 """Attention weights in memory at a time, 4 to 6 bytes each: they fit the caches."""
 LSE_COLUMNS = {torch.bfloat16: 2, torch.float32: 1}
@@ -226,9 +228,9 @@ def key_scores_cpu(
     (num_queries, num_qo_heads, _), num_kv_heads, num_keys = queries.shape, k_buffer.shape[1], token_slots.numel()
     group_size, halo = num_qo_heads // num_kv_heads, kernel_size // 2
     num_seen = min(num_queries - first_key + halo, num_keys)
-    tile_keys = EARLIER_KEYS_PER_TILE
-    if first_key + num_seen > 0:  # some keys are masked: small tiles, unless all queries fit with larger ones
-        tile_keys = sorted((KEYS_PER_TILE, WEIGHTS_PER_TILE // (num_qo_heads * num_queries), tile_keys))[1]
+    is_masked, room = first_key + num_seen > 0, WEIGHTS_PER_TILE // (num_qo_heads * num_queries)
+    # Masked: small tiles, of which few are half seen, unless all queries fit with larger ones.
+    tile_keys = min(max(room, KEYS_PER_TILE if is_masked else EARLIER_KEYS_PER_TILE), MOST_KEYS_PER_TILE)
     out = torch.zeros(num_kv_heads, 1, num_keys)
     pooled = torch.zeros_like(out) if halo else None
     dtype = _product_dtype(queries.dtype) if reduction == "sum" else torch.float32
@@ -282,9 +284,10 @@ def _exponents(
     # Rows from the last key on see all keys, and need no mask.
     masked = min(num_rows // group_size, first_key + num_keys - 1)  # queries before the last key
     if masked > 0:
-        future = torch.full((masked, 1, num_keys), float("-inf"))
-        future[:, 0].triu_(1 - first_key)
-        p.view(num_kv_heads, -1, group_size, num_keys)[:, :masked] += future
+        before = min(1 - first_key, num_keys)  # keys that the first query sees, and so do all
+        future = torch.full((masked, 1, num_keys - before), float("-inf"))
+        future[:, 0].triu_(1 - first_key - before)
+        p.view(num_kv_heads, -1, group_size, num_keys)[:, :masked, :, before:] += future
     return p
 
 
@@ -307,9 +310,9 @@ def _query_rows(queries: Tensor, bias: Tensor, num_kv_heads: int, dtype: torch.d
 def _key_columns(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Columns of the product, [num_kv_heads, head_dim + LSE columns, num_keys]; keys [num_keys, num_kv_heads, ...]."""
     num_keys, num_kv_heads, head_dim = keys.shape
-    # Ones remain behind the key: they multiply the query's columns of log-sum-exp.
-    rows = torch.ones(num_kv_heads, num_keys, head_dim + LSE_COLUMNS[dtype], dtype=dtype)
+    rows = torch.empty(num_kv_heads, num_keys, head_dim + LSE_COLUMNS[dtype], dtype=dtype)
     rows[..., :head_dim] = keys.transpose(0, 1)
+    rows[..., head_dim:] = 1.0  # they multiply the query's columns of log-sum-exp
     return rows.transpose(1, 2)
 
 
