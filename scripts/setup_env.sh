@@ -92,8 +92,8 @@ step "6/8 FlashInfer's Python part, for tests of the GPU path" pip --no-deps -r 
 step "7/8 sgl-kvevict, editable" pip --no-deps --no-build-isolation -e .
 # Packages of a checkout that the wheel lacks (tools/kvevict_tools).
 echo "$PWD/tools" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvevict_checkout.pth"
-compile='from kvevict_kernels import recode_rows, row_products, span_attention as s
-s.prepare_on_cpu(); recode_rows.prepare_on_cpu(64); row_products.prepare_on_cpu(64)'
+compile='from kvevict_kernels import recode_rows, stored_rows, span_attention as s
+s.prepare_on_cpu(); recode_rows.prepare_on_cpu(64); stored_rows.prepare_on_cpu(64)'
 step "8/8 attention for this CPU, compiled: the first server need not wait for it" "$python" -W ignore -c "$compile"
 fingerprint >"$stamp"
 echo "setup: ready after $SECONDS s"

@@ -70,14 +70,14 @@ CEILINGS = {
     "sgl_kvevict/segments": 1_893,
     "sgl_kvevict/sglang_adapter": 4_755,
     "sgl_kvevict/store": 2_018,
-    "kernels": 6_844,
+    "kernels": 6_832,
     "sgl_kvevict": 20_433,
     "tests": 32_805,
     "benchmarks": 10_753,
     "tools": 6_829,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""
-FILES = 203
+FILES = 202
 """Files of the product."""
 HOOKS = 20
 FIELDS_AND_OPTIONS = 25

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
-from kvevict_kernels.row_products import row_products
+from kvevict_kernels.stored_rows import row_products
 from sgl_kvevict.distill.features import (
     NUM_SCALARS,
     NUM_WINDOW,

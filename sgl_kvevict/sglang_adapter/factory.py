@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.kv_events import ZmqEventPublisher, is_kv_publish
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
-from kvevict_kernels import recode_rows, row_products
+from kvevict_kernels import recode_rows, stored_rows
 from sgl_kvevict.config import EventsConfig, KVEvictConfig, load_config
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.questions import Description
@@ -129,7 +129,7 @@ def _assemble(
             if backend.coding is not None:
                 recode_rows.prepare_on_cpu(geometry.head_dim)
             if learned is not None:
-                row_products.prepare_on_cpu(geometry.head_dim)
+                stored_rows.prepare_on_cpu(geometry.head_dim)
         access = open_access(
             config, ctx, geometry, arena.k.dtype, drafts, "" if distilling is None else distilling.digest
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.statistics import normal
-from kvevict_kernels import row_products
+from kvevict_kernels import stored_rows
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, cache_features, num_cache_features, window_features
@@ -36,8 +36,8 @@ def tokens(dtype: torch.dtype, start: int = 7, count: int = 50) -> CachedRange:
 def in_blocks(monkeypatch: pytest.MonkeyPatch, elements: int | None) -> None:
     """Multiply by torch, so many numbers at a time; None: by compiled code, where this machine can."""
     if elements is not None:
-        monkeypatch.setattr(row_products, "reason_not_to_run", lambda head_dim: "not installed")
-        monkeypatch.setitem(row_products._BLOCK_ELEMENTS, "cpu", elements)
+        monkeypatch.setattr(stored_rows, "reason_not_to_run", lambda head_dim: "not installed")
+        monkeypatch.setitem(stored_rows._BLOCK_ELEMENTS, "cpu", elements)
 
 
 @pytest.mark.parametrize("is_neox", [True, False])

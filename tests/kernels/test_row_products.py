@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from helpers.statistics import normal
-from kvevict_kernels import row_products as op
+from kvevict_kernels import stored_rows as op
+from kvevict_kernels.numba_products import call
 from kvevict_kernels.rotary import Rotary
-from kvevict_kernels.row_products.numba_impl import call
 
 LAYERS, SLOTS, HEADS, DIM = 3, 40, 2, 32
 
@@ -73,7 +73,7 @@ def test_each_layer_of_float8_has_its_own_scale() -> None:
 def test_what_a_cpu_runs_is_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     call.cache_clear()
     op.prepare_on_cpu(DIM)
-    monkeypatch.setattr("kvevict_kernels.row_products.numba_impl.compiled", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvevict_kernels.numba_products.compiled", lambda *_: 1 / 0)
     op.row_products(*given(torch.bfloat16, 3))
 
 

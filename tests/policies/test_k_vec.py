@@ -200,9 +200,9 @@ def test_three_of_eight_heads_are_rescored(num_heads: int, rescored: int) -> Non
 
 def test_what_is_left_without_effect_is_said() -> None:
     policy = of_paper("k-vec")
-    assert policy.caution(3) is None and policy.caution(8) is None
-    assert "of 1 KV heads is 0: no head looks further back" in str(policy.caution(1))
+    assert policy.scorer.caution(3) is None and policy.scorer.caution(8) is None
+    assert "of 1 KV heads is 0: no head looks further back" in str(policy.scorer.caution(1))
     every = of_paper("k-vec", rescored_share=1.0)
-    assert "of 8 KV heads is 8: every head looks further back" in str(every.caution(8))
-    assert of_paper("k-vec", rescored_share=0.0).caution(1) is None  # switched off
-    assert of_paper("snapkv").caution(1) is None
+    assert "of 8 KV heads is 8: every head looks further back" in str(every.scorer.caution(8))
+    assert of_paper("k-vec", rescored_share=0.0).scorer.caution(1) is None  # switched off
+    assert of_paper("snapkv").scorer.caution(1) is None
