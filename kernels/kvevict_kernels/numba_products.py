@@ -50,8 +50,9 @@ def _multiply_share(words, begin, end, scratch):
         for i in range(begin, end):
             # Slots of a prompt need not be neighbours: the processor does not foresee the next one.
             ahead = arena + size * slots[min(i + AHEAD, end - 1)] * words[SLOT_STEP]
-            for line in range(0, size * num_heads * words[HEAD_STEP], LINE):
-                prefetch(ahead + line)
+            for head in range(num_heads):
+                for line in range(0, size * head_dim, LINE):
+                    prefetch(ahead + size * head * words[HEAD_STEP] + line)
             table = 4 * i * words[TABLE_STEP]
             for head in range(num_heads):
                 row = arena + size * (slots[i] * words[SLOT_STEP] + head * words[HEAD_STEP])

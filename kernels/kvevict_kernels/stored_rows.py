@@ -78,6 +78,9 @@ def row_products(
     check_index_range("token_slots", token_slots, num_slots)
     if turn is None:
         turn = Turn.none(head_dim, arena.device)
+    num_turns = 1 if turn.cos.shape[0] == 1 else token_slots.numel()
+    for name, table in (("cos", turn.cos), ("sin", turn.sin)):
+        check_tensor(f"turn.{name}", table, (num_turns, head_dim), torch.float32, arena.device)
     shape = num_layers, token_slots.numel(), num_heads
     products, norms = (torch.empty(shape, device=arena.device) for _ in range(2))
     if arena.device.type == "cpu" and arena.dtype in KINDS and reason_not_to_run(head_dim) is None:

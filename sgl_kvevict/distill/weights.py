@@ -23,6 +23,9 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.signals import Signal
 
+TOKENS_AT_ONCE = 16_384
+"""Of a range that is scored: tables of cosines, norms and products of all layers lie beside the pool meanwhile."""
+
 
 @dataclass(frozen=True)
 class ScoreWeights:
@@ -116,25 +119,32 @@ def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Te
     num_kv_heads, num_tokens, NUM_WINDOW], float32, F includes window attention. The result, [num_layers, num_kv_heads,
     num_tokens], float32, has logarithms of scores, comparable over layers and heads.
 
-    Cost: that of :func:`row_products` of keys and of values; no host sync.
+    Cost: that of :func:`row_products` of keys and of values; no host sync; memory for some tokens at a time.
     """
     num_layers, _, num_heads, head_dim = tokens.k_arena.shape
     num_features = num_cache_features(head_dim, tokens.is_latent)
     columns = num_features + (0 if window is None else NUM_WINDOW)
     if tuple(weights.shape) != (num_layers, num_heads, columns):
         raise ValueError(f"weights: expected {(num_layers, num_heads, columns)}, got {tuple(weights.shape)}")
-    slots, scales = tokens.token_slots, tokens.scales
-    w_keys, w_values = weights[..., :head_dim], weights[..., head_dim : num_features - NUM_SCALARS]
-    if tokens.is_latent:  # the keys' weights are those of the values, too, whose norm is a feature of its own
-        w_values = weights.new_zeros(num_layers, num_heads, tokens.v_arena.shape[-1])
-    turn = rotary.turn_of(tokens.rotary_positions, head_dim)
-    keys, key_norms = row_products(tokens.k_arena, slots, w_keys.contiguous(), turn, scales.k)
-    values, value_norms = row_products(tokens.v_arena, slots, w_values.contiguous(), scales=scales.v)
-    scalars = weights[:, None, :, num_features - NUM_SCALARS : num_features]
-    w_key_norm, w_value_norm, w_place, constant = scalars.unbind(-1)
-    scores = torch.addcmul(constant, w_place, (tokens.positions / tokens.end).float()[:, None]).add_(keys).add_(values)
-    scores.addcmul_(log_norm(key_norms), w_key_norm).addcmul_(log_norm(value_norms), w_value_norm)
-    scores = scores.transpose(1, 2).contiguous()
+    num_tokens = tokens.token_slots.numel()
+    scores = torch.empty(num_layers, num_heads, num_tokens, device=weights.device)
+    for first in range(0, num_tokens, TOKENS_AT_ONCE):
+        part = slice(first, first + TOKENS_AT_ONCE)
+        scores[..., part] = _score_part(weights[..., :num_features], tokens.cut(part), rotary).transpose(1, 2)
     if window is not None:
         scores += (window @ weights[..., -NUM_WINDOW:, None]).squeeze(-1)
     return scores
+
+
+def _score_part(weights: Tensor, tokens: CachedRange, rotary: Rotary) -> Tensor:
+    """[num_layers, num_tokens, num_kv_heads], float32: scores from the cache alone."""
+    head_dim, slots, scales = tokens.k_arena.shape[-1], tokens.token_slots, tokens.scales
+    w_keys, w_values, scalars = weights.tensor_split((head_dim, weights.shape[-1] - NUM_SCALARS), dim=-1)
+    if tokens.is_latent:  # the keys' weights are those of the values, too, whose norm is a feature of its own
+        w_values = weights.new_zeros(*weights.shape[:2], tokens.v_arena.shape[-1])
+    turn = rotary.turn_of(tokens.rotary_positions, head_dim)
+    keys, key_norms = row_products(tokens.k_arena, slots, w_keys.contiguous(), turn, scales.k)
+    values, value_norms = row_products(tokens.v_arena, slots, w_values.contiguous(), scales=scales.v)
+    w_key_norm, w_value_norm, w_place, constant = scalars[:, None].unbind(-1)
+    scores = torch.addcmul(constant, w_place, (tokens.positions / tokens.end).float()[:, None]).add_(keys).add_(values)
+    return scores.addcmul_(log_norm(key_norms), w_key_norm).addcmul_(log_norm(value_norms), w_value_norm)

@@ -51,6 +51,16 @@ def test_products_and_norms(dtype: torch.dtype, count: int, is_neox: bool | None
 
 
 @pytest.mark.usefixtures("path")
+def test_heads_before_tokens() -> None:
+    arena, slots, weights = given(torch.bfloat16, 9)
+    other = arena.transpose(1, 2).contiguous().transpose(1, 2)
+    for got, expected in zip(
+        op.row_products(other, slots, weights), op.row_products(arena, slots, weights), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.usefixtures("path")
 def test_values_that_are_the_first_columns_of_keys() -> None:
     arena, slots, _ = given(torch.bfloat16, 9)
     weights = normal(3, LAYERS, HEADS, 16)
@@ -92,3 +102,8 @@ def test_wrong_arguments_are_named(changed: dict[str, Tensor], message: str) -> 
     arguments = dict(zip(("arena", "token_slots", "weights"), given(torch.float32, 4), strict=True))
     with pytest.raises(ValueError, match=message):
         op.row_products(**(arguments | changed))
+
+
+def test_a_rotation_of_other_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"turn\.cos: expected"):
+        op.row_products(*given(torch.float32, 5), op.Turn.none(DIM, torch.device("cpu"), num_tokens=3))

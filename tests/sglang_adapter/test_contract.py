@@ -374,3 +374,12 @@ def test_what_sglang_asks_the_backend_on_a_gpu_is_answered():
     of_refused_graphs = {name for name in unanswered if "cpu_graph" in name or "breakable" in name}
     rest = {"forward_mixed", "update_verify_buffers_to_fill_after_draft"}  # NPU; speculative
     assert unanswered - of_refused_graphs == rest
+
+
+def test_names_that_data_parallel_attention_on_a_cpu_replaces():
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.model_executor import forward_batch_info
+
+    assert callable(dp_attention.memcpy_func) and callable(dp_attention.memcpy_cpu)
+    assert isinstance(parallel_state._is_cpu, bool) and isinstance(forward_batch_info._is_cpu, bool)

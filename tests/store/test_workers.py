@@ -58,7 +58,7 @@ def test_the_first_failed_write_of_each_kind_is_logged_then_one_a_minute(store, 
         for error in errors:
             errors[0] = error
             writer.write(lambda: record(OWN, SPACE, tokens(40)), SPACE, 100)
-            assert drained(writer, 10)
+            assert drained(writer, 10) and writer.done[-1] is None
         lines.append(len(caplog.messages))
     assert lines == [2, 4] and "No space left" in caplog.text and "Read-only" in caplog.text
 

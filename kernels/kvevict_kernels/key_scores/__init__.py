@@ -284,9 +284,9 @@ def _exponents(
     # Rows from the last key on see all keys, and need no mask.
     masked = min(num_rows // group_size, first_key + num_keys - 1)  # queries before the last key
     if masked > 0:
-        before = min(1 - first_key, num_keys)  # keys that the first query sees, and so do all
+        before = 1 - first_key  # keys that the first query sees, and so do all
         future = torch.full((masked, 1, num_keys - before), float("-inf"))
-        future[:, 0].triu_(1 - first_key - before)
+        future[:, 0].triu_()
         p.view(num_kv_heads, -1, group_size, num_keys)[:, :masked, :, before:] += future
     return p
 
