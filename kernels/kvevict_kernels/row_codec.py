@@ -220,7 +220,7 @@ def _bytes(arena: Tensor, width: int) -> Tensor:
 
 
 def check_coding(arena: Tensor, coding: RowCoding | None) -> None:
-    """Require a coding that fits an arena: float16 or bfloat16, and a head_dim that is a multiple of 32."""
+    """ValueError if a coding does not fit the arena: float16 or bfloat16, and a head_dim that is a multiple of 32."""
     if coding is None:
         return
     num_layers, num_token_slots, num_kv_heads, head_dim = arena.shape

@@ -101,7 +101,7 @@ class AttentionBatch:
 
 
 def require_widths(paths: Iterable[Path], *, has_coding: bool) -> None:
-    """Require spans that an implementation can read: with statistics of the model all, else those of 16 bits."""
+    """InvariantError for spans that cannot be read: without statistics of the model, those of 4 bits."""
     for span in (span for path in paths for span in path):
         if span.bits != WIDTHS[0] and not (has_coding and span.bits in WIDTHS):
             raise InvariantError(f"a span has rows of {span.bits} bits, which this attention was not built to read")

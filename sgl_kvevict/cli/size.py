@@ -104,7 +104,7 @@ def _downloaded(hub_name: str) -> Path:
 
 
 def parse_bytes(text: str, name: str = "--kv-memory", *, least: int = 1) -> int:
-    """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; ``name`` is for error messages."""
+    """Read an amount of memory (``40GB``, ``512MiB``, or bytes); ConfigError, which says ``name``, if it is none."""
     try:
         amount = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:

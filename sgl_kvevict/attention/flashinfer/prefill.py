@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_kernels() -> str:
-    """FlashInfer's kernels for long prefills, by the environment variable ``KVEVICT_FLASHINFER_PREFILL``."""
+    """FlashInfer's kernels for long prefills, by ``KVEVICT_FLASHINFER_PREFILL``; UnsupportedSetupError if unknown."""
     value = os.environ.get(KERNELS_VAR, "auto")
     if value not in KERNELS:
         raise UnsupportedSetupError([f"{KERNELS_VAR} is {value!r} (allowed: {', '.join(map(repr, KERNELS))})"])
