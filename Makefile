@@ -1,4 +1,4 @@
-# Every target sets up what it needs (scripts/setup_env.sh; nothing to do when nothing changed).
+# Every target sets up what it needs (scripts/setup.sh; nothing to do when nothing changed).
 # After `make setup` nothing touches the network: models are local folders.
 BIN := .venv/bin
 ARGS ?=
@@ -19,7 +19,7 @@ help: ## show this list
 		$(MAKEFILE_LIST)
 
 setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
-	@scripts/setup_env.sh
+	@scripts/setup.sh
 
 model: setup ## download and convert the demo model, once (ARGS=qwen-0.5b: another one; ARGS=--list)
 	@$(BIN)/python -m kvevict_tools.models $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
@@ -39,13 +39,9 @@ serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.
 gallery: model ## run all examples; writes docs/gallery.md
 	@$(BIN)/python -W ignore examples/write_gallery.py
 
-docs: .venv-docs/stamp ## build the documentation's site, links checked; begin at out/docs/index.html
+docs: ## build the documentation's site, links checked; begin at out/docs/index.html
+	@scripts/setup.sh docs
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict -f tools/docs/mkdocs.yml
-
-.venv-docs/stamp: requirements/docs.txt
-	@$(or $(PYTHON),python3) -m venv --clear .venv-docs
-	@.venv-docs/bin/pip install --quiet --disable-pip-version-check -r $<
-	@touch $@
 
 ##@ Before every commit
 lint: setup ## ruff (rules and format), mypy, and the layers of imports
@@ -90,12 +86,12 @@ test-services: model ## the store in services of other people, as they are: S3 (
 # Threads that wait asleep: several times faster where cores are shared.
 test-peers: export OMP_WAIT_POLICY := passive
 test-peers: model ## compare kept positions with kvpress, in an environment of its own
-	@scripts/setup_peers.sh
+	@scripts/setup.sh peers
 	@PYTHONPATH=tools .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/python -m kvevict_tools.models)"
 	@$(BIN)/python -m pytest tools/peers/check_kvpress.py $(ARGS)
 
 test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
-	@scripts/setup_compile.sh
+	@scripts/setup.sh compile
 	@$(BIN)/python -m pytest tools/check_compiled.py $(ARGS)
 
 rehearse-gpu: setup ## the calls of tools/gpu_kit/run.py with tiny models on a faked GPU, beside what is expected
@@ -109,7 +105,7 @@ bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, 
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
 
 bench-judges: model ## foreign programs against stock and ours: cache-pressure, SGLang's bench_serving; writes docs/results/serving/judges.md
-	@scripts/setup_cache_pressure.sh
+	@scripts/setup.sh cache-pressure
 	@$(BIN)/python -W ignore benchmarks/serving/bench_judges.py $(ARGS)
 
 bench-traces: setup ## conversations of coding agents through SGLang's tree and ours, over memory; no model; writes docs/results/traces
@@ -122,7 +118,7 @@ bench-quality: model ## what answers are worth after compression (ARGS="--polici
 
 bench-peers: export OMP_WAIT_POLICY := passive
 bench-peers: model ## the same contexts and questions with kvpress, in an environment of its own
-	@scripts/setup_peers.sh
+	@scripts/setup.sh peers
 	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/python -m kvevict_tools.models)" $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
 	@$(BIN)/python tools/write_tables.py

@@ -35,9 +35,10 @@ def test_a_wrong_command_line_is_told_in_a_few_lines(line: str) -> None:
 def test_setup_without_the_right_python_names_it(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "x.txt").touch()
+    for name in ("cpu.txt", "dev.txt"):
+        (tmp_path / "requirements" / name).touch()
     (tmp_path / "pyproject.toml").touch()
-    script = shutil.copy(ROOT / "scripts" / "setup_env.sh", tmp_path / "scripts")
+    script = shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
     environment = os.environ | {"PYTHON": "python9.9"}
     done = subprocess.run(["bash", script], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "need Python 3.11" in done.stderr and "not found as: python9.9" in done.stderr
