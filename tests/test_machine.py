@@ -13,7 +13,7 @@ from sgl_kvevict import machine as checks
 from sgl_kvevict.machine import check_environment, check_machine, check_packages, read_machine
 
 
-def test_a_complete_machine_needs_nothing() -> None:
+def test_a_complete_machine_needs_nothing():
     for device in ("cuda", "cpu"):
         lines = check_packages(COMPLETE) + check_environment(COMPLETE) + check_machine(COMPLETE, device)
         assert {(line.state, line.mend) for line in lines} == {("ok", "")}
@@ -43,40 +43,38 @@ def test_a_complete_machine_needs_nothing() -> None:
         ("cpu", {"host_gib": 1.5}, "memory", "warning", "1.5 GiB", "--max-total-tokens"),
     ],
 )
-def test_what_is_missing_is_named_with_its_mend(
-    device: str, changed: dict[str, object], name: str, state: str, found: str, mend: str
-) -> None:
+def test_what_is_missing_is_named_with_its_mend(device, changed, name, state, found, mend):
     bad = {line.name: line for line in check_machine(replace(COMPLETE, **changed), device) if line.state != "ok"}
     assert bad[name].state == state
     assert found in bad[name].found and mend in bad[name].mend
 
 
-def test_another_sglang_and_a_plugin_that_is_not_found() -> None:
+def test_another_sglang_and_a_plugin_that_is_not_found():
     other = replace(COMPLETE, packages={"sglang": "0.5.24"}, plugins=frozenset())
     lines = [line for line in check_packages(other) + check_environment(other) if line.state != "ok"]
     assert [(line.name, line.state) for line in lines] == [("SGLang", "warning"), ("plugin", "missing")]
     assert "sglang==0.5.23" in lines[0].mend and "tested with" in lines[0].found
 
 
-def test_float32_is_no_slower_without_avx512() -> None:
+def test_float32_is_no_slower_without_avx512():
     plain = replace(COMPLETE, cpu_flags=frozenset({"avx2"}))
     assert {line.state for line in check_machine(plain, "cpu", "float32")} == {"ok"}
 
 
-def test_a_pool_of_32_bits_is_noticed() -> None:
+def test_a_pool_of_32_bits_is_noticed():
     (line,) = (line for line in check_machine(COMPLETE, "cpu", "float32", "float32") if line.state != "ok")
     assert (line.name, line.state, line.found) == ("KV rows", "warning", "float32")
     assert "--kv-cache-dtype bfloat16" in line.mend
 
 
-def test_the_machine_at_hand() -> None:
+def test_the_machine_at_hand():
     machine = read_machine()
     assert machine.packages["sglang"] == "0.5.23"
     assert machine.host_gib > 0
     assert all(line.state != "missing" for line in check_packages(machine) + check_machine(machine, "cpu"))
 
 
-def test_neither_sglang_nor_torch_is_imported_at_the_top() -> None:
+def test_neither_sglang_nor_torch_is_imported_at_the_top():
     code = "import sys, sgl_kvevict.machine; assert not {'torch', 'sglang', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -90,6 +88,6 @@ def test_neither_sglang_nor_torch_is_imported_at_the_top() -> None:
         ("", True),
     ],
 )
-def test_float32_where_bfloat16_is_slow(monkeypatch: pytest.MonkeyPatch, cpuinfo: str, is_fast: bool) -> None:
+def test_float32_where_bfloat16_is_slow(monkeypatch, cpuinfo, is_fast):
     monkeypatch.setattr(checks, "_read", lambda _path: cpuinfo)
     assert checks.has_fast_bfloat16() is is_fast

@@ -13,7 +13,6 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import release_notes as notes
@@ -26,7 +25,7 @@ PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)$")
 
 
 @pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
+def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -51,7 +50,7 @@ def python(code: str, cwd: Path) -> str:
     return done.stdout.strip()
 
 
-def test_folders_that_share_a_name_with_a_package_have_no_init() -> None:
+def test_folders_that_share_a_name_with_a_package_have_no_init():
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
@@ -62,12 +61,12 @@ def test_kernels_is_the_installed_package_even_in_the_repository_root() -> None:
     assert Path(file).parent.parent.name == "site-packages"
 
 
-def test_our_packages_import_from_anywhere_without_sglang(tmp_path: Path) -> None:
+def test_our_packages_import_from_anywhere_without_sglang(tmp_path):
     code = "import sgl_kvevict.cli, kvevict_kernels, sys; print({'sglang', 'torch'} & set(sys.modules))"
     assert python(code, tmp_path) == "set()"
 
 
-def test_a_plain_install_has_all_that_is_imported(project: dict[str, Any]) -> None:
+def test_a_plain_install_has_all_that_is_imported(project):
     """Except the adapter, which needs SGLang, and Triton kernels; packages imported in functions are optional."""
     declared = {normalised(re.split(r"[\[<>=]", name)[0]) for name in project["project"]["dependencies"]}
     modules = {"zmq": "pyzmq", "llvmlite": "numba"}
@@ -86,7 +85,7 @@ def test_a_plain_install_has_all_that_is_imported(project: dict[str, Any]) -> No
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def built(tmp_path_factory):
     """A source distribution, and the wheel that is built from it, as `pip install` of the former does."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
@@ -106,7 +105,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_both_packages_and_nothing_else(built: tuple[Path, Path], project: dict[str, Any]) -> None:
+def test_the_wheel_holds_both_packages_and_nothing_else(built, project):
     sdist, wheel = built
     version = project["project"]["version"]
     assert sdist.name == f"sgl_kvevict-{version}.tar.gz" and wheel.name == f"sgl_kvevict-{version}-py3-none-any.whl"
@@ -123,9 +122,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(built: tuple[Path, Path]
 
 
 @pytest.mark.slow
-def test_the_wheel_works_in_a_clean_environment(
-    built: tuple[Path, Path], project: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_wheel_works_in_a_clean_environment(built, project, tmp_path):
     """Its dependencies are those of this environment, found behind it; this checkout is not."""
     clean = tmp_path / "clean"
     venv.create(clean, symlinks=True)
@@ -154,7 +151,7 @@ def test_the_wheel_works_in_a_clean_environment(
     assert entry == project["project"]["entry-points"]["sglang.srt.plugins"]["kvevict"]
 
 
-def test_the_changelog_has_a_section_of_this_version(project: dict[str, Any]) -> None:
+def test_the_changelog_has_a_section_of_this_version(project):
     assert notes.version() == project["project"]["version"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     date, text = notes.section(changelog, notes.version())
@@ -162,7 +159,7 @@ def test_the_changelog_has_a_section_of_this_version(project: dict[str, Any]) ->
     assert "### Added" in text and "\n## " not in text
 
 
-def test_without_the_tools_of_a_checkout_the_command_runs_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_the_tools_of_a_checkout_the_command_runs_and_says_what_is_missing(tmp_path):
     """As from a wheel."""
     hide = "import sys; sys.path = [p for p in sys.path if not p.endswith('/tools')]; "
     code = "from sgl_kvevict.cli.model_names import unknown_model; import importlib.util as u; "
@@ -173,7 +170,7 @@ def test_without_the_tools_of_a_checkout_the_command_runs_and_says_what_is_missi
     assert "`make model` of a checkout puts the demo model (now: none)" in done.stdout
 
 
-def test_requirement_files_are_exact_pins_without_addresses() -> None:
+def test_requirement_files_are_exact_pins_without_addresses():
     seen: set[str] = set()
     for name in REQUIREMENTS:
         for line in requirement_lines(name):
@@ -185,7 +182,7 @@ def test_requirement_files_are_exact_pins_without_addresses() -> None:
     assert "://" not in everything
 
 
-def test_the_supported_versions_of_sglang_are_the_same_everywhere(project: dict[str, Any]) -> None:
+def test_the_supported_versions_of_sglang_are_the_same_everywhere(project):
     first, newest = SUPPORTED_SGLANG[0], SUPPORTED_SGLANG[-1]
     assert pins()["sglang"] == newest
     allowed = f"sglang=={newest}" if first == newest else f"sglang>={first},<={newest}"
@@ -194,7 +191,7 @@ def test_the_supported_versions_of_sglang_are_the_same_everywhere(project: dict[
         assert f"SGLang {SGLANG_RANGE}" in (ROOT / name).read_text(encoding="utf-8"), name
 
 
-def test_the_cpu_profile_pins_all_that_the_project_file_names(project: dict[str, Any]) -> None:
+def test_the_cpu_profile_pins_all_that_the_project_file_names(project):
     groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
     wanted = {normalised(re.split(r"[\[<>=]", requirement)[0]) for group in groups for requirement in group}
     assert wanted - {"sgl-kvevict"} <= set(pins())

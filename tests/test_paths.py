@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pwd
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ WHY = "got \"~nosuchuser/x\", but user 'nosuchuser' has no home folder; allowed:
 
 
 @pytest.fixture
-def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+def homeless(monkeypatch):
     """A user whom the system does not know, as in a container that runs with any uid."""
 
     def unknown(uid: int) -> object:
@@ -36,7 +35,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error
 
 
-def test_home_is_replaced_once_where_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_replaced_once_where_the_configuration_is_read(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     values = {"store": "~/store", "score_weights": "~/scores", "score_texts": "~/texts"}
     config = parse_config(values, "a test")
@@ -48,7 +47,7 @@ def test_home_is_replaced_once_where_the_configuration_is_read(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("field", ["store", "score_weights", "score_texts"])
-def test_a_field_with_an_unknown_user_is_named(field: str) -> None:
+def test_a_field_with_an_unknown_user_is_named(field):
     with pytest.raises(ConfigError) as caught:
         parse_config({field: STRANGER}, "a test")
     assert str(caught.value) == f"invalid configuration in a test:\n  - {field}: {WHY}"
@@ -62,15 +61,11 @@ def test_a_field_with_an_unknown_user_is_named(field: str) -> None:
         ("STORE", ["store", "ls", STRANGER]),
     ],
 )
-def test_an_argument_with_an_unknown_user_is_named(
-    capsys: pytest.CaptureFixture[str], name: str, arguments: list[str]
-) -> None:
+def test_an_argument_with_an_unknown_user_is_named(capsys, name, arguments):
     assert error_of(capsys, *arguments) == f"sgl-kvevict: error: {name}: {WHY}\n"
 
 
-def test_a_user_without_a_home_gets_a_reason(
-    homeless: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_without_a_home_gets_a_reason(homeless, capsys, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"STORE: got \"~/x\", but this user \(uid \d+\) has no home folder"):
         expanded("~/x", "STORE")
     assert "the user's cache: got" in error_of(capsys, "serve", "demo", "--dry-run")  # looked up there
@@ -83,7 +78,7 @@ def test_a_user_without_a_home_gets_a_reason(
     assert "score_weights" not in error_of(capsys, "serve", str(tmp_path), "--dry-run")
 
 
-def test_a_folder_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_says_why(tmp_path):
     (tmp_path / "file").touch()
     assert write_error(tmp_path / "new" / "folder") is None and not (tmp_path / "new").exists()
     assert write_error(tmp_path / "file" / "x") == f"{tmp_path / 'file'} is not a folder"

@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.support import KERNELS, reasons
 
-if TYPE_CHECKING:
-    from conftest import MakeWorld
-
 
 def kernel_reasons(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_latent: bool = False
@@ -27,7 +23,7 @@ def kernel_reasons(
     return reasons(KERNELS, kernels_for(name, device, dtype, head_dim, is_latent=is_latent))
 
 
-def test_auto_follows_the_device() -> None:
+def test_auto_follows_the_device():
     assert resolve_attention("auto", "cpu") == "numba"
     assert resolve_attention("auto", "cuda") == "triton"
 
@@ -42,18 +38,18 @@ def test_auto_follows_the_device() -> None:
         ("auto", "xpu", "the device is 'xpu'"),
     ],
 )
-def test_what_cannot_run_is_refused(name: str, device: str, message: str) -> None:
+def test_what_cannot_run_is_refused(name, device, message):
     with pytest.raises(UnsupportedSetupError, match=message):
         resolve_attention(name, device)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedSetupError, match="attention is 'flashinfer', but the package flashinfer is not"):
         resolve_attention("flashinfer", "cuda")
 
 
-def test_what_is_asked_for_is_built(make_world: MakeWorld) -> None:
+def test_what_is_asked_for_is_built(make_world):
     world = make_world()
     arenas = world.geometry, world.k, world.v
     assert isinstance(build_attention("auto", *arenas), NumbaAttention)
@@ -61,7 +57,7 @@ def test_what_is_asked_for_is_built(make_world: MakeWorld) -> None:
     assert isinstance(build_attention("torch", *arenas), TorchAttention)
 
 
-def test_where_numba_cannot_run_torch_does_and_says_so(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_numba_cannot_run_torch_does_and_says_so(make_world, caplog):
     world = make_world(1, 1, 24)
     assert isinstance(build_attention("auto", world.geometry, world.k, world.v), TorchAttention)
     assert "attention is 'torch', which takes longer: the head dimension is 24" in caplog.text
@@ -79,7 +75,7 @@ def test_where_numba_cannot_run_torch_does_and_says_so(make_world: MakeWorld, ca
         ("flashinfer", torch.float8_e5m2, 64, "attention 'flashinfer' needs bfloat16 or float16 KV"),
     ],
 )
-def test_what_no_kernel_is_compiled_for_is_a_reason(name: str, dtype: torch.dtype, head_dim: int, message: str) -> None:
+def test_what_no_kernel_is_compiled_for_is_a_reason(name, dtype, head_dim, message):
     (reason,) = kernel_reasons(name, torch.device("cuda"), dtype, head_dim)
     assert re.search(message, reason)
     assert kernel_reasons(name, torch.device("cuda"), torch.float16, 128) == []
@@ -93,9 +89,7 @@ def test_what_no_kernel_is_compiled_for_is_a_reason(name: str, dtype: torch.dtyp
         ("triton", torch.float8_e4m3fn, 576, "SGLang writes float8 ones without the layers' scales"),
     ],
 )
-def test_latents_that_no_gpu_kernel_reads(
-    name: str, dtype: torch.dtype, width: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latents_that_no_gpu_kernel_reads(name, dtype, width, message, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     (reason,) = kernel_reasons(name, torch.device("cuda"), dtype, width, is_latent=True)
     assert re.search(message, reason)
@@ -104,7 +98,7 @@ def test_latents_that_no_gpu_kernel_reads(
 
 
 @pytest.mark.usefixtures("flashinfer_is_chosen")
-def test_flashinfer_is_not_built_for_latents() -> None:
+def test_flashinfer_is_not_built_for_latents():
     geometry = KVGeometry(1, 4, 1, 64, 8, latent_dim=48)
     k = torch.zeros(geometry.arena_shape)
     with pytest.raises(UnsupportedSetupError, match="'triton' reads them"):
@@ -112,14 +106,14 @@ def test_flashinfer_is_not_built_for_latents() -> None:
     assert find_plain_prefill(geometry, k.bfloat16(), k[..., :48].bfloat16(), bool) is None
 
 
-def test_the_cpu_takes_float32_and_no_float8() -> None:
+def test_the_cpu_takes_float32_and_no_float8():
     cpu = torch.device("cpu")
     assert kernel_reasons("auto", cpu, torch.float32, 80) == []
     (reason,) = kernel_reasons("auto", cpu, torch.float8_e4m3fn, 80)
     assert re.search(r"on a CPU needs .* KV; the pool's dtype is float8_e4m3fn", reason)
 
 
-def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_needs_a_gpu_that_converts_it(monkeypatch):
     capability = (8, 0)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     (reason,) = kernel_reasons("auto", torch.device("cuda"), torch.float8_e4m3fn, 128)
@@ -128,7 +122,7 @@ def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) ->
     assert kernel_reasons("auto", torch.device("cuda"), torch.float8_e4m3fn, 128) == []
 
 
-def test_a_numba_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_numba_that_cannot_be_imported_is_named(monkeypatch):
     for module in [name for name in sys.modules if name.startswith("kvevict_kernels.span_attention.numba_")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "numba", None)
@@ -137,7 +131,7 @@ def test_a_numba_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatc
         resolve_attention("numba", "cpu")
 
 
-def test_without_openmp_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openmp_torch_computes(monkeypatch):
     monkeypatch.setattr("kvevict_kernels.span_attention.call.torch_team", lambda: None)
     assert resolve_attention("auto", "cpu") == "torch"
     with pytest.raises(UnsupportedSetupError, match="PyTorch does not compute on OpenMP threads"):

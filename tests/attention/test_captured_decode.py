@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -11,16 +9,13 @@ from helpers.captured_decode import Captured
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 
-if TYPE_CHECKING:
-    from conftest import MakeWorld
-
 pytestmark = [
     pytest.mark.usefixtures("small_chunks"),
     pytest.mark.filterwarnings("ignore:All-NaN"),  # requests that only fill up read slot 0
 ]
 
 
-def test_spans_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: str) -> None:
+def test_spans_enter_and_leave_a_captured_batch(make_world, device):
     """Alone, shared, deep; grown in place; gone; and a batch that comes again."""
     world = make_world(2, 4, 16, num_token_slots=900)
     captured = Captured(world, 4, device)
@@ -46,7 +41,7 @@ def test_spans_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: s
     captured.check()
 
 
-def test_sharers_beyond_one_tile_of_q_rows(make_world: MakeWorld, device: str) -> None:
+def test_sharers_beyond_one_tile_of_q_rows(make_world, device):
     """The tile of many sharers is captured, though a batch may have nothing for it."""
     world = make_world(1, 4, 16, num_token_slots=500)
     captured = Captured(world, 8, device)
@@ -57,7 +52,7 @@ def test_sharers_beyond_one_tile_of_q_rows(make_world: MakeWorld, device: str) -
         captured.check()
 
 
-def test_scratch_that_grew_after_the_capture(make_world: MakeWorld, device: str) -> None:
+def test_scratch_that_grew_after_the_capture(make_world, device):
     """A step that was captured with little scratch finds the larger one; so does a batch that came before it grew."""
     world = make_world(2, 2, 16, num_token_slots=900)
     captured = Captured(world, 2, device)
@@ -71,7 +66,7 @@ def test_scratch_that_grew_after_the_capture(make_world: MakeWorld, device: str)
     captured.check()
 
 
-def test_eager_steps_between_replays(make_world: MakeWorld, device: str) -> None:
+def test_eager_steps_between_replays(make_world, device):
     """A prefill between two decode steps leaves nothing behind that a replay reads."""
     world = make_world(2, 3, 16, num_token_slots=700)
     captured = Captured(world, 3, device)
@@ -84,7 +79,7 @@ def test_eager_steps_between_replays(make_world: MakeWorld, device: str) -> None
     captured.check()
 
 
-def test_trees_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: str) -> None:
+def test_trees_enter_and_leave_a_captured_batch(make_world, device):
     """Other trees at every replay, over spans that are shared, alone or gone."""
     world = make_world(2, 2, 16, num_layers=1, num_token_slots=900)
     captured = Captured(world, 3, device, new_len=5)
@@ -101,7 +96,7 @@ def test_trees_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: s
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_captured_step_holds_only_memory_that_lasts(make_world: MakeWorld) -> None:
+def test_a_captured_step_holds_only_memory_that_lasts(make_world):
     """Kernels read what is the graph's own or lives as long as the server: nothing of the warm-up or of a batch."""
     captured = Captured(make_world(2, 4, 16, num_token_slots=100), 4, "cpu")
     attention = captured.attention
@@ -114,19 +109,19 @@ def test_a_captured_step_holds_only_memory_that_lasts(make_world: MakeWorld) -> 
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_more_rows_than_a_small_tile_are_captured_with_both_tiles(make_world: MakeWorld) -> None:
+def test_more_rows_than_a_small_tile_are_captured_with_both_tiles(make_world):
     """Which one a span needs is not known before its readers are."""
     captured = Captured(make_world(1, 4, 16, num_layers=1, num_token_slots=100), 5, "cpu")
     assert captured.tape.kernels == ["suffix_work_kernel", "_split_kernel", "_split_kernel", "_merge_kernel"]
 
 
-def test_rows_that_no_kernel_is_compiled_for_are_refused(make_world: MakeWorld) -> None:
+def test_rows_that_no_kernel_is_compiled_for_are_refused(make_world):
     world = make_world(1, 1, 257, num_token_slots=2)
     with pytest.raises(UnsupportedSetupError, match="head_dim of at most 256; the model's is 257"):
         TritonAttention(world.geometry, world.k, world.v)
 
 
-def test_a_replay_takes_decode_steps_that_fit(make_world: MakeWorld) -> None:
+def test_a_replay_takes_decode_steps_that_fit(make_world):
     world = make_world()
     attention = TritonAttention(world.geometry, world.k, world.v)
     for _ in range(2):
@@ -139,7 +134,7 @@ def test_a_replay_takes_decode_steps_that_fit(make_world: MakeWorld) -> None:
         attention.start_capture(2, 43)
 
 
-def test_a_step_needs_a_plan(make_world: MakeWorld) -> None:
+def test_a_step_needs_a_plan(make_world):
     world = make_world()
     attention = TritonAttention(world.geometry, world.k, world.v)
     with pytest.raises(InvariantError, match="before a batch was planned"):

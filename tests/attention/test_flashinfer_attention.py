@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.implementations import add_all_kinds
-from helpers.torch_flashinfer import BROKEN, Plan
+from helpers.torch_flashinfer import BROKEN
 from sgl_kvevict.attention.backend import build_attention
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
@@ -22,7 +22,7 @@ from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
-    from conftest import MakeWorld, World
+    from conftest import World
 
 pytestmark = pytest.mark.usefixtures("flashinfer_plans", "flashinfer_is_chosen")
 
@@ -34,7 +34,7 @@ def make(world: World) -> FlashInferAttention:
     return FlashInferAttention(world.geometry, world.k, world.v)
 
 
-def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_runs_are_cut_into_parts(make_world, monkeypatch):
     monkeypatch.setattr("sgl_kvevict.attention.flashinfer.lists.PART_ENTRIES", 8)
     world = make_world(2, 4, 64)
     add_all_kinds(world)
@@ -50,7 +50,7 @@ def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest
     assert bool((lists.kv_indptr.diff(dim=1) >= 0).all())
 
 
-def test_shared_spans_are_listed_once(make_world: MakeWorld) -> None:
+def test_shared_spans_are_listed_once(make_world):
     world = make_world(2, 4, 64)
     span = world.uneven_span(90)
     for _ in range(8):
@@ -61,7 +61,7 @@ def test_shared_spans_are_listed_once(make_world: MakeWorld) -> None:
     assert lists.pages.kv_indices.numel() == int(span.lens.sum())
 
 
-def test_spans_are_planned_once_per_batch(make_world: MakeWorld, flashinfer_plans: list[Plan]) -> None:
+def test_spans_are_planned_once_per_batch(make_world, flashinfer_plans):
     """Steps plan the suffixes only; wrappers of batches that do not come again are used again."""
     world = make_world(2, 4, 64)
     shared = world.uneven_span(40)
@@ -80,7 +80,7 @@ def test_spans_are_planned_once_per_batch(make_world: MakeWorld, flashinfer_plan
     assert sum(plan.causal for plan in flashinfer_plans) == 7
 
 
-def test_nothing_compressed(make_world: MakeWorld) -> None:
+def test_nothing_compressed(make_world):
     world = make_world(2, 4, 64)
     world.add((), 40)
     world.add((), 1)
@@ -92,9 +92,7 @@ def test_nothing_compressed(make_world: MakeWorld) -> None:
 @pytest.mark.usefixtures("interpreted", "small_chunks")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("extend_lens", [None, [2, 40, 45, 1]], ids=["decode", "extend"])
-def test_layers_with_windows_are_our_kernels(
-    make_world: MakeWorld, extend_lens: list[int] | None, has_sinks: bool
-) -> None:
+def test_layers_with_windows_are_our_kernels(make_world, extend_lens, has_sinks):
     """The others stay FlashInfer's; a model of windows alone has none of it."""
     world = make_world(2, 4, 64, windows=(0, 1, 40, 1000), num_token_slots=900)
     first = world.uneven_span(30)
@@ -110,7 +108,7 @@ def test_layers_with_windows_are_our_kernels(
     assert isinstance(build_attention("flashinfer", windows_alone, world.k, world.v), TritonAttention)
 
 
-def test_the_installed_flashinfer_has_what_we_rely_on() -> None:
+def test_the_installed_flashinfer_has_what_we_rely_on():
     """Names, order and meaning that this package took from FlashInfer 0.7.2, which SGLang 0.5.23 pins."""
     assert version("flashinfer-python") == "0.7.2"
     assert "flashinfer_python[cu13]==0.7.2" in (requires("sglang") or [])
@@ -130,9 +128,7 @@ def test_the_installed_flashinfer_has_what_we_rely_on() -> None:
 
 
 @pytest.mark.parametrize("error", BROKEN, ids=lambda error: type(error).__name__)
-def test_a_flashinfer_that_cannot_compile_is_refused_with_the_mend(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_flashinfer_that_cannot_compile_is_refused_with_the_mend(make_world, monkeypatch, error):
     world = make_world(2, 4, 64)
 
     def build(*args: object) -> None:
@@ -144,16 +140,14 @@ def test_a_flashinfer_that_cannot_compile_is_refused_with_the_mend(
     assert "nvcc" in str(refused.value) and "ninja" in str(refused.value)
 
 
-def test_a_flashinfer_that_cannot_be_imported_is_refused(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flashinfer_that_cannot_be_imported_is_refused(make_world, monkeypatch):
     world = make_world(2, 4, 64)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(UnsupportedSetupError, match="FlashInfer does not run here: ModuleNotFoundError"):
         make(world)
 
 
-def test_a_warm_up_plans_spans_and_suffixes(make_world: MakeWorld, flashinfer_plans: list[Plan]) -> None:
+def test_a_warm_up_plans_spans_and_suffixes(make_world, flashinfer_plans):
     world = make_world(2, 4, 64)
     attention = make(world)
     attention.warm_up()

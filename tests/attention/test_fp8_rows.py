@@ -40,9 +40,7 @@ def filled(make_world: MakeWorld, dtype: torch.dtype) -> tuple[World, TritonAtte
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["decode", "extend", "split extend"])
-def test_beside_dense_attention_in_float32(
-    make_world: MakeWorld, request: pytest.FixtureRequest, kind: str, dtype: torch.dtype
-) -> None:
+def test_beside_dense_attention_in_float32(make_world, request, kind, dtype):
     """Sharers that fill the larger tile, few new tokens, many with their keys split or not."""
     if kind == "split extend":
         request.getfixturevalue("many_sms")
@@ -63,7 +61,7 @@ def test_beside_dense_attention_in_float32(
         assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
 
 
-def test_without_scales_the_same_bits_as_rows_of_16_bits(make_world: MakeWorld) -> None:
+def test_without_scales_the_same_bits_as_rows_of_16_bits(make_world):
     """Float8 becomes the queries' dtype exactly, before anything is multiplied."""
     world, attention = filled(make_world, torch.bfloat16)
     plain = TritonAttention(world.geometry, world.k, world.v)

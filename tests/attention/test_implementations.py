@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from helpers.implementations import (
     NUMBA,
     ON_CPU,
     PLAIN,
-    Kind,
     add_all_kinds,
     add_all_prefills,
     all_sizes,
@@ -26,29 +23,24 @@ from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.torch_attention import QUERY_BLOCK
 from sgl_kvevict.errors import InvariantError
 
-if TYPE_CHECKING:
-    from conftest import Start
-
 # ---- all implementations -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "sizes", "dtype"), all_sizes(is_extend=False))
-def test_decode_of_every_kind_of_request(
-    start: Start, kind: Kind, sizes: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_decode_of_every_kind_of_request(start, kind, sizes, dtype):
     runner, world = start(kind, *sizes, dtype=dtype)
     add_all_kinds(world, kind.share)
     runner.check()
 
 
 @pytest.mark.parametrize(("kind", "sizes", "dtype"), all_sizes(is_extend=True))
-def test_extend_of_every_kind(start: Start, kind: Kind, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_extend_of_every_kind(start, kind, sizes, dtype):
     runner, world = start(kind, *sizes, dtype=dtype)
     runner.check(add_all_prefills(world, kind.share))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_and_changing_batches(start: Start, kind: Kind) -> None:
+def test_steps_and_changing_batches(start, kind):
     """Suffixes grow, requests come and go, their slots are used again."""
     runner, world = start(kind, *kind.sizes[0], num_token_slots=900)
     shared = world.uneven_span(60)
@@ -66,7 +58,7 @@ def test_steps_and_changing_batches(start: Start, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_slice_of_a_fused_projection_is_a_valid_query(start: Start, kind: Kind) -> None:
+def test_a_slice_of_a_fused_projection_is_a_valid_query(start, kind):
     """Bit for bit what contiguous queries give; so are heads that lie before tokens, on a CPU."""
     runner, world = start(kind, *kind.sizes[0])
     world.add((world.uneven_span(30),), 20)
@@ -86,7 +78,7 @@ def test_a_slice_of_a_fused_projection_is_a_valid_query(start: Start, kind: Kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_queries_than_planned_are_refused(start: Start, kind: Kind) -> None:
+def test_other_queries_than_planned_are_refused(start, kind):
     runner, world = start(kind, 2, 4, 64)
     world.add((), 20)
     if kind is not FLASHINFER:
@@ -102,7 +94,7 @@ def test_other_queries_than_planned_are_refused(start: Start, kind: Kind) -> Non
 
 @pytest.mark.parametrize("kind", ON_CPU)
 @pytest.mark.parametrize("num_uncompressed", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1400])
-def test_decode_without_spans(start: Start, kind: Kind, num_uncompressed: int) -> None:
+def test_decode_without_spans(start, kind, num_uncompressed):
     runner, world = start(kind)
     world.add((), num_uncompressed)
     runner.check()
@@ -110,7 +102,7 @@ def test_decode_without_spans(start: Start, kind: Kind, num_uncompressed: int) -
 
 @pytest.mark.parametrize("kind", ON_CPU)
 @pytest.mark.parametrize("num_requests", [2, 5, 20])
-def test_decode_on_one_shared_span(start: Start, kind: Kind, num_requests: int) -> None:
+def test_decode_on_one_shared_span(start, kind, num_requests):
     runner, world = start(kind)
     span = world.uneven_span(600)
     for i in range(num_requests):
@@ -120,14 +112,14 @@ def test_decode_on_one_shared_span(start: Start, kind: Kind, num_requests: int) 
 
 @pytest.mark.parametrize("kind", ON_CPU)
 @pytest.mark.parametrize("new", [2, 16, 17, 100, QUERY_BLOCK, QUERY_BLOCK + 1])
-def test_extend_one_request(start: Start, kind: Kind, new: int) -> None:
+def test_extend_one_request(start, kind, new):
     runner, world = start(kind, 1, 2, 16, num_layers=1, dtype=FP32)
     world.add((world.uneven_span(150),), 50 + new)
     runner.check([new])
 
 
 @pytest.mark.parametrize("kind", ON_CPU)
-def test_queries_in_another_dtype_than_the_arena(start: Start, kind: Kind) -> None:
+def test_queries_in_another_dtype_than_the_arena(start, kind):
     """The arena decides what is stored, the model what it computes in."""
     runner, world = start(kind)
     span = world.uneven_span(100)
@@ -157,7 +149,7 @@ ALL_FOUR = SpanRuns(NOTHING, EMPTY_RUNS, EMPTY_RUNS, 4, NOTHING)
         ({"extend_lens": [1, 1]}, r"expected 1 of each, got \(1, 2, 1\)"),
     ],
 )
-def test_contradicting_lengths_are_refused(change: dict[str, object], message: str) -> None:
+def test_contradicting_lengths_are_refused(change, message):
     batch: dict[str, object] = {"paths": ((),), "seq_lens": [4], "extend_lens": None}
     batch |= {"req_pool_indices": torch.zeros(1), "req_to_token": torch.zeros(1, 1500, dtype=torch.int32), **change}
     with pytest.raises(InvariantError, match=message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,22 +13,17 @@ from kvevict_kernels.span_attention import Layout, words
 from kvevict_kernels.span_attention.layout import count_chunks
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS
 
-if TYPE_CHECKING:
-    from conftest import Start
-
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("sizes", ODD, ids=str)
-def test_long_prefills_of_every_kind(
-    start: Start, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_long_prefills_of_every_kind(start, monkeypatch, sizes, dtype):
     """All are long but those of one token."""
     monkeypatch.setattr("sgl_kvevict.attention.cpu.numba_attention.MAX_SHORT_TOKENS", 1)
     runner, world = start(NUMBA, *sizes, dtype=dtype)
     runner.check(add_all_prefills(world), TWO_ROUNDINGS[dtype], LONG_LSE_NOISE[dtype])
 
 
-def test_a_layout_is_kept_while_nothing_changes(start: Start) -> None:
+def test_a_layout_is_kept_while_nothing_changes(start):
     runner, world = start(NUMBA, num_layers=1)
     shared = world.uneven_span(90)
     world.add((shared,), 60)
@@ -45,12 +39,12 @@ def test_a_layout_is_kept_while_nothing_changes(start: Start) -> None:
     assert len(runner.attention._recent._kept) <= 2
 
 
-def test_other_head_dims_than_multiples_of_16_are_refused(start: Start) -> None:
+def test_other_head_dims_than_multiples_of_16_are_refused(start):
     with pytest.raises(RuntimeError, match="the head dimension is 24, which is no multiple of 16"):
         start(NUMBA, 1, 1, 24)
 
 
-def test_a_shared_span_is_one_part_for_all(start: Start) -> None:
+def test_a_shared_span_is_one_part_for_all(start):
     runner, world = start(NUMBA)
     span = world.uneven_span(200)
     for _ in range(8):
@@ -62,7 +56,7 @@ def test_a_shared_span_is_one_part_for_all(start: Start) -> None:
     assert layout.num_tokens.tolist() == [8] + 8 * [1]
 
 
-def test_long_units_have_longer_chunks(start: Start) -> None:
+def test_long_units_have_longer_chunks(start):
     """The host counts partial results as the call cuts them."""
     lens = torch.arange(0, 20_000, 37).numpy()
     counts = count_chunks(lens)
@@ -74,7 +68,7 @@ def test_long_units_have_longer_chunks(start: Start) -> None:
     runner.check()
 
 
-def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(start: Start) -> None:
+def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(start):
     runner, world = start(NUMBA)
     shared, own = world.uneven_span(700), world.uneven_span(300)
     world.add((shared, own), 40)
@@ -103,7 +97,7 @@ def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(start: Sta
             assert_same_bits(name, got, want[rows])
 
 
-def test_long_prefills_beside_short_ones(start: Start) -> None:
+def test_long_prefills_beside_short_ones(start):
     """The long ones go through PyTorch, whose halves are rounded before they are merged."""
     runner, world = start(NUMBA, num_layers=1, dtype=FP32)
     shared = world.uneven_span(100)
@@ -117,7 +111,7 @@ def test_long_prefills_beside_short_ones(start: Start) -> None:
     runner.check([MAX_SHORT_TOKENS + 1])
 
 
-def test_large_and_hidden_scores(start: Start) -> None:
+def test_large_and_hidden_scores(start):
     """Scores far apart: weights vanish, sums stay finite, whichever key comes first."""
     runner, world = start(NUMBA, 1, 1, 16, num_layers=1, dtype=FP32)
     world.add((world.uneven_span(200),), 300)
@@ -126,7 +120,7 @@ def test_large_and_hidden_scores(start: Start) -> None:
     runner.check()
 
 
-def test_nan_stays_nan_where_it_is_read(start: Start) -> None:
+def test_nan_stays_nan_where_it_is_read(start):
     runner, world = start(NUMBA, num_layers=1)
     world.add((), 30)
     world.add((), 30)
@@ -136,7 +130,7 @@ def test_nan_stays_nan_where_it_is_read(start: Start) -> None:
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 3], [0, 4], [0, 5]]
 
 
-def test_slots_outside_of_the_arena_are_refused(start: Start) -> None:
+def test_slots_outside_of_the_arena_are_refused(start):
     runner, world = start(NUMBA)
     world.add((world.uneven_span(50),), 20)
     place = world.rows[0], world.compressed_lens[0] + 5
@@ -150,7 +144,7 @@ def test_slots_outside_of_the_arena_are_refused(start: Start) -> None:
     runner.check()
 
 
-def test_spans_whose_runs_leave_their_lists_are_refused(start: Start) -> None:
+def test_spans_whose_runs_leave_their_lists_are_refused(start):
     runner, world = start(NUMBA)
     span = world.uneven_span(50)
     span.lens[1, 2] += 10**6
@@ -159,7 +153,7 @@ def test_spans_whose_runs_leave_their_lists_are_refused(start: Start) -> None:
         runner.attention.plan(world.batch())
 
 
-def test_rows_outside_of_the_pool_are_refused(start: Start) -> None:
+def test_rows_outside_of_the_pool_are_refused(start):
     runner, world = start(NUMBA)
     world.add((), 5)
     world.rows[0] = 32
@@ -169,9 +163,7 @@ def test_rows_outside_of_the_pool_are_refused(start: Start) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 4, 48, 32), (1, 3, 576, 512)], ids=str)
-def test_values_that_begin_the_rows_of_the_keys(
-    start: Start, sizes: tuple[int, int, int, int], dtype: torch.dtype
-) -> None:
+def test_values_that_begin_the_rows_of_the_keys(start, sizes, dtype):
     """Latent attention: decode, short extends, and a prefill by PyTorch's flash attention."""
     runner, world = start(NUMBA, *sizes[:3], dtype=dtype, latent_dim=sizes[3])
     shared = world.uneven_span(100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
 import pytest
@@ -12,22 +11,17 @@ import torch
 
 from helpers.poison import poisoned
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
-from helpers.torch_flashinfer import BROKEN, Plan, use_torch_kernels
+from helpers.torch_flashinfer import BROKEN, use_torch_kernels
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill, find_plain_prefill
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import UnsupportedSetupError
-
-if TYPE_CHECKING:
-    from conftest import MakeWorld
 
 NOISE = 4 * FLOAT32_NOISE
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_prefills_without_spans_see_their_windows(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_prefills_without_spans_see_their_windows(make_world, monkeypatch, backend):
     """FlashInfer is given the tokens that a window shows to any of the new ones, and no others: NaN is before them."""
     use_torch_kernels(monkeypatch, auto=backend)
     world = make_world(2, 4, 64, windows=(0, 30, 7, 0), num_token_slots=900)
@@ -51,7 +45,7 @@ def test_prefills_without_spans_see_their_windows(
 
 
 @pytest.mark.usefixtures("flashinfer_plans")
-def test_a_plain_prefill_writes_sink_logits_in_place_and_apart(make_world: MakeWorld, device: str) -> None:
+def test_a_plain_prefill_writes_sink_logits_in_place_and_apart(make_world, device):
     world = make_world(2, 4, 64, num_token_slots=900)
     for new in (44, 50, 60):
         world.add((), new)
@@ -73,7 +67,7 @@ def test_a_plain_prefill_writes_sink_logits_in_place_and_apart(make_world: MakeW
         assert out[others].isnan().all() and lse[others].isnan().all()
 
 
-def test_a_capture_after_a_planned_prefill_runs_none_of_it(make_world: MakeWorld, flashinfer_plans: list[Plan]) -> None:
+def test_a_capture_after_a_planned_prefill_runs_none_of_it(make_world, flashinfer_plans):
     """FlashInfer's plan of the prefill stays behind; a captured step has other rows."""
     world = make_world(2, 4, 16, num_token_slots=400)
     world.add((), 130)
@@ -90,9 +84,7 @@ def test_a_capture_after_a_planned_prefill_runs_none_of_it(make_world: MakeWorld
 
 
 @pytest.mark.parametrize("has_windows", [False, True])
-def test_a_found_plain_prefill_has_compiled_every_kernel(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, has_windows: bool
-) -> None:
+def test_a_found_plain_prefill_has_compiled_every_kernel(make_world, monkeypatch, has_windows):
     plans = use_torch_kernels(monkeypatch)
     world = make_world(2, 4, 64, windows=(0, 30, 30, 7) if has_windows else ())
     assert find_plain_prefill(world.geometry, world.k, world.v, bool) is not None
@@ -100,9 +92,7 @@ def test_a_found_plain_prefill_has_compiled_every_kernel(
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(None, "fa3"), ("auto", "fa3"), ("fa2", "fa2"), ("fa3", "fa3")])
-def test_the_environment_chooses_flashinfers_kernels(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, asked: str | None, taken: str
-) -> None:
+def test_the_environment_chooses_flashinfers_kernels(make_world, monkeypatch, asked, taken):
     """On Hopper FlashInfer takes fa3 unless it is told otherwise."""
     use_torch_kernels(monkeypatch, auto="fa3")
     if asked is not None:
@@ -114,7 +104,7 @@ def test_the_environment_chooses_flashinfers_kernels(
     assert prefills[-1]._wrapper._backend == taken
 
 
-def test_unknown_kernels_are_refused(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_kernels_are_refused(make_world, monkeypatch):
     monkeypatch.setenv("KVEVICT_FLASHINFER_PREFILL", "fa4")
     world = make_world(2, 4, 64)
     with pytest.raises(UnsupportedSetupError, match=r"KVEVICT_FLASHINFER_PREFILL is 'fa4'.*'auto', 'fa2', 'fa3'"):
@@ -122,9 +112,7 @@ def test_unknown_kernels_are_refused(make_world: MakeWorld, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("error", BROKEN, ids=lambda error: type(error).__name__)
-def test_our_kernel_takes_over_where_flashinfer_cannot_compile(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
+def test_our_kernel_takes_over_where_flashinfer_cannot_compile(make_world, monkeypatch, caplog, error):
     world = make_world(2, 4, 64)
     use_torch_kernels(monkeypatch)
     monkeypatch.setattr("flashinfer.prefill._gen_batch_prefill_primary_module", Mock(side_effect=error))
@@ -135,7 +123,7 @@ def test_our_kernel_takes_over_where_flashinfer_cannot_compile(
     assert type(error).__name__ in caplog.text and "sgl-kvevict check" in caplog.text
 
 
-def test_one_rank_that_cannot_compile_decides_for_all(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_that_cannot_compile_decides_for_all(make_world, monkeypatch):
     use_torch_kernels(monkeypatch)
     world = make_world(2, 4, 64)
     arenas = world.geometry, world.k, world.v

@@ -22,7 +22,7 @@ from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:
-    from conftest import Build, MakeWorld, World
+    from conftest import World
 
 NOISE = 8 * FLOAT32_NOISE
 """Two float32 softmaxes over a few hundred keys."""
@@ -68,7 +68,7 @@ def mixed_requests(world: World) -> None:
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
-def test_decode_of_4_bits(build: Build, make_world: MakeWorld, pool: tuple[int, torch.dtype]) -> None:
+def test_decode_of_4_bits(build, make_world, pool):
     """Alone, shared by requests at different depths, more entries than a block of keys, and none."""
     head_dim, dtype = pool
     world = make_world(2, 3, head_dim, dtype=dtype, num_token_slots=700).learn()
@@ -84,9 +84,7 @@ def test_decode_of_4_bits(build: Build, make_world: MakeWorld, pool: tuple[int, 
     [((3, 3, 64), torch.bfloat16), ((1, 4, 128), torch.float16), ((2, 1, 32), torch.float16)],
     ids=str,
 )
-def test_decode_of_mixed_paths(
-    build: Build, make_world: MakeWorld, sizes: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_decode_of_mixed_paths(build, make_world, sizes, dtype):
     world = make_world(*sizes, dtype=dtype, num_token_slots=900).learn()
     mixed_requests(world)
     attention = build(world)
@@ -97,7 +95,7 @@ def test_decode_of_mixed_paths(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: torch.dtype) -> None:
+def test_prefills_of_mixed_paths(build, make_world, dtype):
     """Few new tokens, many, and one, over spans that they share."""
     world = make_world(2, 4, 32, dtype=dtype, num_token_slots=2500).learn()
     attention = build(world)
@@ -114,7 +112,7 @@ def test_prefills_of_mixed_paths(build: Build, make_world: MakeWorld, dtype: tor
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_prefills_over_rows_of_one_width(build: Build, make_world: MakeWorld, bits: int) -> None:
+def test_prefills_over_rows_of_one_width(build, make_world, bits):
     """Of few and of many new tokens, over one shared span; spans of other widths are nowhere."""
     world = make_world(2, 3, 64, dtype=torch.float16, num_token_slots=1200).learn()
     attention, shared = build(world), world.uneven_span(90, bits=bits)
@@ -125,7 +123,7 @@ def test_prefills_over_rows_of_one_width(build: Build, make_world: MakeWorld, bi
     world.check(attention, news, *long_noises(attention, world))
 
 
-def test_many_readers_of_wide_rows(build: Build, make_world: MakeWorld) -> None:
+def test_many_readers_of_wide_rows(build, make_world):
     """More than the rows of a tile share a span; with a head_dim of 256 a tile has fewer."""
     world = make_world(2, 4, 256, dtype=torch.float16, num_layers=1, num_token_slots=300).learn()
     path = both_widths(world, 40)
@@ -135,7 +133,7 @@ def test_many_readers_of_wide_rows(build: Build, make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize(("is_extend", "has_sinks"), [(False, False), (False, True), (True, True)], ids=str)
-def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bool, has_sinks: bool) -> None:
+def test_windows_and_sinks(build, make_world, *, is_extend, has_sinks):
     """Into spans of both widths, into none of them, and past all of them."""
     world = make_world(2, 2, 32, dtype=torch.float16, windows=(0, 1, 9, 40), num_token_slots=2500).learn()
     world.sink_logits = torch.randn(4) + 1 if has_sinks else None
@@ -150,7 +148,7 @@ def test_windows_and_sinks(build: Build, make_world: MakeWorld, *, is_extend: bo
     world.check(attention, news, *(long_noises(attention, world) if is_extend else (NOISE, NOISE)))
 
 
-def test_a_span_that_only_one_layer_and_head_has(build: Build, make_world: MakeWorld) -> None:
+def test_a_span_that_only_one_layer_and_head_has(build, make_world):
     """As many rows of a width as one head slot holds, and one more; statistics are of the run's layer and head."""
     world = make_world(3, 2, 64, dtype=torch.float16, num_token_slots=100).learn()
     for count in (1, 2, 4, 5, 8, 9):
@@ -160,7 +158,7 @@ def test_a_span_that_only_one_layer_and_head_has(build: Build, make_world: MakeW
     world.check(build(world))
 
 
-def test_chunks_of_a_long_span(build: Build, make_world: MakeWorld) -> None:
+def test_chunks_of_a_long_span(build, make_world):
     """More entries than one partial result has, on one KV head, beside short ones."""
     world = make_world(2, 4, 32, dtype=torch.float16, num_layers=1, num_token_slots=1200).learn()
     long = [world.span(torch.tensor([[700, 3]]), num_tokens=800, bits=bits) for bits in WIDTHS]
@@ -171,7 +169,7 @@ def test_chunks_of_a_long_span(build: Build, make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (25, 0)], ids=["", "window"])
-def test_trees_of_drafts(build: Build, make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+def test_trees_of_drafts(build, make_world, windows):
     """Every node sees the spans; the tree hides only its own branches."""
     world = make_world(2, 2, 32, dtype=torch.float16, windows=windows, num_token_slots=900).learn()
     mixed_requests(world)
@@ -193,7 +191,7 @@ def test_trees_of_drafts(build: Build, make_world: MakeWorld, windows: tuple[int
 @pytest.mark.usefixtures("interpreted", "small_chunks")
 @pytest.mark.filterwarnings("ignore:All-NaN")  # requests that only fill up read slot 0
 @pytest.mark.parametrize("windows", [(0,), (30,)], ids=["", "window"])
-def test_a_captured_step_follows_spans_of_other_widths(make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+def test_a_captured_step_follows_spans_of_other_widths(make_world, windows):
     """Recorded launches read the width of a span from each replay's tables."""
     world = make_world(2, 2, 32, dtype=torch.float16, windows=windows, num_token_slots=900).learn()
     captured = Captured(world, 7, "cpu")
@@ -206,7 +204,7 @@ def test_a_captured_step_follows_spans_of_other_widths(make_world: MakeWorld, wi
             world.add((world.uneven_span(40, bits=4),), 3)
 
 
-def test_a_row_outside_of_the_pool_is_reported(make_world: MakeWorld) -> None:
+def test_a_row_outside_of_the_pool_is_reported(make_world):
     world = make_world(2, 2, 32).learn()
     span = world.span(torch.full((2, 2), 9), num_tokens=9, bits=4)
     world.add((span,), 2)
@@ -217,7 +215,7 @@ def test_a_row_outside_of_the_pool_is_reported(make_world: MakeWorld) -> None:
         attention.run(1, world.queries(), world.sm_scale)
 
 
-def test_spans_of_4_bits_need_a_coding(build: Build, make_world: MakeWorld) -> None:
+def test_spans_of_4_bits_need_a_coding(build, make_world):
     world = make_world(2, 2, 32).learn()
     span = world.uneven_span(10, bits=4)
     world.add((span,), 3)
@@ -228,7 +226,7 @@ def test_spans_of_4_bits_need_a_coding(build: Build, make_world: MakeWorld) -> N
 
 
 @pytest.mark.usefixtures("flashinfer_plans")
-def test_flashinfer_reads_rows_of_16_bits_only(make_world: MakeWorld) -> None:
+def test_flashinfer_reads_rows_of_16_bits_only(make_world):
     world = make_world(2, 2, 64).learn()
     world.add((world.uneven_span(10), world.uneven_span(10, bits=4)), 3)
     attention = FlashInferAttention(world.geometry, world.k, world.v)

@@ -16,7 +16,7 @@ from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAtt
 from sgl_kvevict.attention.triton.attention import TritonAttention
 
 if TYPE_CHECKING:
-    from conftest import Build, MakeWorld, World
+    from conftest import World
 
 WINDOWS = (0, 1, 7, 40, 1000)
 """No window; itself alone; less than a suffix; into the spans; more than there is."""
@@ -41,7 +41,7 @@ def random_world(world: World) -> None:
 @pytest.mark.parametrize(
     ("dtype", "has_sinks"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)], ids=str
 )
-def test_decode_sees_its_window(build: Build, make_world: MakeWorld, dtype: torch.dtype, has_sinks: bool) -> None:
+def test_decode_sees_its_window(build, make_world, dtype, has_sinks):
     """Also after the windows have moved on: what was laid out for the batch still holds."""
     world = make_world(2, 4, 16, dtype=dtype, windows=WINDOWS, num_token_slots=1000)
     random_world(world)
@@ -55,9 +55,7 @@ def test_decode_sees_its_window(build: Build, make_world: MakeWorld, dtype: torc
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("windows", [(0, 7, 40), (300, 33, 1)], ids=str)
-def test_prefills_see_their_windows(
-    build: Build, make_world: MakeWorld, windows: tuple[int, ...], has_sinks: bool
-) -> None:
+def test_prefills_see_their_windows(build, make_world, windows, has_sinks):
     """A question, more new tokens than a compiled call takes, one without a span, one token."""
     world = make_world(1, 2, 16, dtype=torch.float32, windows=windows, num_token_slots=2500)
     attention = build(world)
@@ -73,7 +71,7 @@ def test_prefills_see_their_windows(
     world.check(attention, news)
 
 
-def test_a_long_prompt_alone(build: Build, make_world: MakeWorld) -> None:
+def test_a_long_prompt_alone(build, make_world):
     """Several blocks of queries, of which only the first ones see the span, and parts of keys on a device."""
     world = make_world(1, 2, 16, dtype=torch.float32, windows=(50, 0), num_token_slots=1500)
     world.add((world.uneven_span(100),), 400)
@@ -82,9 +80,7 @@ def test_a_long_prompt_alone(build: Build, make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("extend_lens", [None, [1, 8, 1, 2, 25, 6, 1]], ids=["decode", "extend"])
-def test_a_window_that_hides_nothing_is_none(
-    build: Build, make_world: MakeWorld, extend_lens: list[int] | None
-) -> None:
+def test_a_window_that_hides_nothing_is_none(build, make_world, extend_lens):
     """The same bits as without windows."""
     world = make_world(2, 4, 16, dtype=torch.float32, windows=(1000, 1000), num_token_slots=700)
     random_world(world)
@@ -99,7 +95,7 @@ def test_a_window_that_hides_nothing_is_none(
         assert_same_bits(name, got, want)
 
 
-def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:
+def test_what_no_window_shows_is_not_multiplied(make_world):
     """NaN in what is out of every reader's window reaches nobody, be it in a span or among own tokens."""
     world = make_world(2, 2, 16, dtype=torch.float32, windows=(30,), num_token_slots=900)
     span = world.span(torch.full((1, 2), 300), num_tokens=300)
@@ -118,7 +114,7 @@ def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:
 
 @pytest.mark.usefixtures("interpreted", "small_chunks")
 @pytest.mark.filterwarnings("ignore:All-NaN")  # requests that only fill up read slot 0
-def test_a_captured_step_follows_the_windows(make_world: MakeWorld) -> None:
+def test_a_captured_step_follows_the_windows(make_world):
     """Recorded launches take the queries' positions from each replay's lengths, the entries' from its tables."""
     world = make_world(2, 4, 16, dtype=torch.float32, windows=WINDOWS, num_token_slots=1000)
     world.sink_logits = torch.randn(8)
@@ -133,7 +129,7 @@ def test_a_captured_step_follows_the_windows(make_world: MakeWorld) -> None:
         world.add((world.paths[0][0],), 5)
 
 
-def test_sink_logits_of_other_heads_are_refused(make_world: MakeWorld) -> None:
+def test_sink_logits_of_other_heads_are_refused(make_world):
     world = make_world(1, 2, 16, num_token_slots=100)
     world.add((), 4)
     attention = NumbaAttention(world.geometry, world.k, world.v)

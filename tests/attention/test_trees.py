@@ -12,7 +12,6 @@ from torch import Tensor
 from helpers.poison import poisoned_allocations
 from helpers.specialisations import recorded
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
-from helpers.torch_flashinfer import Plan
 from sgl_kvevict.attention.backend import build_attention
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
@@ -23,7 +22,7 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.support import MAX_DRAFTS
 
 if TYPE_CHECKING:
-    from conftest import Build, MakeWorld, World
+    from conftest import World
 
 NOISE = 8 * FLOAT32_NOISE
 """Two float32 softmaxes over a few hundred keys."""
@@ -96,16 +95,14 @@ def sharers(world: World) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_trees_and_chains_of_sharers(build: Build, make_world: MakeWorld, dtype: torch.dtype) -> None:
+def test_trees_and_chains_of_sharers(build, make_world, dtype):
     world = make_world(2, 2, 16, dtype=dtype, num_layers=1, num_token_slots=700)
     trees = sharers(world)
     check(world, build(world), trees)
 
 
 @pytest.mark.parametrize(("windows", "lens"), [((0,), (330, 12)), ((64, 70), (110,))], ids=["full", "windows"])
-def test_more_q_rows_than_the_split_kernel_takes(
-    build: Build, make_world: MakeWorld, windows: tuple[int, ...], lens: tuple[int, ...]
-) -> None:
+def test_more_q_rows_than_the_split_kernel_takes(build, make_world, windows, lens):
     """A tree of 64 nodes, the most, whose last node sees itself by the sign bit; a suffix of several chunks."""
     world = make_world(1, 3, 16, dtype=torch.float32, windows=windows, num_token_slots=900)
     span = world.uneven_span(50)
@@ -115,7 +112,7 @@ def test_more_q_rows_than_the_split_kernel_takes(
     check(world, build(world), [widest, CHAIN][: len(lens)])
 
 
-def test_windows_count_a_node_at_its_depth(build: Build, make_world: MakeWorld) -> None:
+def test_windows_count_a_node_at_its_depth(build, make_world):
     """Nodes of one depth have one position, in spans, among own tokens and among the new ones; sinks count once."""
     world = make_world(1, 2, 16, dtype=torch.float32, windows=(0, 9, 25, 1000), num_token_slots=700)
     trees = sharers(world)
@@ -123,7 +120,7 @@ def test_windows_count_a_node_at_its_depth(build: Build, make_world: MakeWorld) 
     check(world, build(world), trees)
 
 
-def test_a_chain_is_a_causal_mask(build: Build, make_world: MakeWorld) -> None:
+def test_a_chain_is_a_causal_mask(build, make_world):
     """The same bits as an ordinary extend."""
     world = make_world(2, 3, 16, dtype=torch.float32, windows=(0, 20), num_token_slots=700)
     shared = world.uneven_span(40)
@@ -138,7 +135,7 @@ def test_a_chain_is_a_causal_mask(build: Build, make_world: MakeWorld) -> None:
             assert_same_bits("a chain", got, want)
 
 
-def test_nodes_do_not_depend_on_their_siblings(make_world: MakeWorld) -> None:
+def test_nodes_do_not_depend_on_their_siblings(make_world):
     """On a CPU a node's result has the same bits, whatever hangs beside it."""
     world = make_world(2, 3, 16, dtype=torch.float32, num_token_slots=700)
     world.add((world.uneven_span(40),), 30)
@@ -151,7 +148,7 @@ def test_nodes_do_not_depend_on_their_siblings(make_world: MakeWorld) -> None:
         assert_same_bits("nodes 0 to 2", got[:3], want[:3])
 
 
-def test_a_batch_of_trees_and_a_batch_of_chains_alternate(build: Build, make_world: MakeWorld) -> None:
+def test_a_batch_of_trees_and_a_batch_of_chains_alternate(build, make_world):
     """What is kept of one batch says nothing about the next."""
     world = make_world(2, 2, 16, dtype=torch.float32, num_token_slots=400)
     world.add((world.uneven_span(30),), 20)
@@ -161,7 +158,7 @@ def test_a_batch_of_trees_and_a_batch_of_chains_alternate(build: Build, make_wor
 
 
 @pytest.mark.usefixtures("interpreted", "small_chunks", "flashinfer_plans", "flashinfer_is_chosen")
-def test_with_flashinfer_trees_are_our_kernels(make_world: MakeWorld, flashinfer_plans: list[Plan]) -> None:
+def test_with_flashinfer_trees_are_our_kernels(make_world, flashinfer_plans):
     world = make_world(1, 2, 64, num_layers=1, num_token_slots=500)
     trees = sharers(world)
     attention = build_attention("flashinfer", world.geometry, world.k, world.v, verifies=True)
@@ -173,7 +170,7 @@ def test_with_flashinfer_trees_are_our_kernels(make_world: MakeWorld, flashinfer
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_warm_up_compiles_what_trees_need(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_compiles_what_trees_need(make_world, monkeypatch):
     """Trees of few and of many q rows, in layers with and without a window."""
     monkeypatch.setattr("sgl_kvevict.attention.triton.attention.WARM_UP_KEYS", 0)  # the interpreter takes long
     world = make_world(1, 3, 16, windows=(0, 80), num_token_slots=900)
@@ -192,7 +189,7 @@ def test_a_warm_up_compiles_what_trees_need(make_world: MakeWorld, monkeypatch: 
     assert all(keys <= warm[kernel] for kernel, keys in served.items())
 
 
-def test_contradictory_trees_are_refused(make_world: MakeWorld) -> None:
+def test_contradictory_trees_are_refused(make_world):
     world = make_world(1, 1, 16, num_token_slots=200)
     world.add((), 80)
     with pytest.raises(InvariantError, match="visible: expected one number for each of 6 new tokens"):

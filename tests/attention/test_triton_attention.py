@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 from unittest.mock import Mock, create_autospec
 
 import pytest
@@ -16,7 +14,6 @@ from helpers.implementations import (
     IN_REAL_CHUNKS,
     NOISE,
     ON_GPU,
-    Kind,
     add_all_kinds,
     finest,
     no_entries,
@@ -32,12 +29,9 @@ from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
 from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill
 from sgl_kvevict.attention.triton.attention import TritonAttention
 
-if TYPE_CHECKING:
-    from conftest import MakeWorld, Start
-
 
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
-def test_decode_with_the_real_chunks(start: Start, kind: Kind) -> None:
+def test_decode_with_the_real_chunks(start, kind):
     runner, world = start(kind, 1, 4, 16, num_token_slots=2200)
     span = world.span(torch.tensor([[30], [700]], dtype=torch.int32), num_tokens=800)
     world.add((span,), 600)
@@ -45,7 +39,7 @@ def test_decode_with_the_real_chunks(start: Start, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
-def test_sharers_with_the_real_tile(start: Start, kind: Kind) -> None:
+def test_sharers_with_the_real_tile(start, kind):
     """80 q rows of a span: one tile of 128 on sm_90, two of 64 elsewhere."""
     runner, world = start(kind, 1, 4, 16, num_token_slots=1000)
     span = world.span(torch.tensor([[3], [700]], dtype=torch.int32), num_tokens=800)
@@ -58,7 +52,7 @@ def test_sharers_with_the_real_tile(start: Start, kind: Kind) -> None:
 
 
 @pytest.fixture
-def on_sm_89(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_sm_89(interpreted, monkeypatch):
     """The interpreter runs the tiles of sm_89."""
     limits = replace(INTERPRETER, arch=89, shared_per_sm=SMALL_SHARED)
     monkeypatch.setattr("kvevict_kernels.device_limits.INTERPRETER", limits)
@@ -69,7 +63,7 @@ def on_sm_89(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.usefixtures("on_sm_89")
-def test_sharers_with_the_tile_of_sm_89(make_world: MakeWorld, bits: int) -> None:
+def test_sharers_with_the_tile_of_sm_89(make_world, bits):
     """168 q rows read a span, 80 a suffix, in tiles of 128, with and without a window."""
     world = make_world(1, 4, 96, dtype=torch.float16, windows=(0, 60), num_token_slots=600).learn()
     span = world.span(torch.tensor([[90], [150]], dtype=torch.int32), num_tokens=200, bits=bits)
@@ -86,7 +80,7 @@ def test_sharers_with_the_tile_of_sm_89(make_world: MakeWorld, bits: int) -> Non
 
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("sharers", [4, 9])
-def test_sharers_read_a_span_once(start: Start, kind: Kind, sharers: int) -> None:
+def test_sharers_read_a_span_once(start, kind, sharers):
     """Work items of a shared span do not grow with its sharers while their q rows fit one tile."""
     runner, world = start(kind, 2, 4, 16, num_token_slots=300)
     span = world.uneven_span(60)
@@ -102,7 +96,7 @@ def test_sharers_read_a_span_once(start: Start, kind: Kind, sharers: int) -> Non
 
 
 @pytest.mark.parametrize("kind", ON_GPU)
-def test_a_path_of_more_runs_than_are_found_at_once(start: Start, kind: Kind) -> None:
+def test_a_path_of_more_runs_than_are_found_at_once(start, kind):
     """Blocks of partials end in the middle of runs; some runs are empty; a shorter path of the same spans beside."""
     runner, world = start(kind, 2, 4, 16, num_token_slots=900)
     path = tuple(world.uneven_span(40 if i % 3 else 4) for i in range(MERGE_RUNS + 1))
@@ -113,7 +107,7 @@ def test_a_path_of_more_runs_than_are_found_at_once(start: Start, kind: Kind) ->
 
 
 @pytest.mark.parametrize("kind", ON_GPU)
-def test_extends_short_and_long_and_decode_rows(start: Start, kind: Kind) -> None:
+def test_extends_short_and_long_and_decode_rows(start, kind):
     """Short ones are split over their keys, long ones are not; a span is read by rows of all three kinds."""
     runner, world = start(kind, 2, 4, 16, num_token_slots=600)
     shared = world.uneven_span(40)
@@ -129,7 +123,7 @@ def test_extends_short_and_long_and_decode_rows(start: Start, kind: Kind) -> Non
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.usefixtures("many_sms")
-def test_keys_of_a_few_tiles_are_split(start: Start, kind: Kind, dtype: torch.dtype) -> None:
+def test_keys_of_a_few_tiles_are_split(start, kind, dtype):
     """Parts that begin and end in the middle of runs, or hold nothing of a head; requests of other lengths beside."""
     runner, world = start(kind, 2, 3, 16, num_token_slots=900, dtype=dtype)
     empty = no_entries(world)
@@ -159,7 +153,7 @@ def test_keys_of_a_few_tiles_are_split(start: Start, kind: Kind, dtype: torch.dt
     ],
     ids=str,
 )
-def test_latents(start: Start, kind: Kind, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_latents(start, kind, sizes, dtype):
     """Values begin the keys' rows, of one head that 4 to 128 query heads read: decode, then new tokens of all kinds.
 
     Sharers of a span; an empty one; a single entry; prefills whose new tokens end in the middle of a block of keys.
@@ -180,7 +174,7 @@ def test_latents(start: Start, kind: Kind, sizes: tuple[int, int, int], dtype: t
 
 @pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.usefixtures("many_sms")
-def test_keys_of_latents_are_split(start: Start, kind: Kind) -> None:
+def test_keys_of_latents_are_split(start, kind):
     runner, world = start(kind, 1, 128, 48, num_token_slots=400, dtype=finest(kind), latent_dim=32)
     shared = world.uneven_span(60)
     world.add((shared, world.uneven_span(33)), 40)
@@ -189,14 +183,14 @@ def test_keys_of_latents_are_split(start: Start, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
-def test_extend_longer_than_a_tile(start: Start, kind: Kind) -> None:
+def test_extend_longer_than_a_tile(start, kind):
     runner, world = start(kind, 1, 3, 16, num_token_slots=400, dtype=finest(kind))
     world.add((world.uneven_span(70),), 30 + 100)
     runner.check([100])
 
 
 @pytest.mark.parametrize("kind", ON_GPU)
-def test_a_row_does_not_depend_on_its_batch(start: Start, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_does_not_depend_on_its_batch(start, kind, monkeypatch):
     """The same bits alone, in another batch, beside another reader of its span, and on another grid."""
     runner, world = start(kind, 2, 4, 16, num_token_slots=500)
     add_all_kinds(world, 0.45)
@@ -211,7 +205,7 @@ def test_a_row_does_not_depend_on_its_batch(start: Start, kind: Kind, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ON_GPU)
-def test_a_step_keeps_the_tables(start: Start, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_keeps_the_tables(start, kind, monkeypatch):
     """Suffixes grow over chunk borders, then a request leaves; lengths may come from the device."""
     runner, world = start(kind, 1, 3, 16, num_token_slots=300)
     shared = world.uneven_span(30)
@@ -237,7 +231,7 @@ def test_a_step_keeps_the_tables(start: Start, kind: Kind, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", IN_REAL_CHUNKS)
 @pytest.mark.usefixtures("flashinfer_plans")
-def test_long_prefills_without_spans_go_elsewhere(start: Start, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prefills_without_spans_go_elsewhere(start, kind, monkeypatch):
     """FlashInfer gets the requests that read no span, ours the others; in a block, and apart from each other."""
     runner, world = start(kind, 2, 4, 64, num_token_slots=900)
     world.add((), 44)

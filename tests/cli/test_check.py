@@ -21,9 +21,7 @@ def run(
     return caught.value.code, capsys.readouterr().out
 
 
-def test_both_paths_are_shown_and_the_gpu_counts_where_there_is_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_paths_are_shown_and_the_gpu_counts_where_there_is_one(capsys, monkeypatch):
     code, out = run(capsys, monkeypatch, COMPLETE)
     assert code == 0
     assert "GPU: a server could start" in out and "CPU: a server could start" in out
@@ -36,9 +34,7 @@ def test_both_paths_are_shown_and_the_gpu_counts_where_there_is_one(
     assert "-> install torch for CUDA 13" in out
 
 
-def test_a_machine_without_a_gpu_is_judged_as_a_cpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_gpu_is_judged_as_a_cpu(capsys, monkeypatch):
     plain = replace(COMPLETE, gpus=(), torch_cuda=None)
     assert run(capsys, monkeypatch, plain)[0] == 0
     code, out = run(capsys, monkeypatch, plain, "--device", "cuda")
@@ -58,14 +54,12 @@ def test_a_machine_without_a_gpu_is_judged_as_a_cpu(
         ({"plugins": frozenset()}, "plugin         SGLang does not find it"),
     ],
 )
-def test_an_environment_in_which_sglang_ends_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changed: dict[str, object], line: str
-) -> None:
+def test_an_environment_in_which_sglang_ends_is_named(capsys, monkeypatch, changed, line):
     code, out = run(capsys, monkeypatch, replace(COMPLETE, **changed), "--device", "cpu")
     assert code == 1 and "CPU: a server could not start" in out and f"  missing  {line}" in out
 
 
-def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json(capsys, monkeypatch):
     code, out = run(capsys, monkeypatch, replace(COMPLETE, torch_cuda=None), "--json")
     answer = json.loads(out)
     assert code == 1

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import HTTPServer
 from pathlib import Path
 
@@ -24,7 +23,7 @@ TEXT = "tests: a prefix"
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> dict[str, str]:
+def places(tmp_path):
     """Names for command lines: ``{file}`` is a file, ``{text}`` a prefix, ``{below}`` lies below a file."""
     (tmp_path / "file").write_text("just a file")
     (tmp_path / "text").write_text(TEXT)
@@ -59,14 +58,14 @@ class NotSGLang(QuietHandler):
 
 
 @pytest.fixture(scope="module")
-def other_server() -> Iterator[str]:
+def other_server():
     """A web server that is not SGLang."""
     with serving(HTTPServer(("127.0.0.1", 0), NotSGLang)) as server:
         yield f"127.0.0.1:{server.server_port}"
 
 
 @pytest.fixture(scope="module")
-def mute_server() -> Iterator[str]:
+def mute_server():
     """A port that answers every connection with a line that is no HTTP."""
 
     def answer() -> None:
@@ -125,9 +124,7 @@ COMMAND_LINES = [
 
 
 @pytest.mark.parametrize("line", COMMAND_LINES)
-def test_an_error_is_one_line(
-    capsys: pytest.CaptureFixture[str], places: dict[str, str], other_server: str, mute_server: str, line: str
-) -> None:
+def test_an_error_is_one_line(capsys, places, other_server, mute_server, line):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         dead = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -142,17 +139,13 @@ def test_an_error_is_one_line(
 
 
 @pytest.mark.parametrize("arguments", [("warm", "", "--text-file", "{text}"), ("store", "ls", ""), ("top", "")])
-def test_an_empty_argument_is_refused(
-    capsys: pytest.CaptureFixture[str], places: dict[str, str], arguments: tuple[str, ...]
-) -> None:
+def test_an_empty_argument_is_refused(capsys, places, arguments):
     code, out, error = run(capsys, *(argument.format(**places) for argument in arguments))
     assert (code, out) == (2, "") and error.count("\n") == 1 and "got ''" in error
 
 
 @pytest.mark.parametrize("how", [[], ["--json"]])
-def test_top_with_a_count_ends_with_an_error_if_nobody_answered(
-    capsys: pytest.CaptureFixture[str], other_server: str, how: list[str]
-) -> None:
+def test_top_with_a_count_ends_with_an_error_if_nobody_answered(capsys, other_server, how):
     code, out, error = run(capsys, "top", other_server, "--count", "1", "--timeout", "0.1", *how)
     assert code == 1 and "no answer from" in out  # the screen, or the JSON object of one report
     assert error == f"sgl-kvevict: error: no answer from tcp://{other_server}\n"
@@ -166,12 +159,12 @@ def command_names() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("command", command_names(), ids=" ".join)
-def test_every_command_has_its_help(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
+def test_every_command_has_its_help(capsys, command):
     code, out, error = run(capsys, *command, "-h")
     assert (code, error) == (0, "") and out.startswith("Usage: ") and "--help" in out
 
 
-def test_the_reader_of_a_pipe_may_stop(tmp_path: Path) -> None:
+def test_the_reader_of_a_pipe_may_stop(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
     code = "from sgl_kvevict.cli import main; main()"
@@ -200,15 +193,13 @@ def test_the_reader_of_a_pipe_may_stop(tmp_path: Path) -> None:
         (f"inspect {{dead}} --node {2**64}", "Invalid value for '--node'"),
     ],
 )
-def test_a_newcomer_reads_what_to_do(
-    capsys: pytest.CaptureFixture[str], places: dict[str, str], mute_server: str, line: str, part: str
-) -> None:
+def test_a_newcomer_reads_what_to_do(capsys, places, mute_server, line, part):
     names = places | {"dead": "127.0.0.1:1", "mute": mute_server}
     code, _, error = run(capsys, *(word.format(**names) for word in line.split()))
     assert code in (1, 2) and part in error
 
 
-def test_one_reason_keeps_the_dashes_of_its_flag(capsys: pytest.CaptureFixture[str], places: dict[str, str]) -> None:
+def test_one_reason_keeps_the_dashes_of_its_flag(capsys, places):
     Path(places["empty"], "config.json").write_text("{}")
     code, _, error = run(capsys, "serve", places["empty"], "--dry-run", "--", "--page-size", "16")
     assert code == 2 and error.startswith("sgl-kvevict: error: invalid arguments: --page-size is 16, ")
@@ -223,7 +214,7 @@ TORCH_FREE = [
 
 
 @pytest.mark.parametrize("line", TORCH_FREE)
-def test_commands_that_need_no_torch_do_not_import_it(places: dict[str, str], line: str) -> None:
+def test_commands_that_need_no_torch_do_not_import_it(places, line):
     code = (
         "import json, sys\nfrom sgl_kvevict.cli import main\n"
         "try:\n    main(sys.argv[1:])\n"

@@ -25,7 +25,7 @@ from sgl_kvevict.sglang_adapter import start_facts
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch):
     for name in (ENV_VAR, "SGLANG_PLATFORM", "HF_HUB_OFFLINE", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
@@ -33,7 +33,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model_folder(tmp_path: Path) -> str:
+def model_folder(tmp_path):
     folder = tmp_path / "a model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -43,7 +43,7 @@ def model_folder(tmp_path: Path) -> str:
 # ---- serve ----------------------------------------------------------------------------------------------
 
 
-def test_serve_on_a_cpu(capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
+def test_serve_on_a_cpu(capsys, model_folder):
     arguments = ["--policy", "snapkv", "--policy-option", "window_size=16"]
     arguments += ["--budget", "0.1", "--tail-tokens", "16"]
     code, out, err = run(capsys, "serve", model_folder, *arguments, "--dry-run", "--", "--port", "31000")
@@ -67,7 +67,7 @@ def test_serve_on_a_cpu(capsys: pytest.CaptureFixture[str], model_folder: str) -
         assert part in err
 
 
-def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder, monkeypatch):
     monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: True)
     plan = plan_serve(model_folder, KVEvictConfig(), [])
     assert flag_value(plan.command, "--device") is None
@@ -77,7 +77,7 @@ def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder: str, monk
     assert not [part for part in plan.command if "cuda-graph" in part]
 
 
-def test_the_users_flags_win_over_the_defaults(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_flags_win_over_the_defaults(model_folder, monkeypatch):
     monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: True)
     flags = ["--device=cpu", "--max-total-tokens", "4000", "--attention-backend", "kvevict"]
     plan = plan_serve(model_folder, KVEvictConfig(), flags)
@@ -102,8 +102,8 @@ def test_the_users_flags_win_over_the_defaults(model_folder: str, monkeypatch: p
     ],
 )
 def test_what_would_end_sglang_with_a_traceback_or_its_usage_is_refused(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, problem: str
-) -> None:
+    model_folder, monkeypatch, variable, value, problem
+):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError) as caught:
         plan_serve(model_folder, KVEvictConfig(), [])
@@ -111,22 +111,20 @@ def test_what_would_end_sglang_with_a_traceback_or_its_usage_is_refused(
 
 
 @pytest.mark.parametrize("plugins", ["kvevict", "another, kvevict", " ,"])
-def test_a_choice_of_plugins_with_ours_is_left_alone(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch, plugins: str
-) -> None:
+def test_a_choice_of_plugins_with_ours_is_left_alone(model_folder, monkeypatch, plugins):
     monkeypatch.setenv("SGLANG_PLUGINS", plugins)
     monkeypatch.setenv("SGLANG_PLATFORM", "kvevict_cpu")
     plan_serve(model_folder, KVEvictConfig(), [])
 
 
-def test_a_hub_name_may_be_looked_up() -> None:
+def test_a_hub_name_may_be_looked_up():
     plan = plan_serve("organisation/model", KVEvictConfig(), [])
     assert "HF_HUB_OFFLINE" not in plan.environ
     assert flag_value(plan.command, "--model-path") == "organisation/model"
     assert flag_value(plan.command, "--served-model-name") == "organisation/model"
 
 
-def test_a_model_with_a_name_is_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_a_name_is_served(model_folder, monkeypatch):
     monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}.get(model, model))
     monkeypatch.setattr(server_plan, "unknown_model", lambda _model: None)
     for is_fast, dtype, stored in ((True, None, None), (False, "float32", "bfloat16")):
@@ -149,20 +147,18 @@ def test_a_model_with_a_name_is_served(model_folder: str, monkeypatch: pytest.Mo
         (["--dtype", "float16"], None),
     ],
 )
-def test_keys_and_values_have_16_bits_under_float32(model_folder: str, flags: list[str], stored: str | None) -> None:
+def test_keys_and_values_have_16_bits_under_float32(model_folder, flags, stored):
     assert flag_value(plan_serve(model_folder, KVEvictConfig(), flags).command, "--kv-cache-dtype") == stored
 
 
 @pytest.mark.parametrize("groups", [["--enable-dp-attention", "--dp-size", "2"], ["--attn-dp-size=2"]])
-def test_both_ways_to_write_data_parallel_attention_are_checked(model_folder: str, groups: list[str]) -> None:
+def test_both_ways_to_write_data_parallel_attention_are_checked(model_folder, groups):
     with pytest.raises(ConfigError, match="--attn-dp-size: with --speculative-algorithm"):
         plan_serve(model_folder, KVEvictConfig(), ["--speculative-algorithm", "NGRAM", *groups])
     plan_serve(model_folder, KVEvictConfig(), ["--speculative-algorithm", "NGRAM", "--dp-size", "2"])
 
 
-def test_the_server_replaces_the_process(
-    capsys: pytest.CaptureFixture[str], model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_replaces_the_process(capsys, model_folder, monkeypatch):
     started: dict[str, object] = {}
 
     def execve(path: str, command: tuple[str, ...], environ: dict[str, str]) -> None:
@@ -176,7 +172,7 @@ def test_the_server_replaces_the_process(
     assert isinstance(environ, dict) and environ["PATH"] == os.environ["PATH"] and ENV_VAR in environ
 
 
-def test_every_contradicting_flag_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_contradicting_flag_is_named_at_once(capsys):
     flags = ["--radix-cache-backend", "other", "--attention-backend=triton", "--disable-radix-cache"]
     flags += ["--decode-attention-backend", "flashinfer", "--model-path", "x"]
     code, out, err = run(capsys, "serve", "./no/such/model", "--", *flags)
@@ -192,9 +188,7 @@ def test_every_contradicting_flag_is_named_at_once(capsys: pytest.CaptureFixture
         assert part in err
 
 
-def test_what_cannot_be_used_is_named_before_anything_is_loaded(
-    capsys: pytest.CaptureFixture[str], model_folder: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_used_is_named_before_anything_is_loaded(capsys, model_folder, tmp_path):
     Path(model_folder, "config.json").unlink()
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"store": str(config), "score_weights": str(config)}))
@@ -223,9 +217,7 @@ def test_what_cannot_be_used_is_named_before_anything_is_loaded(
         ({"attn_logit_softcapping": 50.0}, "the model caps its attention logits"),
     ],
 )
-def test_a_model_that_is_refused_is_known_by_its_configuration(
-    capsys: pytest.CaptureFixture[str], model_folder: str, keys: dict[str, object], reason: str
-) -> None:
+def test_a_model_that_is_refused_is_known_by_its_configuration(capsys, model_folder, keys, reason):
     Path(model_folder, "config.json").write_text(json.dumps(keys))
     code, out, err = run(capsys, "serve", model_folder, "--dry-run")
     assert (code, out) == (2, "")
@@ -237,9 +229,7 @@ def test_a_model_that_is_refused_is_known_by_its_configuration(
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{}", '{"text_config": 7}', '{"attn_logit_softcapping": null}'])
-def test_other_configurations_are_left_to_sglang(
-    capsys: pytest.CaptureFixture[str], model_folder: str, text: str
-) -> None:
+def test_other_configurations_are_left_to_sglang(capsys, model_folder, text):
     Path(model_folder, "config.json").write_text(text)
     assert run(capsys, "serve", model_folder, "--dry-run")[0] == 0
 
@@ -247,9 +237,7 @@ def test_other_configurations_are_left_to_sglang(
 # ---- where the configuration comes from -------------------------------------------------------------------
 
 
-def test_options_win_over_the_file_and_the_file_over_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_win_over_the_file_and_the_file_over_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv(ENV_VAR, '{"budget": 0.5, "sink_tokens": 1, "tail_tokens": 7}')
     assert resolve_config(None, {"tail_tokens": 9}).model_dump(include={"budget", "tail_tokens"}) == {
         "budget": 0.5,
@@ -261,14 +249,14 @@ def test_options_win_over_the_file_and_the_file_over_the_environment(
     assert (config.budget, config.policy, config.sink_tokens) == (0.4, "snapkv", KVEvictConfig().sink_tokens)
 
 
-def test_errors_name_the_file(tmp_path: Path) -> None:
+def test_errors_name_the_file(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"budgets": 0.3}')
     with pytest.raises(ConfigError, match=r"config\.json and the command line:\n  - budgets: unknown field"):
         resolve_config(path, {})
 
 
-def test_a_policy_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_in_the_current_folder_is_found(tmp_path, monkeypatch):
     (tmp_path / "my_policies.py").write_text(
         "from sgl_kvevict.policies.by_name import build_policy\n"
         "def short_window(size):\n"
@@ -281,7 +269,7 @@ def test_a_policy_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: py
     sys.modules.pop("my_policies")
 
 
-def test_parse_policy_options() -> None:
+def test_parse_policy_options():
     pairs = ["size=7", "ratio=0.5", "on=true", "kind=max", "name=a=b", "empty=", "list=[1, 2]"]
     assert parse_policy_options(pairs) == {
         "size": 7,
@@ -297,7 +285,7 @@ def test_parse_policy_options() -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_flag_value() -> None:
+def test_flag_value():
     flags = ["--a", "1", "--b=2", "--a=3", "--c"]
     assert [flag_value(flags, name) for name in ("--a", "--b", "--c", "--d")] == ["3", "2", "", None]
 
@@ -305,7 +293,7 @@ def test_flag_value() -> None:
 # ---- the other commands -----------------------------------------------------------------------------------
 
 
-def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policies_are_listed(capsys):
     code, out, _ = run(capsys, "policies")
     assert code == 0
     for policy in list_policies():
@@ -314,19 +302,19 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "budget_rule" in out and "'sgl-kvevict policies NAME'" in out  # those of all, and where they are explained
 
 
-def test_the_options_of_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_of_one_policy(capsys):
     code, out, _ = run(capsys, "policies", "snapkv")
     assert code == 0 and "window_size" in out
     code, _, err = run(capsys, "policies", "nope")
     assert code == 2 and "got 'nope'; allowed: none, " in err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     code, out, _ = run(capsys, "--version")
     assert code == 0 and out.startswith("sgl-kvevict 0.") and "\nsglang " in out
 
 
-def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_the_commands_are_shown(capsys):
     code, out, err = run(capsys)
     assert code == 2
     for command in ("serve", "policies", "--version"):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,18 +47,18 @@ class Handler(QuietHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server():
     with serving(FakeServer()) as fake:
         yield fake
 
 
-def test_a_text_is_one_request_without_an_answer(server: FakeServer) -> None:
+def test_a_text_is_one_request_without_an_answer(server):
     report = warm(server.url, text="a long prefix")
     assert (report.device, report.host, report.storage, report.compressed.num_tokens) == (1000, 50, 0, 9)
     assert server.seen == [("/generate", {"text": "a long prefix", "sampling_params": {"max_new_tokens": 0}})]
 
 
-def test_messages_go_through_the_chat_template(server: FakeServer) -> None:
+def test_messages_go_through_the_chat_template(server):
     messages = [{"role": "system", "content": "x"}]
     assert warm(server.url, messages=messages).device == 1000
     ((path, body),) = server.seen
@@ -68,7 +66,7 @@ def test_messages_go_through_the_chat_template(server: FakeServer) -> None:
     assert body["max_tokens"] == 1 and body["return_meta_info"]
 
 
-def test_refusals_and_silence_are_named(server: FakeServer) -> None:
+def test_refusals_and_silence_are_named(server):
     with pytest.raises(ValueError, match="exactly one of text, input_ids and messages"):
         warm(server.url, text="a", input_ids=[1])
     server.meta_info = {}
@@ -83,7 +81,7 @@ def test_refusals_and_silence_are_named(server: FakeServer) -> None:
     assert str(caught.value).endswith("no connection (Connection refused); is a server running there?")
 
 
-def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(server, tmp_path, capsys):
     text = tmp_path / "prefix.txt"
     text.write_text("a long prefix")
     arguments = ("warm", server.url, "--text-file", str(text))
@@ -93,20 +91,18 @@ def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.Capture
     assert json.loads(as_json)["device"] == 1000 and server.seen[0][1]["text"] == "a long prefix"
 
 
-def test_command_line_wants_one_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_wants_one_source(capsys):
     code, _, error = run(capsys, "warm", "http://127.0.0.1:1")
     assert code == 2 and "--text-file and --messages-file: give one of them" in error
 
 
-def test_the_address_of_openai_s_clients_is_corrected(server: FakeServer) -> None:
+def test_the_address_of_openai_s_clients_is_corrected(server):
     server.refusal, server.status = "Not Found", 404
     with pytest.raises(WarmError, match=r"status 404: .*; allowed as url: http://HOST:PORT, without /v1"):
         warm(f"{server.url}/v1", text="A prefix.")
 
 
-def test_a_key_is_sent_with_every_request(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_is_sent_with_every_request(server, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(API_KEY_VAR, raising=False)
     warm(server.url, text="a")
     assert set(server.keys) == {None}
@@ -124,7 +120,7 @@ def test_a_key_is_sent_with_every_request(
 
 
 @pytest.mark.parametrize("key", ["sec ret", "sec\nret", "secret\u20ac"])
-def test_no_error_shows_a_key(server: FakeServer, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_error_shows_a_key(server, key, monkeypatch):
     with pytest.raises(ConfigError, match="api_key: allowed: printable ASCII without spaces") as caught:
         warm(server.url, text="a", api_key=key)
     assert "sec" not in str(caught.value) and caught.value.__cause__ is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +32,7 @@ PARTS = [LEARNED, Learned(SCORES), Learned(None, STATISTICS)]
 
 
 @pytest.mark.parametrize("learned", PARTS, ids=["both", "scores", "statistics"])
-def test_what_was_written_is_read(tmp_path: Path, learned: Learned) -> None:
+def test_what_was_written_is_read(tmp_path, learned):
     path = tmp_path / "deep" / "weights.safetensors"
     save_learned(path, learned, MODEL)
     read = load_learned(path, MODEL)
@@ -55,14 +54,14 @@ def _umask() -> int:
     return mask
 
 
-def test_parts_come_from_the_first_who_has_them() -> None:
+def test_parts_come_from_the_first_who_has_them():
     others = Learned(replace(SCORES, num_prefixes=1), RowStatistics(*(torch.ones(3, 2, 8) for _ in range(4))))
     assert Learned(SCORES).completed_by(others) == Learned(SCORES, others.statistics)
     assert Learned(None, STATISTICS).completed_by(others) == Learned(others.scores, STATISTICS)
     assert len({part.digest() for part in [*PARTS, others, Learned()]}) == 5
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(PermissionError):
         save_learned(tmp_path / "weights.safetensors", LEARNED, MODEL)
@@ -81,16 +80,14 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pyte
         ({"rotary": Rotary(torch.zeros(10, 0), True)}, "another rotary embedding"),
     ],
 )
-def test_weights_of_another_model_are_refused_by_name(
-    tmp_path: Path, change: Mapping[str, object], reason: str
-) -> None:
+def test_weights_of_another_model_are_refused_by_name(tmp_path, change, reason):
     path = tmp_path / "weights.safetensors"
     save_learned(path, LEARNED, MODEL)
     with pytest.raises(ConfigError, match=f"belong to 'mine', not to 'other'.*{reason}"):
         load_learned(path, replace(MODEL, name="other", **change))  # type: ignore[arg-type]
 
 
-def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_such_file_is_refused(tmp_path):
     path = tmp_path / "weights.safetensors"
     with pytest.raises(ConfigError, match="cannot be read"):
         load_learned(path, MODEL)
@@ -109,7 +106,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         load_learned(path, MODEL)
 
 
-def test_statistics_that_no_row_can_be_written_with_are_refused(tmp_path: Path) -> None:
+def test_statistics_that_no_row_can_be_written_with_are_refused(tmp_path):
     path = tmp_path / "weights.safetensors"
     written = LEARNED.tensors() | {"rotary": MODEL.first_rotation}
     metadata = {"format": files.FORMAT, "fingerprint": MODEL.fingerprint, "is_neox": "True"}
@@ -127,14 +124,14 @@ def test_statistics_that_no_row_can_be_written_with_are_refused(tmp_path: Path) 
             load_learned(path, MODEL)
 
 
-def test_versions_with_other_formats_share_no_file_of_the_users_cache() -> None:
+def test_versions_with_other_formats_share_no_file_of_the_users_cache():
     cached, shipped = files.files_of(MODEL)
     assert cached.name == shipped.name == "abababababababab.safetensors"
     assert cached.parent.name == files.FORMAT.rpartition(" ")[2]
 
 
 @pytest.mark.parametrize(("name", "recall"), [("demo", 0.8), ("qwen-0.5b", 0.78), ("qwen-1.5b", 0.76)])
-def test_those_of_some_named_models_come_with_the_package(name: str, recall: float) -> None:
+def test_those_of_some_named_models_come_with_the_package(name, recall):
     folder = model_path(name)
     if folder is None:
         pytest.skip(f"the model {name} has not been made")

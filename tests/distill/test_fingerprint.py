@@ -16,7 +16,7 @@ from sgl_kvevict.distill.fingerprint import fingerprint_of
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch, tmp_path):
     """The folder of the user's cache, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     module._digests.cache_clear()
@@ -24,7 +24,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "model").mkdir()
     return tmp_path / "model"
 
@@ -44,7 +44,7 @@ def fingerprint_with(folder: Path, changed: dict[str, Tensor]) -> str:
     return found
 
 
-def test_one_changed_row_of_any_tensor_is_another_model(folder: Path) -> None:
+def test_one_changed_row_of_any_tensor_is_another_model(folder):
     """Trained rows of new tokens, for example: samples of the embedding miss them."""
     before = fingerprint_with(folder, tensors())
     for name in ("embedding", "projection", "norm"):
@@ -58,7 +58,7 @@ def test_one_changed_row_of_any_tensor_is_another_model(folder: Path) -> None:
     assert fingerprint_with(folder, tensors()) == before
 
 
-def test_a_fingerprint_is_that_of_tensors_not_of_files(tmp_path: Path) -> None:
+def test_a_fingerprint_is_that_of_tensors_not_of_files(tmp_path):
     tensors = {name: torch.randn(40, 30, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
     save_file(tensors, tmp_path / "one.safetensors")
     (tmp_path / "parts").mkdir()
@@ -71,7 +71,7 @@ def test_a_fingerprint_is_that_of_tensors_not_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 40, (2).to_bytes(8, "little") + b"[]", b"\x02" + b"\0" * 7 + b"{x"])
-def test_what_cannot_be_read_has_no_fingerprint(tmp_path: Path, content: bytes) -> None:
+def test_what_cannot_be_read_has_no_fingerprint(tmp_path, content):
     assert fingerprint_of(tmp_path) is None
     (tmp_path / "model.safetensors").write_bytes(content)
     assert fingerprint_of(tmp_path) is None
@@ -85,7 +85,7 @@ def num_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return hashed
 
 
-def test_a_file_is_read_once_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_once_until_it_changes(folder, monkeypatch):
     hashed = num_hashed(monkeypatch)
     found = fingerprint_with(folder, tensors())
     assert len(hashed) == 3
@@ -102,9 +102,7 @@ def test_a_file_is_read_once_until_it_changes(folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff", b"[]", b"{}", b'{"state": 1, "digests": {"norm": 2}}'])
-def test_a_broken_cache_is_written_anew(
-    folder: Path, cache: Path, garbage: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_cache_is_written_anew(folder, cache, garbage, monkeypatch):
     hashed = num_hashed(monkeypatch)
     found = fingerprint_with(folder, tensors())
     (entry,) = cache.glob("*.json")
@@ -117,7 +115,7 @@ def test_a_broken_cache_is_written_anew(
         assert entry.read_bytes() == sound
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(folder, cache):
     cache.parent.mkdir(parents=True)
     cache.touch()  # a file where the folder should be
     found = fingerprint_with(folder, tensors())

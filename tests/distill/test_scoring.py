@@ -44,9 +44,7 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch, elements: int | None) -> None:
 @pytest.mark.parametrize("width", [0, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [None, 1, 40, 1 << 20])
-def test_scores_are_features_times_weights(
-    monkeypatch: pytest.MonkeyPatch, is_neox: bool, width: int, dtype: torch.dtype, elements: int | None
-) -> None:
+def test_scores_are_features_times_weights(monkeypatch, is_neox, width, dtype, elements):
     in_blocks(monkeypatch, elements)
     part, turned = tokens(dtype), rotary(width, is_neox)
     weights = normal(3, LAYERS, HEADS, num_cache_features(DIM))
@@ -56,7 +54,7 @@ def test_scores_are_features_times_weights(
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_scores_of_blocks_of_a_text_that_goes_on_do_not_depend_on_where_each_ends(goes_on: bool) -> None:
+def test_scores_of_blocks_of_a_text_that_goes_on_do_not_depend_on_where_each_ends(goes_on):
     geometry = KVGeometry(LAYERS, HEADS, HEADS, DIM, SLOTS)
     packer = SegmentPacker(geometry, *(normal(seed, *geometry.arena_shape) for seed in (0, 1)))
     cache, window = (normal(3, LAYERS, HEADS, num_cache_features(DIM) + more) for more in (0, NUM_WINDOW))
@@ -68,7 +66,7 @@ def test_scores_of_blocks_of_a_text_that_goes_on_do_not_depend_on_where_each_end
 
 
 @pytest.mark.parametrize("elements", [None, 1, 40, 1 << 20])
-def test_latents_have_one_row_for_key_and_value(monkeypatch: pytest.MonkeyPatch, elements: int | None) -> None:
+def test_latents_have_one_row_for_key_and_value(monkeypatch, elements):
     """Scores are features times weights; only the last columns of a row were rotated, and none counts twice."""
     in_blocks(monkeypatch, elements)
     part, turned = tokens(torch.float32), replace(rotary(4, False), start=12)
@@ -85,7 +83,7 @@ def test_latents_have_one_row_for_key_and_value(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_only_the_columns_from_the_start_on_are_rotated(is_neox: bool) -> None:
+def test_only_the_columns_from_the_start_on_are_rotated(is_neox):
     turned, positions, x = rotary(6, is_neox), torch.tensor([3, 0, 21]), normal(5, 3, HEADS, DIM)
     later = replace(turned, start=7)
     got = later.apply(x, positions)
@@ -96,7 +94,7 @@ def test_only_the_columns_from_the_start_on_are_rotated(is_neox: bool) -> None:
     torch.testing.assert_close(later.turn_of(positions, DIM).apply(x[:1]), each)
 
 
-def test_float8_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_counts_as_what_it_stands_for(monkeypatch):
     """Features and scores are those of the numbers themselves, in each layer by its own scale."""
     in_blocks(monkeypatch, 40)
     scales = KVScales(k=(0.5, 3.0, 0.7), v=(1.5, 0.2, 1.0))
@@ -114,7 +112,7 @@ def test_float8_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) ->
     assert stored.sample(4, 10).scales is scales
 
 
-def test_keys_count_as_they_were_before_their_rotation() -> None:
+def test_keys_count_as_they_were_before_their_rotation():
     """The same content at other positions has the same features, but for the position itself."""
     turned = rotary(16, True)
     plain = normal(4, 20, HEADS, DIM)
@@ -127,7 +125,7 @@ def test_keys_count_as_they_were_before_their_rotation() -> None:
     torch.testing.assert_close(found[0].transpose(0, 1), plain, atol=1e-4, rtol=1e-4)
 
 
-def test_window_attention_adds_its_part() -> None:
+def test_window_attention_adds_its_part():
     part, turned = tokens(torch.float32), rotary(16, True)
     cache, both = (normal(seed, LAYERS, HEADS, num_cache_features(DIM) + extra) for seed, extra in ((5, 0), (6, 2)))
     weights = ScoreWeights(cache, both, num_prefixes=1)
@@ -137,7 +135,7 @@ def test_window_attention_adds_its_part() -> None:
     torch.testing.assert_close(score_range(weights.window, part, turned, window), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_window_features_are_logarithms_of_attention() -> None:
+def test_window_features_are_logarithms_of_attention():
     part = tokens(torch.float32, start=0)
     window = QueryWindow(normal(8, 4, 2 * HEADS, DIM), normal(9, 4, 2 * HEADS) + 6, 60)
     shown = LayerView(1, 0, part.k_arena[1], part.v_arena[1], part.token_slots, 0.25)
@@ -151,14 +149,14 @@ def test_window_features_are_logarithms_of_attention() -> None:
     assert window_features(shown) is None
 
 
-def test_a_rank_has_its_own_heads() -> None:
+def test_a_rank_has_its_own_heads():
     whole = torch.arange(4.0).view(1, 4, 1)
     assert [heads_of_rank(whole, rank, 2, 2).flatten().tolist() for rank in range(2)] == [[0, 1], [2, 3]]
     copies = [heads_of_rank(whole, rank, 8, 1).flatten().tolist() for rank in range(8)]
     assert copies == [[0], [0], [1], [1], [2], [2], [3], [3]]
 
 
-def test_keys_of_images_count_as_they_were_before_their_rotation() -> None:
+def test_keys_of_images_count_as_they_were_before_their_rotation():
     """Time, height and width turn pairs of their own: features and scores are those of the keys before RoPE."""
     turned = replace(rotary(8, True), axis_of=torch.tensor([0, 1, 2, 1]))
     places = torch.randint(0, 300, (3, SLOTS), generator=torch.Generator().manual_seed(5))
@@ -182,12 +180,12 @@ def test_keys_of_images_count_as_they_were_before_their_rotation() -> None:
     assert torch.equal(sample.rotary_positions, places[:, sample.token_slots])
 
 
-def test_wrong_weights_are_refused() -> None:
+def test_wrong_weights_are_refused():
     with pytest.raises(ValueError, match="weights: expected"):
         score_range(torch.zeros(LAYERS, HEADS, 7), tokens(torch.float32), rotary(16, True))
 
 
-def test_a_sample_is_spread_over_the_range_and_leaves_the_sinks_out() -> None:
+def test_a_sample_is_spread_over_the_range_and_leaves_the_sinks_out():
     part = tokens(torch.float32, start=2)
     sample = part.sample(first=4, most=10)
     assert sample.positions.tolist() == list(range(4, 52, 5))

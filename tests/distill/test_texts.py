@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sgl_kvevict.distill.texts import KINDS, passages_of, texts_of_folder, training_texts
 from sgl_kvevict.errors import ConfigError
 
 
-def test_every_python_has_texts_of_all_kinds_and_lengths() -> None:
+def test_every_python_has_texts_of_all_kinds_and_lengths():
     lengths = [4000, 2000, 3000] * 4
     texts = training_texts(lengths)
     assert list(map(len, texts)) == lengths and texts == training_texts(lengths)
@@ -17,7 +15,7 @@ def test_every_python_has_texts_of_all_kinds_and_lengths() -> None:
     assert training_texts([500], ["code"])[0] == texts[KINDS.index("code")][:500]
 
 
-def test_passages_of_a_folder_come_from_all_files_in_turn(tmp_path: Path) -> None:
+def test_passages_of_a_folder_come_from_all_files_in_turn(tmp_path):
     (tmp_path / "deep").mkdir()
     for name, letter in (("a.txt", "a"), ("deep/b.txt", "b")):
         (tmp_path / name).write_text(letter * 25)
@@ -25,7 +23,7 @@ def test_passages_of_a_folder_come_from_all_files_in_turn(tmp_path: Path) -> Non
     assert texts_of_folder(tmp_path, [10] * 9)[-1] == "b" * 5
 
 
-def test_texts_come_from_a_folder_or_from_python(tmp_path: Path) -> None:
+def test_texts_come_from_a_folder_or_from_python(tmp_path):
     texts = passages_of(None)
     assert len(texts) == 17 and {len(text) for text in texts} == {2000, 4000, 8000, 16000}
     (tmp_path / "one.txt").write_text("word " * 3000)

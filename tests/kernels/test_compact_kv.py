@@ -62,13 +62,13 @@ def check_moves(k: Tensor, v: Tensor, src: Tensor, dst: Tensor, move: Callable[.
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 63, 100])
 @pytest.mark.parametrize("shape", ARENAS, ids=str)
-def test_move_matches_reference(device: str, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> None:
+def test_move_matches_reference(device, shape, count, dtype):
     k, v = arenas(shape, dtype, device)
     check_moves(k, v, *(x.to(device) for x in moves("random", shape[0] * shape[1] * shape[2], count)))
 
 
 @pytest.mark.parametrize("width", [24, 576])
-def test_rows_with_values_inside_move_once(device: str, width: int) -> None:
+def test_rows_with_values_inside_move_once(device, width):
     k, v = arenas((2, 20, 1, width), torch.bfloat16, device)
     src, dst = (x.to(device) for x in moves("permutation", 40, 30))
     want = k.clone()
@@ -77,7 +77,7 @@ def test_rows_with_values_inside_move_once(device: str, width: int) -> None:
     assert_same_bits("k_arena", k, want)
 
 
-def test_rows_with_values_inside_are_summed_once(device: str) -> None:
+def test_rows_with_values_inside_are_summed_once(device):
     k, v = arenas((2, 20, 1, 576), torch.float32, device)
     src, dst, sums = ragged_runs(40, 12, device)
     want = k.clone()
@@ -87,14 +87,14 @@ def test_rows_with_values_inside_are_summed_once(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["permutation", "random", "fan-out", "shift-down", "shift-up", "fixed"])
-def test_any_overlap_reads_old_rows(device: str, kind: str) -> None:
+def test_any_overlap_reads_old_rows(device, kind):
     k, v = arenas((2, 50, 3, 64), torch.bfloat16, device)
     check_moves(k, v, *(x.to(device) for x in moves(kind, 300, 200)))
 
 
 @pytest.mark.parametrize("limit", [1, 200, 3000])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_groups_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch, weighted: bool, limit: int) -> None:
+def test_groups_of_the_cpu_path_do_not_show(monkeypatch, weighted, limit):
     """Column by column and run by run as well: bit for bit what whole rows give."""
     k, v = arenas((2, 50, 3, 64), torch.bfloat16, "cpu")
     src, dst, sums = ragged_runs(300, 90, "cpu") if weighted else (*moves("random", 300, 200), {})
@@ -107,7 +107,7 @@ def test_groups_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch, wei
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_rows_that_take_no_part_are_neither_read_nor_written(device: str, weighted: bool) -> None:
+def test_rows_that_take_no_part_are_neither_read_nor_written(device, weighted):
     """All rows are NaN but the sources: one stray read spoils a result, one stray write a NaN."""
     rows = torch.randperm(240)
     src, dst = rows[:70].int().to(device), rows[30:100].int().to(device)  # 40 rows are both
@@ -124,9 +124,7 @@ def test_rows_that_take_no_part_are_neither_read_nor_written(device: str, weight
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_out", [0, 1, 63, 100])
 @pytest.mark.parametrize("shape", ARENAS[:3], ids=str)
-def test_weighted_sums_match_reference(
-    device: str, interpreted: bool, shape: tuple[int, ...], num_out: int, dtype: torch.dtype
-) -> None:
+def test_weighted_sums_match_reference(device, interpreted, shape, num_out, dtype):
     num_rows = shape[0] * shape[1] * shape[2]
     k, v = arenas(shape, dtype, device)
     src, dst, sums = ragged_runs(num_rows, num_out, device)
@@ -141,7 +139,7 @@ def test_weighted_sums_match_reference(
         assert_same_bits(name, got.view(num_rows, -1)[untouched], base.view(num_rows, -1)[untouched])
 
 
-def test_weighted_sums_of_float8_are_rounded_once(device: str, interpreted: bool) -> None:
+def test_weighted_sums_of_float8_are_rounded_once(device, interpreted):
     """To the nearest of 4 bits. Triton's interpreter forgets carries, so it gets sums that need no rounding."""
     k, v = arenas((2, 30, 3, 16), torch.float8_e4m3fn, device)
     src, dst, sums = ragged_runs(180, 90, device)
@@ -156,7 +154,7 @@ def test_weighted_sums_of_float8_are_rounded_once(device: str, interpreted: bool
         torch.testing.assert_close(got.float(), want, rtol=2.0**-4, atol=2.0**-9)
 
 
-def test_empty_runs_write_zeros(device: str) -> None:
+def test_empty_runs_write_zeros(device):
     k, v = arenas((1, 4, 1, 16), torch.float16, device)
     empty = torch.empty(0, dtype=torch.int32, device=device)
     indptr = torch.zeros(3, dtype=torch.int32, device=device)
@@ -167,7 +165,7 @@ def test_empty_runs_write_zeros(device: str) -> None:
     assert k[0, [0, 2]].all()
 
 
-def test_worked_merge(device: str) -> None:
+def test_worked_merge(device):
     """Row 2 becomes 1 * row 2 + 0.5 * row 0, row 0 becomes the old row 2."""
     k = torch.tensor([[2.0], [3.0], [5.0]], device=device).view(1, 3, 1, 1)
     v = -k.clone()
@@ -178,7 +176,7 @@ def test_worked_merge(device: str) -> None:
     assert v.flatten().tolist() == [-5.0, -3.0, -6.0]
 
 
-def test_two_sums_give_the_same_bits(device: str) -> None:
+def test_two_sums_give_the_same_bits(device):
     k, v = arenas((2, 40, 3, 64), torch.bfloat16, device)
     src, dst, sums = ragged_runs(240, 100, device)
     results = []
@@ -191,7 +189,7 @@ def test_two_sums_give_the_same_bits(device: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_column_groups_change_nothing(triton_device: str, weighted: bool, head_dim: int) -> None:
+def test_column_groups_change_nothing(triton_device, weighted, head_dim):
     """A temporary that holds a part of each row gives the same bytes as one that holds whole rows."""
     from kvevict_kernels.compact_kv.triton_impl import column_groups, compact_kv_triton
 
@@ -232,9 +230,7 @@ def packing(sources: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("row_block", [1, 16, 64])
 @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
 @pytest.mark.parametrize("sources", ["inside", "outside", "both"])
-def test_order_of_programs_does_not_matter(
-    monkeypatch: pytest.MonkeyPatch, triton_device: str, sources: str, order: str, row_block: int, limit: int
-) -> None:
+def test_order_of_programs_does_not_matter(monkeypatch, triton_device, sources, order, row_block, limit):
     """The interpreter runs programs in order, so the rows are permuted instead."""
     from kvevict_kernels.compact_kv import triton_impl
 
@@ -256,9 +252,7 @@ def kinds(src: Tensor, dst: Tensor, arena: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 @pytest.mark.parametrize("sources", ["inside", "outside", "both"])
-def test_rows_are_moved_by_the_launch_that_may(
-    monkeypatch: pytest.MonkeyPatch, triton_device: str, sources: str
-) -> None:
+def test_rows_are_moved_by_the_launch_that_may(monkeypatch, triton_device, sources):
     """Poison between the launches: the second may read no row that it writes, and no unused part of the temporary.
 
     The first one writes holes only: rows that no move reads.
@@ -297,7 +291,7 @@ def test_rows_are_moved_by_the_launch_that_may(
         assert torch.equal(is_filled, staged[:, None].expand(55, 64))
 
 
-def test_few_rows_of_a_packed_prefix_go_through_the_temporary(triton_device: str) -> None:
+def test_few_rows_of_a_packed_prefix_go_through_the_temporary(triton_device):
     """A fifth of each run, packed run after run into the first fifth of the token slots: a fifth of a fifth."""
     num_layers, num_tokens, num_kv_heads = 4, 1000, 2
     rows = torch.arange(num_layers * num_tokens * num_kv_heads).view(num_layers, num_tokens, num_kv_heads)
@@ -309,7 +303,7 @@ def test_few_rows_of_a_packed_prefix_go_through_the_temporary(triton_device: str
     assert 0.75 < hole < 0.85 and 0.02 < staged < 0.06 and 0.12 < direct < 0.2
 
 
-def test_moves_to_more_token_slots_than_they_fill(triton_device: str) -> None:
+def test_moves_to_more_token_slots_than_they_fill(triton_device):
     """Flags are as many as the moves; what has none counts as a source, and all arrives."""
     k, v = arenas((2, 60, 3, 16), torch.float16, triton_device)
     dst = (3 * torch.randperm(60)[:30]).int().to(triton_device)  # a row of each of 30 token slots
@@ -346,6 +340,6 @@ W2 = torch.ones(2)
         ((K, K, I2, I2), {"indptr": PTR * 3 % 5, "weights": W2}, "indptr: expected to ascend from 0 to 2"),
     ],
 )
-def test_bad_arguments_are_named(args: tuple[Tensor, ...], extra: dict[str, Tensor], message: str) -> None:
+def test_bad_arguments_are_named(args, extra, message):
     with pytest.raises(ValueError, match=message):
         compact_kv(*args, **extra)

@@ -109,9 +109,7 @@ def check_window(
 
 @pytest.mark.parametrize("pool", POOLINGS, ids=lambda pool: "-".join(map(str, pool.values())))
 @pytest.mark.parametrize("sizes", WINDOWS, ids=str)
-def test_window_scores_match_the_reference(
-    device: str, sizes: tuple[int, int, int, int, int], pool: dict[str, Any]
-) -> None:
+def test_window_scores_match_the_reference(device, sizes, pool):
     args, options = window(sizes, torch.float16, device)
     pooled, mean = check_window(args, options | pool)
     assert pooled.data_ptr() != mean.data_ptr()
@@ -119,7 +117,7 @@ def test_window_scores_match_the_reference(
 
 @pytest.mark.parametrize("ahead", [0, 3, 70, 200])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_and_causal_mask_of_a_window(device: str, dtype: torch.dtype, ahead: int) -> None:
+def test_dtypes_and_causal_mask_of_a_window(device, dtype, ahead):
     """The window inside, across the end of, and after the range."""
     args, options = window((8, 6, 3, 64, 100), dtype, device, ahead)
     _, mean = check_window(args, options | {"kernel_size": 5}, plain_sums(*args, **options) / 8)
@@ -128,12 +126,12 @@ def test_dtypes_and_causal_mask_of_a_window(device: str, dtype: torch.dtype, ahe
 
 @pytest.mark.parametrize("num_keys", [121, 122, 123, 128, 129, 250])
 @pytest.mark.parametrize("kernel_size", [7, 31, 127])
-def test_tile_borders_do_not_show(device: str, kernel_size: int, num_keys: int) -> None:
+def test_tile_borders_do_not_show(device, kernel_size, num_keys):
     args, options = window((2, 2, 2, 16, num_keys), torch.float32, device, ahead=num_keys)
     check_window(args, options | {"kernel_size": kernel_size})
 
 
-def test_chunks_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_cpu_path_do_not_show(monkeypatch):
     args, options = window((4, 6, 3, 64, 100), torch.bfloat16, "cpu")
     whole = window_scores(*args, **options, kernel_size=7)
     for name, value in (("KEYS_PER_TILE", 17), ("EARLIER_KEYS_PER_TILE", 17), ("WEIGHTS_PER_TILE", 17 * 6 * 2)):
@@ -143,7 +141,7 @@ def test_chunks_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch) -> 
     assert_accurate("mean", parts[1], whole[1], whole[1], noise=FLOAT32_NOISE)
 
 
-def test_worked_example_of_pooling_orders(device: str) -> None:
+def test_worked_example_of_pooling_orders(device):
     """Kernel 3, two window rows, two heads: pooling first keeps what averaging first loses."""
     p = torch.tensor(
         [
@@ -173,9 +171,7 @@ def test_worked_example_of_pooling_orders(device: str) -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("ahead", [-3, 0, 70, 500])
 @pytest.mark.parametrize(("reduction", "dtype"), [("sum", torch.float16), ("squares", torch.bfloat16)], ids=str)
-def test_sums_match_the_reference(
-    device: str, sizes: tuple[int, int, int, int, int], ahead: int, reduction: Any, dtype: torch.dtype
-) -> None:
+def test_sums_match_the_reference(device, sizes, ahead, reduction, dtype):
     args, options = prompt(sizes, dtype, device, ahead)
     got = accumulated_attention(*args, **options, reduction=reduction)
     want = accumulated_attention_reference(*args, **options, reduction=reduction)
@@ -186,7 +182,7 @@ def test_sums_match_the_reference(
 
 @pytest.mark.parametrize("ahead", [-70, -3, 0, 3, 70, 100, 500])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_and_causal_mask(device: str, dtype: torch.dtype, ahead: int) -> None:
+def test_dtypes_and_causal_mask(device, dtype, ahead):
     """Queries that begin before, inside and after the keys."""
     args, options = prompt((100, 6, 3, 64, 100), dtype, device, ahead)
     got = accumulated_attention(*args, **options)
@@ -197,7 +193,7 @@ def test_dtypes_and_causal_mask(device: str, dtype: torch.dtype, ahead: int) -> 
 
 @pytest.mark.parametrize("ahead", [-150, -1, 0, 1, 129])
 @pytest.mark.parametrize("tiles", [(17, 2000), (64, 2**14), (128, 2**30)], ids=str)
-def test_tiles_of_the_cpu_path_do_not_show(tiles: tuple[int, int], ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_the_cpu_path_do_not_show(tiles, ahead, monkeypatch):
     args, options = prompt((300, 6, 3, 16, 257), torch.float32, "cpu", ahead)
     want = accumulated_attention_reference(*args, **options)
     monkeypatch.setattr(key_scores, "KEYS_PER_TILE", tiles[0])
@@ -208,7 +204,7 @@ def test_tiles_of_the_cpu_path_do_not_show(tiles: tuple[int, int], ahead: int, m
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0, 15.0])
-def test_large_scores_cost_no_accuracy(device: str, spread: float) -> None:
+def test_large_scores_cost_no_accuracy(device, spread):
     """Rounding a score of 60 to bfloat16 would change its weight by up to 13 %."""
     args, options = prompt((400, 3, 1, 64, 400), torch.bfloat16, device, spread=spread)
     want = accumulated_attention_reference(*args, **options)
@@ -216,14 +212,14 @@ def test_large_scores_cost_no_accuracy(device: str, spread: float) -> None:
     assert float(error.norm() / want.norm()) < 1e-3
 
 
-def test_product_of_processors_that_cannot_multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_of_processors_that_cannot_multiply_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     args, options = prompt((100, 6, 3, 64, 100), torch.bfloat16, "cpu", ahead=3)
     want = accumulated_attention_reference(*args, **options)
     assert_accurate("sums", accumulated_attention(*args, **options), want, want, noise=NOISE)
 
 
-def test_worked_example(device: str) -> None:
+def test_worked_example(device):
     """Two queries of two heads on three keys; the last key comes after the first query."""
     p = torch.tensor([[[0.5, 0.5, 0.25], [0.25, 0.75, 0.5]], [[0.25, 0.5, 0.25], [0.125, 0.125, 0.75]]])
     queries = torch.eye(4, 16).view(2, 2, 16)  # query i of head h reads column 2 * i + h of a key
@@ -258,7 +254,7 @@ BOTH = pytest.mark.parametrize("score", [pooled, sums])
 
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_float8_keys_count_as_the_same_numbers(device: str, score: Score, dtype: torch.dtype) -> None:
+def test_float8_keys_count_as_the_same_numbers(device, score, dtype):
     """Their layer's scale is a factor of the softmax scale."""
     args, options = prompt((70, 6, 3, 64, 100), dtype, device, ahead=40)
     stored = args[2].to(torch.float8_e4m3fn)
@@ -270,9 +266,7 @@ def test_float8_keys_count_as_the_same_numbers(device: str, score: Score, dtype:
 
 @BOTH
 @pytest.mark.parametrize(("computed", "stored"), list(itertools.permutations(DTYPES, 2)), ids=str)
-def test_keys_of_another_dtype_than_the_queries_count_as_the_same_numbers(
-    device: str, interpreted: bool, score: Score, computed: torch.dtype, stored: torch.dtype
-) -> None:
+def test_keys_of_another_dtype_than_the_queries_count_as_the_same_numbers(device, interpreted, score, computed, stored):
     """A pool of 16 bits beside a model in float32. Kernels for a GPU round its queries, as their attention does."""
     args, options = prompt((70, 6, 3, 64, 100), computed, device, ahead=40)
     queries, lse, keys, slots = args
@@ -285,7 +279,7 @@ def test_keys_of_another_dtype_than_the_queries_count_as_the_same_numbers(
 
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_two_calls_give_the_same_bits(device: str, score: Score, dtype: torch.dtype) -> None:
+def test_two_calls_give_the_same_bits(device, score, dtype):
     args, options = prompt((100, 14, 7, 32, 300), dtype, device, ahead=200)
     for one, other in zip(score(*args, **options), score(*args, **options), strict=True):
         assert_same_bits("scores", one, other)
@@ -293,7 +287,7 @@ def test_two_calls_give_the_same_bits(device: str, score: Score, dtype: torch.dt
 
 @BOTH
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 5), (5, 0), (0, 0)])
-def test_nothing_to_score(device: str, score: Score, num_queries: int, num_keys: int) -> None:
+def test_nothing_to_score(device, score, num_queries, num_keys):
     args, options = prompt((5, 6, 3, 16, 5), torch.bfloat16, device)
     given = args[0][:num_queries], args[1][:num_queries], args[2], args[3][:num_keys]
     if score is pooled and not num_queries:
@@ -336,7 +330,7 @@ OF_SUMS = [({"reduction": "mean"}, "reduction: expected one of sum, squares, got
     [(window_scores, *case) for case in OF_BOTH + OF_WINDOWS]
     + [(accumulated_attention, *case) for case in OF_BOTH + OF_SUMS],
 )
-def test_bad_arguments_are_named(score: Callable[..., Any], change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_named(score, change, message):
     call: dict[str, Any] = {"queries": Q, "lse": LSE, "k_buffer": KEYS, "token_slots": SLOTS}
     with pytest.raises(ValueError, match=message):
         score(**call | {"sm_scale": 1.0, "key_start": 0, "query_start": 5, **change})

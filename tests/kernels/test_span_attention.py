@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,13 +28,13 @@ def build() -> SpanAttention:
 
 
 @pytest.fixture
-def fresh_process_state() -> Iterator[None]:
+def fresh_process_state():
     call._compiled.cache_clear()
     yield
     call._compiled.cache_clear()
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+def test_a_second_process_compiles_nothing(tmp_path):
     def log() -> str:
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
         done = subprocess.run(
@@ -48,9 +46,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert "attention loaded in" in log()
 
 
-def test_without_a_place_to_keep_it_every_start_compiles_and_says_so(
-    fresh_process_state: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_place_to_keep_it_every_start_compiles_and_says_so(fresh_process_state, monkeypatch, caplog):
     class Compiled:
         cache_hits = 0
         address = 0
@@ -65,9 +61,7 @@ def test_without_a_place_to_keep_it_every_start_compiles_and_says_so(
     assert "cannot be kept for the next start: set NUMBA_CACHE_DIR" in caplog.text
 
 
-def test_what_goes_wrong_while_compiling_is_not_hidden(
-    fresh_process_state: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_wrong_while_compiling_is_not_hidden(fresh_process_state, monkeypatch):
     def compile_call(stamp: int, is_cached: bool) -> None:
         raise RuntimeError("no such instruction")
 
@@ -76,7 +70,7 @@ def test_what_goes_wrong_while_compiling_is_not_hidden(
         build()
 
 
-def test_words_of_other_sources_are_left_alone() -> None:
+def test_words_of_other_sources_are_left_alone():
     attention = build()
     layout = attention.lay_out([()], [1], [0])
     layout.locate([0], [1], torch.tensor([0]), torch.ones(1, 4, dtype=torch.int32))
@@ -88,7 +82,7 @@ def test_words_of_other_sources_are_left_alone() -> None:
     assert np.unique(out.numpy()).tolist() == [7.0]
 
 
-def test_the_rows_that_a_layout_points_into_stay() -> None:
+def test_the_rows_that_a_layout_points_into_stay():
     layout = build().lay_out([()], [1], [0])
     req_to_token = torch.ones(1, 4, dtype=torch.int32)
     held = weakref.ref(req_to_token)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.decisions import Run, built, decide
+from helpers.decisions import built, decide
 from helpers.own_policies import OWN_POLICIES
 from helpers.packing import Selection
 from kvevict_kernels.radix_select import largest_entries
@@ -43,7 +43,7 @@ def build(name: str, **options: Any) -> Policy:
     return built(OWN_POLICIES.get(name, name), **WINDOWS.get(name, {}) | options)
 
 
-def test_what_combines_and_what_is_refused() -> None:
+def test_what_combines_and_what_is_refused():
     combined = combinations()
     rules = {name: {rule for other, rule in combined if other == name} for name in NAMES}
     density = {"density", "adaptive-density"}
@@ -99,8 +99,8 @@ def best(order: torch.Tensor, count: int) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "options"), policies(), ids=str)
 @pytest.mark.parametrize(("tail", "has_ties"), [(8, False), (0, False), (3, True)])
 def test_one_order_has_the_choice_at_the_budget_and_all_others_around_it(
-    random_prompt: Run, name: str, options: dict[str, Any], tail: int, *, has_ties: bool
-) -> None:
+    random_prompt, name, options, tail, *, has_ties
+):
     """At its budget exactly what the parts keep; fewer entries are a part of it, more contain it, and so do they."""
     prompt, num_tokens = random_prompt(length=60, tail=tail), 60 - tail
     if has_ties:  # every token three times, and all values alike
@@ -128,7 +128,7 @@ def test_one_order_has_the_choice_at_the_budget_and_all_others_around_it(
             larger = chosen
 
 
-def test_a_range_that_is_kept_whole_can_be_ordered(random_prompt: Run) -> None:
+def test_a_range_that_is_kept_whole_can_be_ordered(random_prompt):
     """Every entry is kept at the budget; it is the order in which they would go."""
     prompt = random_prompt(length=60)
     for name in NAMES:
@@ -136,7 +136,7 @@ def test_a_range_that_is_kept_whole_can_be_ordered(random_prompt: Run) -> None:
         assert order.ge(0).all() and order[..., :2].eq(PINNED).all() and order.unique().numel() > 10
 
 
-def test_a_selector_that_keeps_another_number_is_an_error(random_prompt: Run) -> None:
+def test_a_selector_that_keeps_another_number_is_an_error(random_prompt):
     class Greedy(TopKSelector):
         def select(self, scores: RangeScores, keep_lens: torch.Tensor) -> torch.Tensor:
             return super().select(scores, keep_lens + 1)
@@ -153,9 +153,7 @@ def test_a_selector_that_keeps_another_number_is_an_error(random_prompt: Run) ->
     ids=["float8", "bf16"],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_stored_keys_and_values_count_as_what_they_stand_for(
-    random_prompt: Run, kept: Run, name: str, dtype: torch.dtype, k_scale: float, v_scale: float
-) -> None:
+def test_stored_keys_and_values_count_as_what_they_stand_for(random_prompt, kept, name, dtype, k_scale, v_scale):
     """The same choice from rows stored in few bits, with scales, and queries of 16 bits, as from the numbers."""
     prompt = random_prompt(length=60)
     stored = [[(4 * x).to(dtype) for x in rows] for rows in (prompt.keys, prompt.values)]
@@ -177,7 +175,7 @@ def test_stored_keys_and_values_count_as_what_they_stand_for(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, name: str) -> None:
+def test_larger_budgets_keep_more_of_the_same(random_prompt, kept, name):
     """Not a law for merging or coverage, whose choices depend on the budget; sizes grow for all."""
     prompt = random_prompt(length=60)
     small, large = (prompt.run(build(name), 9 * n, 2) for n in (12, 30))
@@ -188,7 +186,7 @@ def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, nam
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
+def test_only_declared_signals_are_read(random_prompt, name):
     policy = build(name)
     prompt = random_prompt(length=60)
 
@@ -210,7 +208,7 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_token_and_one_head(random_prompt: Run, kept: Run, name: str) -> None:
+def test_one_token_and_one_head(random_prompt, kept, name):
     prompt = random_prompt(num_layers=1, num_heads=1, group=6, length=9, tail=7)
     decision = prompt.run(build(name), 1)
     assert [len(run) for run in kept(decision)[0]] == [1]

@@ -44,7 +44,7 @@ def ranges(*pairs: tuple[int, int]) -> list[int]:
         (14, 2, [0, 1, 4, 5, 6, 7, *ranges((10, 13), (16, 19))]),
     ],
 )
-def test_worked_selection(budget: int, chunk: int, expected: list[int]) -> None:
+def test_worked_selection(budget, chunk, expected):
     """T1, exact mode."""
     assert choose(TOKENS, 4, chunk, budget) == expected
 
@@ -59,7 +59,7 @@ def one_head(from_weights: Run, keys: list[float], window: int) -> Any:
     return from_weights([rows], tail=0)
 
 
-def test_softmax_scores(from_weights: Run, kept: Run) -> None:
+def test_softmax_scores(from_weights, kept):
     """T2."""
     prompt = one_head(from_weights, [math.log(m) for m in (4, 1, 1, 2, 1, 1, 2, 12)], 2)
     policy = built("chunkkv", window_size=2, chunk_length=2)
@@ -71,14 +71,14 @@ def test_softmax_scores(from_weights: Run, kept: Run) -> None:
     assert kept(prompt.run(policy, 5)) == [[[0, 1, 2, 6, 7]]]
 
 
-def test_one_very_negative_logit_does_not_cost_its_chunk(make_prompt: Run, kept: Run) -> None:
+def test_one_very_negative_logit_does_not_cost_its_chunk(make_prompt, kept):
     """T3, softmax."""
     keys = torch.tensor([5.0, -10, 0, 0, 1]).view(5, 1, 1)
     prompt = make_prompt([keys], [torch.ones(1, 1, 1)], tail=0, window=1)
     assert kept(prompt.run(built("chunkkv", window_size=1, chunk_length=2), 3)) == [[[0, 1, 4]]]
 
 
-def test_a_cold_window_costs_the_weakest_chunks() -> None:
+def test_a_cold_window_costs_the_weakest_chunks():
     """T4, exact mode."""
     tokens = np.random.default_rng(1).random(320)
     tokens[-32:] = 0
@@ -86,7 +86,7 @@ def test_a_cold_window_costs_the_weakest_chunks() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 10])
-def test_structure(chunk: int) -> None:
+def test_structure(chunk):
     """T5: exact sizes, ascending, window present, one partial chunk at most (its leading part), nested sets."""
     tokens = np.random.default_rng(2).random(500)
     smaller: set[int] = set()
@@ -103,7 +103,7 @@ def test_structure(chunk: int) -> None:
         assert partial <= 1
 
 
-def test_chunks_of_one_are_top_k_and_one_chunk_is_a_prefix() -> None:
+def test_chunks_of_one_are_top_k_and_one_chunk_is_a_prefix():
     """T6."""
     tokens = np.random.default_rng(3).random(60)
     best = np.argsort(-tokens[:52].astype(np.float32), kind="stable")[:12]
@@ -111,7 +111,7 @@ def test_chunks_of_one_are_top_k_and_one_chunk_is_a_prefix() -> None:
     assert choose(tokens, 8, 52, 20) == list(range(12)) + list(range(52, 60))
 
 
-def test_tail_chunk_and_ties() -> None:
+def test_tail_chunk_and_ties():
     """T9: a short last chunk is at a disadvantage as a sum, not as a mean; ties are kept from the left."""
     assert choose(np.full(103, 1 / 103), 3, 10, 43) == ranges((0, 39), (100, 102))
     tokens = np.full(108, 1.0)
@@ -120,7 +120,7 @@ def test_tail_chunk_and_ties() -> None:
     assert 100 in choose(tokens, 3, 10, 53, chunk_score="mean")
 
 
-def test_shared_heads(random_prompt: Run, kept: Run) -> None:
+def test_shared_heads(random_prompt, kept):
     """The kvpress variant: one list of chunks for a layer."""
     decision = random_prompt().run(built("chunkkv", share_heads=True, window_size=8, chunk_length=5), 9 * 22)
     for layer in kept(decision):
@@ -128,9 +128,7 @@ def test_shared_heads(random_prompt: Run, kept: Run) -> None:
 
 
 @pytest.mark.parametrize(("num_layers", "reuse", "scored"), [(32, 2, 16), (32, 5, 7), (32, 32, 1), (28, 3, 10)])
-def test_reused_layers_are_not_looked_at(
-    random_prompt: Run, kept: Run, num_layers: int, reuse: int, scored: int
-) -> None:
+def test_reused_layers_are_not_looked_at(random_prompt, kept, num_layers, reuse, scored):
     """T11."""
     prompt = random_prompt(num_layers=num_layers, length=40)
     options = {"window_size": 8, "chunk_length": 3}
@@ -141,7 +139,7 @@ def test_reused_layers_are_not_looked_at(
     assert all(reused[layer] == plain[layer // reuse * reuse] for layer in range(num_layers))
 
 
-def test_reuse_needs_equal_layers(random_prompt: Run) -> None:
+def test_reuse_needs_equal_layers(random_prompt):
     assert built("chunkkv", reuse_layers=2, budget_rule="adaptive").reuse_layers == 2
     for rule in ("pyramid", "adaptive-pyramid", "all-layers"):
         with pytest.raises(ConfigError, match="reuse_layers=2 needs the same budget in every layer"):
@@ -150,7 +148,7 @@ def test_reuse_needs_equal_layers(random_prompt: Run) -> None:
         random_prompt().run(built("chunkkv", reuse_layers=2), 100)
 
 
-def test_chunks_with_adaptive_budgets(random_prompt: Run, kept: Run) -> None:
+def test_chunks_with_adaptive_budgets(random_prompt, kept):
     decision = random_prompt().run(
         built("chunkkv", budget_rule="adaptive", window_size=8, chunk_length=4), 9 * 20, protected=3
     )

@@ -74,16 +74,14 @@ def coverage(kept: list[list[list[int]]]) -> int:
         ({"extended_window": 1}, [[[0, 4], [0, 4]], [[0, 4], [0, 2]]], 3),
     ],
 )
-def test_readings_told_apart(
-    from_weights: Run, kept: Run, options: dict[str, Any], expected: list[list[list[int]]], covered: int
-) -> None:
+def test_readings_told_apart(from_weights, kept, options, expected, covered):
     """T2 (and T3: what switches a module off)."""
     prompt = prompt_of(from_weights, [FIXTURE] * 2)
     got = kept(prompt.run(built("k-vec", keep_window=False, **{**SMALL, **options}), 2 * 2 * 2))
     assert got == expected and coverage(got) == covered
 
 
-def test_three_layers_by_hand(from_weights: Run, kept: Run) -> None:
+def test_three_layers_by_hand(from_weights, kept):
     """T1."""
     prompt = prompt_of(from_weights, [FIXTURE] * 3)
     policy = built("k-vec", keep_window=False, **SMALL)
@@ -98,7 +96,7 @@ def test_three_layers_by_hand(from_weights: Run, kept: Run) -> None:
     assert got == [[[0, 4], [0, 6]], [[0, 4], [3, 6]], [[0, 4], [5, 6]]] and coverage(got) == 5
 
 
-def test_window_inside_the_range_or_behind_it(from_weights: Run, kept: Run) -> None:
+def test_window_inside_the_range_or_behind_it(from_weights, kept):
     """T2, SnapKV mode with B = 3: the last token is kept, the others compete."""
     behind = prompt_of(from_weights, [FIXTURE] * 2, tail=1)
     golden = [[[0, 4], [0, 6]], [[0, 4], [3, 6]]]
@@ -110,7 +108,7 @@ def test_window_inside_the_range_or_behind_it(from_weights: Run, kept: Run) -> N
     assert coverage(plain) == 3
 
 
-def test_protected_tokens_come_first_whatever_the_bonus(from_weights: Run, kept: Run) -> None:
+def test_protected_tokens_come_first_whatever_the_bonus(from_weights, kept):
     """T5: with the printed override of 1.0 head 0 would keep {3, 4}."""
     rows = np.array([[0.30, 0.25, 0.20, 0.15, 0.10], [0.01, 0.01, 0.01, 0.96, 0.01], [0.01, 0.01, 0.01, 0.01, 0.96]])
     prompt = prompt_of(from_weights, [rows[:, None]])
@@ -132,14 +130,14 @@ def synth(seed: int) -> list[Array]:
 
 
 @pytest.mark.parametrize("literal", [True, False])
-def test_equals_the_oracle(from_weights: Run, kept: Run, literal: bool) -> None:
+def test_equals_the_oracle(from_weights, kept, literal):
     layers = synth(3)
     got = kept(prompt_of(from_weights, layers).run(built("k-vec", keep_window=not literal), 8 * 8 * 40))
     assert got == oracle(layers, 40, literal=literal)
     assert all(len(run) == 40 for layer in got for run in layer)  # T6
 
 
-def test_order_matters_for_layers_not_for_heads(from_weights: Run, kept: Run) -> None:
+def test_order_matters_for_layers_not_for_heads(from_weights, kept):
     """T9."""
     layers = synth(4)[:3]
     policy = built("k-vec", keep_window=False)
@@ -151,7 +149,7 @@ def test_order_matters_for_layers_not_for_heads(from_weights: Run, kept: Run) ->
     assert kept(prompt_of(from_weights, layers).run(policy, 3 * 8 * 32)) == got  # nothing is left behind
 
 
-def test_query_heads_are_grouped_first(make_prompt: Run) -> None:
+def test_query_heads_are_grouped_first(make_prompt):
     """T8: importance is the maximum over KV heads of the group means, the spread that of the group means."""
     weights = torch.tensor([[0.6, 0.2, 0.1, 0.1], [0, 0.2, 0.4, 0.4], [0.25] * 4, [0.1, 0.1, 0.1, 0.7]])
     keys = torch.eye(4)[:, None].expand(4, 2, 4).contiguous()
@@ -166,12 +164,12 @@ def test_query_heads_are_grouped_first(make_prompt: Run) -> None:
     assert scores.values.std(-1, correction=0).tolist() == pytest.approx([0.03536, 0.12990], abs=1e-5)
 
 
-def test_extended_window_must_extend() -> None:
+def test_extended_window_must_extend():
     with pytest.raises(ConfigError, match="extended_window: got 8 for policy 'k-vec'; allowed: an integer >= base"):
         built("k-vec", extended_window=8)
 
 
-def test_the_protected_share_is_of_the_whole_budget(from_weights: Run, kept: Run) -> None:
+def test_the_protected_share_is_of_the_whole_budget(from_weights, kept):
     """Eq. 16: beta * B counts the window: of B = 4 with a window of 1 two tokens are sure, not one."""
     prompt = prompt_of(from_weights, [FIXTURE] * 2, tail=1)
     options = {"base_window": 1, "extended_window": 1, "rescored_share": 0.0, "kernel_size": 1, "bonus": 50.0}
@@ -181,7 +179,7 @@ def test_the_protected_share_is_of_the_whole_budget(from_weights: Run, kept: Run
     assert any(4 not in head for layer in none for head in layer)
 
 
-def test_the_spread_counts_the_tokens_behind_the_range(from_weights: Run) -> None:
+def test_the_spread_counts_the_tokens_behind_the_range(from_weights):
     """Eq. 10: the standard deviation over all tokens. Head 1 is flat in the range and peaks behind it."""
     rows = torch.tensor([[[0.30, 0.20, 0.30, 0.20, 0.0]], [[0.05, 0.05, 0.05, 0.05, 0.80]]], dtype=torch.float64)
     rows = torch.cat((rows[:, :, [1, 0, 3, 2, 4]], rows), dim=1)
@@ -194,11 +192,11 @@ def test_the_spread_counts_the_tokens_behind_the_range(from_weights: Run) -> Non
 
 
 @pytest.mark.parametrize(("num_heads", "rescored"), [(1, 0), (2, 1), (3, 1), (4, 2), (8, 3), (16, 6), (32, 12)])
-def test_three_of_eight_heads_are_rescored(num_heads: int, rescored: int) -> None:
+def test_three_of_eight_heads_are_rescored(num_heads, rescored):
     assert of_paper("k-vec").scorer.num_rescored(num_heads) == rescored  # type: ignore[attr-defined]
 
 
-def test_what_is_left_without_effect_is_said() -> None:
+def test_what_is_left_without_effect_is_said():
     policy = of_paper("k-vec")
     assert policy.scorer.caution(3) is None and policy.scorer.caution(8) is None
     assert "of 1 KV heads is 0: no head looks further back" in str(policy.scorer.caution(1))

@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.decisions import built
 from kvevict_kernels import radix_select
-from sgl_kvevict.config import Bits
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Signal
 from sgl_kvevict.policies.order import LARGEST, PINNED, order_of
@@ -110,15 +109,7 @@ def test_layers_that_share_a_choice_share_its_order():
     [((), 16, 0, 160, 80), ((0, 8, 0, 8), 16, 0, 160, 80), ((), "auto", 2, 576, 256)],
 )
 @pytest.mark.parametrize("name", ["random", "h2o", "streaming-llm"])
-def test_order_and_choice_read_nothing_from_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    windows: tuple[int, ...],
-    bits: Bits,
-    num_sinks: int,
-    size: int,
-    smaller: int,
-) -> None:
+def test_order_and_choice_read_nothing_from_a_device(monkeypatch, name, windows, bits, num_sinks, size, smaller):
     """With tensors that have no content: any number that the host wanted to know would be an error."""
     monkeypatch.setattr(radix_select, "top_mask", lambda keys, counts: torch.empty_like(keys, dtype=torch.bool))
     monkeypatch.setattr(radix_select, "kth_largest", lambda keys, counts: keys[:, 0])

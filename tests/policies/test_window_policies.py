@@ -25,9 +25,7 @@ MEAN_POOL = [[4, 5, 12, 13, 14], [3, 4, 5, 6, 12, 13], [2, 3, 4, 11, 12, 13, 17]
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, POOL_MEAN), ({"order": "mean-pool"}, MEAN_POOL)], ids=str)
-def test_golden_run_of_algorithm_2(
-    make_prompt: Run, kept: Run, options: dict[str, str], expected: list[list[int]]
-) -> None:
+def test_golden_run_of_algorithm_2(make_prompt, kept, options, expected):
     prompt = golden_prompt(make_prompt)
     decision = prompt.run(of_paper("ada-kv", window_size=4, kernel_size=3, **options), 18)
     assert decision.selection.keep_lens.tolist() == [[5, 6, 7]]
@@ -36,7 +34,7 @@ def test_golden_run_of_algorithm_2(
 
 
 @pytest.mark.parametrize("order", ["pool-mean", "mean-pool"])
-def test_golden_run_of_the_other_safeguards(make_prompt: Run, order: str) -> None:
+def test_golden_run_of_the_other_safeguards(make_prompt, order):
     prompt = golden_prompt(make_prompt)
     options = {"window_size": 4, "kernel_size": 3, "order": order}
     assert prompt.run(built("ada-snapkv", **options), 18).selection.keep_lens.tolist() == [[1, 7, 10]]
@@ -45,7 +43,7 @@ def test_golden_run_of_the_other_safeguards(make_prompt: Run, order: str) -> Non
     assert prompt.run(built("snapkv", **options), 18).selection.keep_lens.tolist() == [[6, 6, 6]]
 
 
-def test_window_inside_the_range_is_kept_and_paid_for(make_prompt: Run, kept: Run) -> None:
+def test_window_inside_the_range_is_kept_and_paid_for(make_prompt, kept):
     """specs/ada_kv.md 9.18: with no tail the total is B = 30 and every head holds the window."""
     prompt = golden_prompt(make_prompt, tail=0)
     ada = built("ada-snapkv", window_size=4, kernel_size=3, safeguard="paper")
@@ -71,7 +69,7 @@ def window_prompt(from_weights: Run, weights: list[list[list[float]]]) -> Any:
     return from_weights([rows], tail=window)
 
 
-def test_pooling_order(from_weights: Run, kept: Run) -> None:
+def test_pooling_order(from_weights, kept):
     """specs/ada_kv.md 9.14."""
     rows = [
         [[0.10, 0.40, 0.10, 0.10, 0.10], [0.10, 0.10, 0.10, 0.40, 0.10]],
@@ -92,14 +90,14 @@ def test_pooling_order(from_weights: Run, kept: Run) -> None:
         )
 
 
-def test_softmax_covers_the_window_too(from_weights: Run) -> None:
+def test_softmax_covers_the_window_too(from_weights):
     """specs/ada_kv.md 9.15: a head that looks at the window mostly has little past mass and gets nothing."""
     prompt = window_prompt(from_weights, [[[0.02] * 5], [[0.50, 0.20, 0.10, 0.06, 0.04]]])
     decision = prompt.run(built("snapkv", window_size=1, kernel_size=1, budget_rule="all-heads"), 4)
     assert decision.selection.keep_lens.tolist() == [[0, 4]]
 
 
-def test_the_peak_of_a_plateau_is_kept(from_weights: Run, kept: Run) -> None:
+def test_the_peak_of_a_plateau_is_kept(from_weights, kept):
     """specs/ada_kv.md 9.16: ties of the pooled score go to the unpooled one, so the spike survives."""
     row = [0.01] * 20
     row[10] = 0.5
@@ -125,7 +123,7 @@ def oracle(weights: Tensor, num_heads: int, total: int, protected: int) -> list[
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_ada_snapkv_equals_a_plain_oracle(random_prompt: Run, kept: Run, seed: int) -> None:
+def test_ada_snapkv_equals_a_plain_oracle(random_prompt, kept, seed):
     prompt = random_prompt(seed, num_layers=2)
     decision = prompt.run(built("ada-snapkv", window_size=8, kernel_size=1), 2 * 3 * 20, protected=4)
     expected = [oracle(prompt.weights(layer)[0][:, -8:, : prompt.end], 3, 60, 4) for layer in range(2)]
@@ -134,6 +132,6 @@ def test_ada_snapkv_equals_a_plain_oracle(random_prompt: Run, kept: Run, seed: i
 
 
 @pytest.mark.parametrize(("total", "protected"), [(72 * 9 + 1, 0), (35, 4), (-9, 0)])
-def test_impossible_totals_are_refused(random_prompt: Run, total: int, protected: int) -> None:
+def test_impossible_totals_are_refused(random_prompt, total, protected):
     with pytest.raises(ValueError, match="total must be between"):
         random_prompt().run(built("snapkv"), total, protected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,7 +27,7 @@ GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16,
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _interpreted(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the device here")
     monkeypatch.setattr("kvevict_kernels.dispatch.TRITON_DEVICES", ("cuda", "cpu"))
@@ -38,7 +37,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 STORED = pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=str)
 
 
-def test_rows_of_few_bits_of_other_lengths() -> None:
+def test_rows_of_few_bits_of_other_lengths():
     """From 16 bits to the least share, of prompts with and without sinks, cut and repacked on the way, and read."""
     geometry = replace(GEOMETRY, head_dim=32)
     config = KVEvictConfig(policy="snapkv")
@@ -76,7 +75,7 @@ def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -
 
 @STORED
 @pytest.mark.parametrize("policy_name", ["ada-snapkv", "chunkkv", "d2o"])
-def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
+def test_compressions_of_other_lengths(policy_name, stored):
     """Odd and a multiple of 16, at odd slots; cut in the middle, and repacked."""
     config = KVEvictConfig(policy=policy_name, budget=0.3)
     compressor = Compressor(config, built(policy_name), SegmentPacker(GEOMETRY, *arena(stored)))
@@ -97,9 +96,7 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
 
 @pytest.mark.parametrize("policy_name", ["ada-snapkv", "chunkkv", "d2o"])
 @pytest.mark.parametrize("devices", [("cuda",), ("cuda", "cpu")], ids=["torch", "triton"])
-def test_a_pool_of_16_bits_under_a_model_in_float32(
-    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], policy_name: str
-) -> None:
+def test_a_pool_of_16_bits_under_a_model_in_float32(monkeypatch, devices, policy_name):
     """Queries in float32 are observed beside rows of bfloat16, and rank, pack and shrink them."""
     monkeypatch.setattr("kvevict_kernels.dispatch.TRITON_DEVICES", devices)
     packer = SegmentPacker(GEOMETRY, *arena(torch.bfloat16))
@@ -111,7 +108,7 @@ def test_a_pool_of_16_bits_under_a_model_in_float32(
     [(torch.float16, False), (torch.float8_e4m3fn, False), (torch.float16, True)],
     ids=["float16", "fp8", "windows-sinks"],
 )
-def test_batches_of_other_sizes(stored: torch.dtype, has_extras: bool) -> None:
+def test_batches_of_other_sizes(stored, has_extras):
     """Decode rows that share or not, few new tokens, many with split keys, long prefills; spans cut anywhere."""
     geometry = replace(GEOMETRY, windows=(33, 0)) if has_extras else GEOMETRY
     sink_logits = torch.randn(8).bfloat16() if has_extras else None

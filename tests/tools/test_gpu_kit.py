@@ -48,7 +48,7 @@ MIXED = fatbin(entry(80, b"old" * 40), entry(90, b"wanted" * 20), entry(90, b"pt
 OTHER = fatbin(entry(80, b"old" * 40), entry(100, b"new." * 30))
 
 
-def test_only_machine_code_of_one_architecture_stays() -> None:
+def test_only_machine_code_of_one_architecture_stays():
     data = library(MIXED + bytes(8) + OTHER)
     result = prune(data, 90, SMALL)
     assert (result.kept, result.dropped, len(result.data)) == (1, 1, len(data))
@@ -62,14 +62,14 @@ def test_only_machine_code_of_one_architecture_stays() -> None:
     assert result.data[:first] == data[:first] and result.data[first + length :] == data[first + length :]
 
 
-def test_a_fatbin_with_unwanted_code_is_dropped() -> None:
+def test_a_fatbin_with_unwanted_code_is_dropped():
     data = library(fatbin(entry(90, b"float16." * 16)) + fatbin(entry(90, b"bfloat16" * 16)))
     result = prune(data, 90, SMALL, lambda code: code.startswith(b"bfloat16"))
     assert (result.kept, result.dropped) == (1, 1)
     assert b"bfloat16" in result.data and b"\0float16" not in result.data
 
 
-def test_a_file_of_zeros_is_packed_without_them(tmp_path: Path) -> None:
+def test_a_file_of_zeros_is_packed_without_them(tmp_path):
     data = b"a" * 100 + bytes(5 * packing.BLOCK) + b"b" * packing.BLOCK + b"tail" + bytes(3 * packing.BLOCK + 7)
     tree, target = tmp_path / "tree", tmp_path / "target"
     packing.write_extents(data, tree / "site" / "library.so")
@@ -84,7 +84,7 @@ def test_a_file_of_zeros_is_packed_without_them(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> Path:
+def parts(tmp_path):
     """A folder with one part and its checksum."""
     tree, folder = tmp_path / "tree", tmp_path / "parts"
     folder.mkdir()
@@ -96,9 +96,7 @@ def parts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_parts_are_unpacked_once_and_the_environment_is_written(
-    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_are_unpacked_once_and_the_environment_is_written(parts, tmp_path, capsys):
     kit = tmp_path / "kit"
     assert unpack.main([str(parts), "--kit", str(kit)]) == 0
     assert (kit / "site" / "sglang" / "__init__.py").read_text() == "x = 1\n"
@@ -114,16 +112,14 @@ def test_parts_are_unpacked_once_and_the_environment_is_written(
     assert shown == f"{kit / 'site'}:{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tools'} python\n"
 
 
-def test_a_damaged_part_is_named_and_not_unpacked(
-    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_part_is_named_and_not_unpacked(parts, tmp_path, capsys):
     (parts / "sglang.tar.xz").write_bytes((parts / "sglang.tar.xz").read_bytes() + b"x")
     assert unpack.main([str(parts), "--kit", str(tmp_path / "kit")]) == 1
     assert "sglang.tar.xz is damaged: its checksum is" in capsys.readouterr().err
     assert not (tmp_path / "kit" / "site").exists()
 
 
-def test_a_model_in_pieces_is_joined_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_pieces_is_joined_where_it_is_looked_for(tmp_path, monkeypatch):
     from kvevict_tools import models
     from sgl_kvevict.cli.model_names import models_dir
 
@@ -141,7 +137,7 @@ def test_a_model_in_pieces_is_joined_where_it_is_looked_for(tmp_path: Path, monk
     assert list((kit / "smollm2").iterdir()) == []
 
 
-def test_a_kernel_that_does_not_load_is_looked_up_as_usual(tmp_path: Path) -> None:
+def test_a_kernel_that_does_not_load_is_looked_up_as_usual(tmp_path):
     """SGLang looks a second time when what was found does not load; then the kit is not asked again."""
     spec = importlib.util.spec_from_file_location("kit_site", ROOT / "tools" / "gpu_kit" / "site" / "sitecustomize.py")
     assert spec is not None and spec.loader is not None
@@ -171,7 +167,7 @@ class Machine:
         return follow(CALLS[call], self.run, lambda: self.left, lambda step: True, graphs=True)
 
 
-def test_a_call_fits_its_seconds() -> None:
+def test_a_call_fits_its_seconds():
     """Three are 25 minutes, and each step can be begun unless others take what they may; else it is not begun."""
     assert 3 * run.SECONDS <= 25 * 60
     for call, steps in CALLS.items():
@@ -182,21 +178,19 @@ def test_a_call_fits_its_seconds() -> None:
 
 
 @pytest.mark.parametrize(("step", "codes"), [("unpack", [1]), ("smoke", [2]), ("answers", [3, 3])])
-def test_the_machine_is_given_back_where_no_server_can_answer(step: str, codes: list[int]) -> None:
+def test_the_machine_is_given_back_where_no_server_can_answer(step, codes):
     machine = Machine(1000.0, {step: [*codes]})
     assert machine.follow() == GIVE_BACK
     assert machine.begun[-1] == (step, len(codes) == 1)
 
 
-def test_a_first_server_that_does_not_start_gets_one_try_without_graphs() -> None:
+def test_a_first_server_that_does_not_start_gets_one_try_without_graphs():
     machine = Machine(1000.0, {"answers": [3, 0]})
     assert machine.follow() == DONE
     assert machine.begun[2:5] == [("answers", True), ("answers", False), ("ours", False)]
 
 
-def test_what_a_call_finds_is_compared_with_what_is_expected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_call_finds_is_compared_with_what_is_expected(tmp_path, monkeypatch, capsys):
     """The real command line, with steps that only say something, after rows of a server."""
     kit, out, expected = tmp_path / "kit", tmp_path / "out", tmp_path / "expected.txt"
     rows = kit / "results" / "ours-full" / "rows.jsonl"

@@ -16,7 +16,7 @@ from kvevict_tools.launcher import LaunchError, System, config_env, free_port, l
 
 
 @pytest.fixture
-def fake_env(tmp_path: Path) -> dict[str, str]:
+def fake_env(tmp_path):
     return install(tmp_path)
 
 
@@ -24,7 +24,7 @@ needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /
 
 
 @needs_proc
-def test_a_server_answers_and_stops_with_its_children(tmp_path: Path, fake_env: dict[str, str]) -> None:
+def test_a_server_answers_and_stops_with_its_children(tmp_path, fake_env):
     env = {**fake_env, **config_env({"budget": 1.0})}
     with launch("some/model", flags=["--x"], env=env, log_path=tmp_path / "logs" / "s.log") as server:
         assert server.alive
@@ -42,7 +42,7 @@ def test_a_server_answers_and_stops_with_its_children(tmp_path: Path, fake_env: 
 
 
 @needs_proc
-def test_a_suspended_server_answers_only_after_it_is_continued(tmp_path: Path, fake_env: dict[str, str]) -> None:
+def test_a_suspended_server_answers_only_after_it_is_continued(tmp_path, fake_env):
     """Its children are suspended too, and it can be stopped."""
     with launch("m", env=fake_env, log_path=tmp_path / "s.log") as server:
         pid = helper_pid(server.log())
@@ -79,9 +79,7 @@ def obey_signals() -> None:
 @needs_proc
 @pytest.mark.parametrize("state", ["running", "suspended"])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
-def test_a_killed_process_leaves_no_server(
-    tmp_path: Path, fake_env: dict[str, str], how: signal.Signals, state: str
-) -> None:
+def test_a_killed_process_leaves_no_server(tmp_path, fake_env, how, state):
     log_path = tmp_path / "s.log"
     path = os.pathsep.join([fake_env["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", PARENT, str(log_path), state]
@@ -95,14 +93,14 @@ def test_a_killed_process_leaves_no_server(
 
 
 @needs_proc
-def test_a_watcher_ends_with_its_group() -> None:
+def test_a_watcher_ends_with_its_group():
     leader = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     leader.wait()
     assert launcher.start_watcher(leader.pid).wait(120) == 0
 
 
 @needs_proc
-def test_a_group_of_zombies_has_ended() -> None:
+def test_a_group_of_zombies_has_ended():
     """What a server leaves behind is reaped by init, in some containers late or never."""
     leader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     assert not launcher._has_ended(leader.pid)
@@ -114,7 +112,7 @@ def test_a_group_of_zombies_has_ended() -> None:
 
 
 @needs_proc
-def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path, fake_env: dict[str, str]) -> None:
+def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path, fake_env):
     log_path = tmp_path / "s.log"
     with pytest.raises(LaunchError, match=r"code 3\n[^$]*refused: two reasons"):
         launch("m", flags=["--fail"], env=fake_env, log_path=log_path)
@@ -122,9 +120,7 @@ def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path, fak
 
 
 @needs_proc
-def test_a_failure_is_explained_by_a_server_that_died(
-    tmp_path: Path, fake_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_explained_by_a_server_that_died(tmp_path, fake_env, monkeypatch):
     def fail(kill: bool) -> None:
         monkeypatch.setattr(launcher, "_DEATH_SETTLE_S", 120 if kill else 0.1)
         with launch("m", env=fake_env, log_path=tmp_path / "s.log") as server:
@@ -140,19 +136,19 @@ def test_a_failure_is_explained_by_a_server_that_died(
 
 
 @needs_proc
-def test_a_server_that_never_gets_healthy_is_stopped(tmp_path: Path, fake_env: dict[str, str]) -> None:
+def test_a_server_that_never_gets_healthy_is_stopped(tmp_path, fake_env):
     log_path = tmp_path / "s.log"
     with pytest.raises(LaunchError, match="no answer within 10 s"):
         launch("m", flags=["--never"], env=fake_env, log_path=log_path, timeout_s=10)
     wait_until(lambda: not is_running(helper_pid(log_path.read_text())))
 
 
-def test_complaints_of_the_memory_checker_are_found(tmp_path: Path, fake_env: dict[str, str]) -> None:
+def test_complaints_of_the_memory_checker_are_found(tmp_path, fake_env):
     with launch("m", flags=["--leak"], env=fake_env, log_path=tmp_path / "s.log") as server:
         assert server.leak_messages() == ["ValueError: pool memory leak detected! [full] total=10"]
 
 
-def test_a_port_is_given_once_and_only_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_is_given_once_and_only_when_it_is_free(monkeypatch):
     first = free_port()
     with socket.create_server(("127.0.0.1", first)):
         monkeypatch.setattr(launcher, "_ports_given", set())
@@ -163,12 +159,12 @@ def test_a_port_is_given_once_and_only_when_it_is_free(monkeypatch: pytest.Monke
             free_port()
 
 
-def test_ports_lie_below_those_of_outgoing_connections() -> None:
+def test_ports_lie_below_those_of_outgoing_connections():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         assert free_port() < min(client.getsockname()[1], server.getsockname()[1])
 
 
-def test_systems_run_side_by_side_and_end_together(fake_env: dict[str, str], tmp_path: Path) -> None:
+def test_systems_run_side_by_side_and_end_together(fake_env, tmp_path):
     systems = [System("one", (), fake_env), System("the other", (), fake_env | config_env({"budget": 0.5}))]
     with launch_all("model", systems, log_folder=tmp_path, timeout_s=60) as fleet:
         assert list(fleet) == ["one", "the other"]
@@ -180,7 +176,7 @@ def test_systems_run_side_by_side_and_end_together(fake_env: dict[str, str], tmp
     assert not any(map(is_running, pids))
 
 
-def test_a_system_that_does_not_start_ends_the_others(fake_env: dict[str, str], tmp_path: Path) -> None:
+def test_a_system_that_does_not_start_ends_the_others(fake_env, tmp_path):
     systems = [System("good", (), fake_env), System("bad", ("--fail",), fake_env)]
     with (
         pytest.raises(LaunchError, match="refused: two reasons"),

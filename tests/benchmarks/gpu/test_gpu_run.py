@@ -19,27 +19,27 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpreted(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the device here: run the benchmark itself")
     monkeypatch.setattr("kvevict_kernels.dispatch.TRITON_DEVICES", ("cuda", "cpu"))
 
 
 @pytest.mark.usefixtures("_interpreted")
-def test_every_kernel_is_right() -> None:
+def test_every_kernel_is_right():
     rows = correctness(SMOKE)
     assert len(rows) == 10
     assert [row["kernel"] for row in rows if not row["right"]] == []
 
 
 @pytest.mark.usefixtures("_interpreted")
-def test_errors_and_ordering() -> None:
+def test_errors_and_ordering():
     assert decode.error(SMOKE)[0]["ratio"] < 2
     assert poisoned_slots(SMOKE) == [{"fence": True, "forwards": 2, "wrong forwards": 0}]
 
 
 @pytest.mark.usefixtures("_interpreted")
-def test_what_is_timed_runs() -> None:
+def test_what_is_timed_runs():
     tiny = replace(SMOKE, batches=(2,), sharers=(2,), prefix_tokens=64)
     assert [row["bits"] for row in decode.bandwidth(tiny)] == [16, 16, 4]
     assert decode.sharers(tiny)[0]["sharers"] == 2
@@ -52,9 +52,7 @@ def test_what_is_timed_runs() -> None:
     assert [row["new tokens"] for row in shapes.extend(tiny)] == [3, 40] + 2 * [3, 3, 40, 40]
 
 
-def test_what_is_measured_is_on_disk_before_the_next_section_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_measured_is_on_disk_before_the_next_section_begins(tmp_path, monkeypatch):
     """A time limit of the machine ends the whole run."""
     head = {"device": "D", "date": "2026-01-01T10:00", "versions": {}, "setting": {}, "failures": {}}
 
@@ -71,7 +69,7 @@ def test_what_is_measured_is_on_disk_before_the_next_section_begins(
     assert "| 1 | 7 |" in next(tmp_path.glob("*.md")).read_text()
 
 
-def test_a_section_finds_what_is_on_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_finds_what_is_on_pythonpath(tmp_path, monkeypatch):
     """SGLang and FlashInfer may be there by PYTHONPATH only."""
     script = tmp_path / "section.py"
     script.write_text("import json, os\nprint(json.dumps({'rows': [os.environ['PYTHONPATH']]}))\n")

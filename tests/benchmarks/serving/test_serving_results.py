@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from serving_bench.compare import median, ratio
 from serving_bench.results import RESULTS, Row, read_rows, replace_points
@@ -14,7 +12,7 @@ def rows_of(point: str, stock: list[float], ours: list[float]) -> list[Row]:
     return [Row(point, s, i + 1, {"speed": v}, ORIGIN) for s, values in pairs for i, v in enumerate(values)]
 
 
-def test_ratios_are_taken_repetition_by_repetition() -> None:
+def test_ratios_are_taken_repetition_by_repetition():
     """A slow minute that meets both systems does not show in the ratio."""
     rows = rows_of("p", [10.0, 1.0, 10.0], [40.0, 4.0, 50.0])
     found = ratio(rows, "p", "budget 0.2", "speed", "stock")
@@ -25,7 +23,7 @@ def test_ratios_are_taken_repetition_by_repetition() -> None:
     assert ratio(rows, "p", "budget 0.2", "hits", "stock") is None
 
 
-def test_measured_points_replace_old_ones_and_unknown_ones_go() -> None:
+def test_measured_points_replace_old_ones_and_unknown_ones_go():
     old = [*rows_of("a", [1.0], [1.0]), *rows_of("b", [1.0], [1.0]), *rows_of("gone", [1.0], [1.0])]
     new = rows_of("b", [2.0], [2.0])
     merged = replace_points(old, new, ["b", "a"])
@@ -33,7 +31,7 @@ def test_measured_points_replace_old_ones_and_unknown_ones_go() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
-def test_committed_results_say_where_they_come_from(path: Path) -> None:
+def test_committed_results_say_where_they_come_from(path):
     if path.stem == "smoke":
         return
     rows = read_rows(path)
