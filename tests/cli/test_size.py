@@ -188,17 +188,3 @@ def test_command(capsys, model):
         "load_bytes": 516 * 132608,
         "tokens_per_slot": pytest.approx(4128 / 516),
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prefix-tokens", "9"], "--pool-tokens and --kv-memory: give one of them"),
-        (["--prefix-tokens", "9", "--pool-tokens", "9", "--budget", "2.5"], "budget: got 2.5; allowed: a float"),
-        (["--prefix-tokens", "9", "--pool-tokens", "9", "--model", "./nowhere"], "no such folder"),
-        (["--prefix-tokens", "9", "--pool-tokens", "9", "--host-memory", "x"], "--host-memory: got 'x'; allowed: an"),
-    ],
-)
-def test_bad_input(capsys, model, arguments, message):
-    code, _, error = run(capsys, "size", "--model", model, *arguments)
-    assert code == 2 and message in error

@@ -104,19 +104,6 @@ def test_push_and_pull_copy_what_is_missing_and_nothing_corrupt(capsys, folder, 
         assert back.find(each.tokens.tolist(), SPACE)[0][1].key == each.key and back.get(each.key) is not None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("show", "{}", "ab"), "names 0 segments"),
-        (("show", "{}", "zzzz"), "names 0 segments"),
-        (("rm", "{}"), "give keys, or --all"),
-    ],
-)
-def test_bad_input_is_named(capsys, folder, arguments, what):
-    code, _, err = run(capsys, "store", *(argument.format(folder) for argument in arguments))
-    assert code == 2 and what in err
-
-
 def test_of_a_store_that_is_empty_nothing_is_copied(capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     code, _, err = run(capsys, "store", "push", str(tmp_path / "empty"), str(tmp_path / "target"))

@@ -91,11 +91,6 @@ def test_command_line(server, tmp_path, capsys):
     assert json.loads(as_json)["device"] == 1000 and server.seen[0][1]["text"] == "a long prefix"
 
 
-def test_command_line_wants_one_source(capsys):
-    code, _, error = run(capsys, "warm", "http://127.0.0.1:1")
-    assert code == 2 and "--text-file and --messages-file: give one of them" in error
-
-
 def test_the_address_of_openai_s_clients_is_corrected(server):
     server.refusal, server.status = "Not Found", 404
     with pytest.raises(WarmError, match=r"status 404: .*; allowed as url: http://HOST:PORT, without /v1"):
