@@ -1,12 +1,19 @@
-"""Which layers of a model are in which of SGLang's pools, and what is refused of models with several."""
+"""The arena of a pool, and which layers of a model are in which of SGLang's pools."""
 
 from __future__ import annotations
 
+import inspect
+import json
+from functools import partial
+
+import pytest
 import torch
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, arena_of
+from sgl_kvevict.config import ENV_VAR
+from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, ArenaLatentPool, arena_of, around_create_latent_buffers
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 
 HEADS = {"page_size": 1, "dtype": torch.float32, "head_num": 2, "head_dim": 4, "device": "cpu"}
@@ -38,3 +45,26 @@ def test_layers_of_one_pool_are_in_their_order():
     pool = ArenaKVPool(size=30, **HEADS, layer_num=3, enable_memory_saver=False, start_layer=2)
     assert full_pool_of(pool) is pool and arena_of(pool).k.shape == arena_of(pool).v.shape == (3, 31, 2, 4)
     assert full_layers_of(pool) == {2: 0, 3: 1, 4: 2}
+
+
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_latents_are_rows_of_one_arena_that_begin_with_their_values(monkeypatch, is_stock):
+    """The pool of our CPU platform, and SGLang's own with the hook, as on a GPU."""
+    monkeypatch.setenv(ENV_VAR, json.dumps({}))
+    if is_stock:
+        original = inspect.unwrap(MLATokenToKVPool._create_buffers)
+        hooked = partial(around_create_latent_buffers, original)
+        monkeypatch.setattr(MLATokenToKVPool, "_create_buffers", lambda pool: hooked(pool))
+    pool = (MLATokenToKVPool if is_stock else ArenaLatentPool)(
+        size=30, page_size=1, dtype=torch.float16, kv_lora_rank=16, qk_rope_head_dim=8, layer_num=3, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    found = arena_of(pool)
+    assert found is not None
+    assert (found.k.shape, found.v.shape) == ((3, 31, 1, 24), (3, 31, 1, 16))
+    layer, location = RadixAttention(4, 24, 0.25, 1, layer_id=1, v_head_dim=16), KVWriteLoc(torch.tensor([5]), None)
+    pool.set_kv_buffer(layer, location, torch.arange(24.0).half().view(1, 1, 24), None)
+    assert found.k[1, 5, 0].tolist() == list(range(24)) and found.v[1, 5, 0].tolist() == list(range(16))
+    assert torch.equal(pool.get_value_buffer(1), found.v[1])
+    pool.kv_buffer[0] = pool.kv_buffer[0].clone()
+    assert arena_of(pool) is None

@@ -1,4 +1,4 @@
-"""Variants of attention that only a model's layers know are refused before the server takes requests."""
+"""What only the layers of a model or its machine show is refused before the server takes requests, or a warning."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch import nn
 from helpers.settings import refused
 from kvevict_kernels.device_limits import DeviceLimits
 from sgl_kvevict.geometry import UNSCALED, KVScales
+from sgl_kvevict.machine import Gpu, Machine
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.sglang_adapter import model_facts
 from sgl_kvevict.sglang_adapter.model_facts import layer_traits, pooling_of
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_rotary, find_sink_dtype, find_windows
+from sgl_kvevict.support import MACHINE, reasons
 
 PLACES = {0: 0, 1: 1, 2: 2}
 
@@ -131,3 +133,33 @@ def test_nothing_is_turned_where_only_windows_have_positions(says: dict[str, obj
 def test_a_variant_in_one_layer_is_named(variant: dict[str, object], reason: str) -> None:
     (found,) = layer_reasons(model(**variant))
     assert found.startswith(reason)
+
+
+BARE = Machine(
+    packages={"triton": "3.8.0", "flashinfer-python": "0.7.2"},
+    torch_cuda="13.0",
+    gpus=(Gpu("NVIDIA T4", (7, 5), 64, 1.0, 15.0),),
+)
+
+
+def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
+    checks = model_facts.machine_of(device, dtype, torch.bfloat16)
+    return [reason for check in checks for reason in reasons(MACHINE, check)]
+
+
+def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(model_facts, "read_machine", lambda devices: asked.append(devices) or BARE)
+    (reason,) = machine_reasons(torch.device("cuda", 0), torch.bfloat16)
+    assert "compute capability 7.5" in reason and "8.0 (Ampere) or newer" in reason
+    assert asked == [[0]]
+
+
+def test_a_cpu_is_never_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(cpu_flags=frozenset({"avx2"}), numba_reason="numba cannot be imported")
+    monkeypatch.setattr(model_facts, "read_machine", lambda devices: machine)
+    assert machine_reasons(torch.device("cpu"), torch.float32) == []
+    assert "numba cannot be imported (attention 'torch' takes over" in caplog.text
+    assert "processor" not in caplog.text and "memory" not in caplog.text
+    assert machine_reasons(torch.device("cpu"), torch.bfloat16) == []
+    assert "--dtype float32" in caplog.text

@@ -1,4 +1,4 @@
-"""What flows pass through is counted, and does not grow."""
+"""What flows pass through is counted, and does not grow; the worked example's numbers are what happens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 from trace_flows import NOW, trace
+from worked_example import PAGE, example
 
 from helpers.harness import publish_server_args
 
@@ -27,3 +28,8 @@ def test_flows_enter_no_more_files_than_was_counted(flows):
     counted = json.loads(NOW.read_text(encoding="utf-8"))["flows"]
     grown = {name: (counts["files"], counted[name]["files"]) for name, counts in flows.items()}
     assert {name: figures for name, figures in grown.items() if figures[0] > figures[1]} == {}, "see `make flows`"
+
+
+def test_the_numbers_of_the_page_are_what_happens(tmp_path):
+    publish_server_args(tmp_path)
+    assert example() in PAGE.read_text(encoding="utf-8")
