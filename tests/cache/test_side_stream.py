@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from helpers.decisions import OWN_POLICIES
 from helpers.documents import document, make_harness
-from helpers.own_policies import OWN_POLICIES
 from helpers.stream_tape import StreamTape
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.segments import packer

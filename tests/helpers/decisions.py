@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,12 @@ from sgl_kvevict.ragged import MergePlan
 
 Run = Callable[..., Any]
 """A fixture that makes something."""
-PAPERS = Path(__file__).parents[2] / "examples" / "papers"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OWN_POLICIES = {"knorm": "knorm:knorm", "keydiff": "keydiff:keydiff"}
+"""Dotted paths under which a user serves ``examples/policies``; importable once this module is imported."""
+
+if str(EXAMPLES / "policies") not in sys.path:
+    sys.path.insert(0, str(EXAMPLES / "policies"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +48,7 @@ def built(name: str, **options: Any) -> Policy:
 
 def of_paper(paper: str, **options: Any) -> Policy:
     """The policy of a configuration in ``examples/papers``; ``options`` win."""
-    config = parse_config(read_config_file(PAPERS / f"{paper}.json"), paper)
+    config = parse_config(read_config_file(EXAMPLES / f"papers/{paper}.json"), paper)
     return built(config.policy, **(config.policy_options | options))
 
 

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.managers.schedule_batch import Req
 
+from helpers.decisions import OWN_POLICIES
 from helpers.harness import CONFIG, Harness, PseudoRandomPolicy
 from helpers.harness_store import adoption, exported
 from helpers.late_stream import TwiceStream
-from helpers.own_policies import OWN_POLICIES
 from helpers.pseudo_random_policy import KeepsEach
 from sgl_kvevict.cache.nodes import length_of, path_to
 from sgl_kvevict.config import KVEvictConfig

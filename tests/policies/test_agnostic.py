@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.decisions import Run, built
-from helpers.own_policies import OWN_POLICIES
+from helpers.decisions import OWN_POLICIES, Run, built
 from helpers.statistics import normal
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.errors import ConfigError

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.decisions import built, decide
-from helpers.own_policies import OWN_POLICIES
+from helpers.decisions import OWN_POLICIES, built, decide
 from helpers.packing import Selection
 from kvevict_kernels.radix_select import largest_entries
 from sgl_kvevict.errors import ConfigError

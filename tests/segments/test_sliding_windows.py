@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from helpers.decisions import built
-from helpers.own_policies import OWN_POLICIES
+from helpers.decisions import OWN_POLICIES, built
 from helpers.packing import compress, resize
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from kvevict_kernels.rotary import Rotary

@@ -7,9 +7,8 @@ import pytest
 from helpers.image_machines import IMAGE_MACHINES
 from helpers.long_machine import LONG_MACHINES
 from helpers.machines import LATENT_MACHINES, MACHINES, SETTINGS
-from helpers.state_machines import STATE_MACHINES
+from helpers.pool_machines import STATE_MACHINES, WINDOW_MACHINES
 from helpers.verify_machines import VERIFY_MACHINES
-from helpers.window_machines import WINDOW_MACHINES
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""The machines on the pools of a model with recurrent layers."""
+"""The machines on the pools of models with recurrent layers, or with sliding-window layers that have one of their own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis.stateful import rule
 from helpers import machines
 from helpers.machines import varied
 from helpers.states import SnapshotsHarness, StatesHarness
+from helpers.two_pools import TwoPoolHarness
 
 
 class States(machines.CacheMachine):
@@ -40,4 +41,26 @@ STATE_MACHINES = (
     *(varied(f"State{each.__name__}", States, each) for each in (*machines.ON_OTHER_POOLS, machines.TailMachine)),
     varied("StateFrequencyMachine", States, machines.FrequencyPressureMachine),  # an order that knows no states
     *(varied(f"Snapshot{each.__name__}", Snapshots, each) for each in machines.ON_OTHER_POOLS),
+)
+
+
+class Windows(machines.CacheMachine):
+    """Every machine's operations, and windows that are taken away."""
+
+    make_harness = TwoPoolHarness
+    harness: TwoPoolHarness
+
+    @rule(count=st.integers(1, 30))
+    def take_windows(self, count):
+        self.harness.evict_windows(count)
+
+    def teardown(self):
+        super().teardown()
+        assert self.harness.allocator.swa_available_size() == self.harness._window_slots()
+
+
+WINDOW_MACHINES = (
+    Windows,
+    varied("FewWindowsMachine", Windows, num_window_slots=95),  # prompts just fit
+    *(varied(f"Window{each.__name__}", Windows, each) for each in (*machines.ON_OTHER_POOLS, machines.TailMachine)),
 )
