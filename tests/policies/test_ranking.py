@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvevict.policies.ranking import fill_in_order, key_max, order_keys, top_counts, top_mask
+from sgl_kvevict.policies.ranking import key_max, order_keys, top_counts, top_mask
 
 
 def reference_order(values: list[float]) -> list[int]:
@@ -53,11 +53,6 @@ def test_negative_and_extreme_scores_keep_their_order() -> None:
     for keys in (order_keys(values), order_keys(values, torch.zeros(9))):
         assert keys.argsort().tolist() == list(range(9))
         assert int(keys.max()) < key_max(keys)
-
-
-@pytest.mark.parametrize(("amount", "expected"), [(0, [0, 0, 0]), (4, [2, 2, 0]), (9, [2, 3, 1])])
-def test_fill_in_order(amount: int, expected: list[int]) -> None:
-    assert fill_in_order(torch.tensor([2, 3, 1]), amount).tolist() == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")
