@@ -17,12 +17,7 @@ json_values = st.recursive(
     max_leaves=12,
 )
 almost_options = st.fixed_dictionaries(
-    {},
-    optional={
-        "exact": st.booleans() | json_values,
-        "retain": json_values,
-        "x\n": json_values,
-    },
+    {}, optional={"exact": st.booleans() | json_values, "retain": json_values, "x\n": json_values}
 )
 
 

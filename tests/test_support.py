@@ -130,9 +130,7 @@ WHOLE_ANSWERS = {
     "places": loaded(has_states=True),
     "strip_thinking_cache": loaded(own=settings(strip_thinking_cache=True)),
 }
-MACHINES = {
-    "part": Check("GPU", "missing", "torch sees none", "see driver"),
-}
+MACHINES = {"part": Check("GPU", "missing", "torch sees none", "see driver")}
 MOMENTS: list[tuple[str, Table[Any], dict[str, Any]]] = [
     ("before", BEFORE_LOAD, BEFORE),
     ("after", AFTER_LOAD, AFTER),

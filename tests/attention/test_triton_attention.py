@@ -8,17 +8,7 @@ from unittest.mock import Mock, create_autospec
 import pytest
 import torch
 
-from helpers.implementations import (
-    BF16,
-    FP32,
-    IN_REAL_CHUNKS,
-    NOISE,
-    ON_GPU,
-    add_all_kinds,
-    finest,
-    no_entries,
-    take,
-)
+from helpers.implementations import BF16, FP32, IN_REAL_CHUNKS, NOISE, ON_GPU, add_all_kinds, finest, no_entries, take
 from helpers.tolerance import assert_accurate, assert_same_bits
 from kvevict_kernels.device_limits import INTERPRETER, limits_of
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS

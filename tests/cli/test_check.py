@@ -46,10 +46,7 @@ def test_a_machine_without_a_gpu_is_judged_as_a_cpu(capsys, monkeypatch):
     ("changed", "line"),
     [
         ({"home": None}, "home           this user has no home folder"),
-        (
-            {"cache_error": "denied"},
-            "cache          /home/somebody/.cache/sglang cannot be written (denied)",
-        ),
+        ({"cache_error": "denied"}, "cache          /home/somebody/.cache/sglang cannot be written (denied)"),
         ({"excluded_by": "SGLANG_PLUGINS=x"}, "plugin         SGLANG_PLUGINS=x leaves it out"),
         ({"plugins": frozenset()}, "plugin         SGLang does not find it"),
     ],

@@ -186,10 +186,7 @@ def test_the_reader_of_a_pipe_may_stop(tmp_path):
         ),
         ("store ls {missing}", "which is not a folder; allowed: the folder or URL of a server's store"),
         ("inspect {dead} --timeout 0.1", "s (serve --events opens this socket)"),
-        (
-            "warm http://{mute} --text-file {text}",
-            "/generate: the answer is not HTTP; is this the port of SGLang",
-        ),
+        ("warm http://{mute} --text-file {text}", "/generate: the answer is not HTTP; is this the port of SGLang"),
         (f"inspect {{dead}} --node {2**64}", "Invalid value for '--node'"),
         ("size --model {sized} --prefix-tokens 9", "--pool-tokens and --kv-memory: give one of them"),
         (f"{SIZE} {{sized}} --budget 2.5", "budget: got 2.5; allowed: a float"),

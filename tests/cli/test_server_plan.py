@@ -94,11 +94,7 @@ def test_the_users_flags_win_over_the_defaults(model_folder, monkeypatch):
         ("SGLANG_PLUGINS", "another, more", "plugin: SGLANG_PLUGINS=another, more leaves it out (unset that variable)"),
         ("SGLANG_PLATFORM", "another", "plugin: SGLANG_PLATFORM=another leaves it out (unset that variable)"),
         ("SGLANG_CACHE_DIR", "/proc/1/x", "cache: /proc/1/x cannot be written (No such file or directory)"),
-        (
-            "TORCHINDUCTOR_CACHE_DIR",
-            "/proc/1/x",
-            "cache: /proc/1/x cannot be written (No such file or directory)",
-        ),
+        ("TORCHINDUCTOR_CACHE_DIR", "/proc/1/x", "cache: /proc/1/x cannot be written (No such file or directory)"),
     ],
 )
 def test_what_would_end_sglang_with_a_traceback_or_its_usage_is_refused(

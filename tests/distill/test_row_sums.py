@@ -39,10 +39,7 @@ def test_they_are_those_of_all_tokens_of_all_texts() -> None:
     sums.add(tokens(2, 6, 5))
     found = sums.solve()
     slots = torch.tensor([3, 1, 4, 15, 9, 2, 6, 5])
-    for rows, mean, deviation in (
-        (arena(0), found.k_mean, found.k_scale),
-        (arena(1), found.v_mean, found.v_scale),
-    ):
+    for rows, mean, deviation in ((arena(0), found.k_mean, found.k_scale), (arena(1), found.v_mean, found.v_scale)):
         torch.testing.assert_close(mean, rows[:, slots].mean(1))
         torch.testing.assert_close(deviation, rows[:, slots].std(1, correction=0), rtol=1e-3, atol=1e-3)
 

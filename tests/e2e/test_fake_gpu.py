@@ -28,9 +28,7 @@ from gpu_bench.phases import Phases
 from gpu_bench.rows import Rows, read_rows
 from gpu_bench.systems import SMALL, TINY, Load, write_random_model
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one here"),
-]
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one here")]
 
 MODEL = TINY | {"head_dim": 64, "hidden_size": 128}
 """FlashInfer needs this width."""

@@ -102,12 +102,7 @@ def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
 
 
 def test_ranks_load_their_parts_of_a_prefix_after_a_restart(start, tiny_llama, tmp_path):
-    config = {
-        **CONFIG,
-        "policy": "snapkv",
-        "policy_options": {"window_size": 16},
-        "store": str(tmp_path / "store"),
-    }
+    config = {**CONFIG, "policy": "snapkv", "policy_options": {"window_size": 16}, "store": str(tmp_path / "store")}
     rng = random.Random(4)
     document = [rng.randrange(3, VOCAB_SIZE) for _ in range(400)]
     question = [*document, *(rng.randrange(3, VOCAB_SIZE) for _ in range(9))]

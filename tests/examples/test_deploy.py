@@ -40,7 +40,9 @@ def test_an_image_copies_what_is_there_and_what_the_context_holds(stage: str) ->
     assert ignore[0] == "*" and all((ROOT / name).exists() for name in context)
     copied = [name for word, rest in STAGES[stage] if word == "COPY" for name in rest.split()[:-1]]
     assert copied and set(copied) <= context
-    named = {path for word, rest in STAGES[stage] if word == "RUN" for path in re.findall(r"requirements/[\w.-]+", rest)}
+    named = {
+        path for word, rest in STAGES[stage] if word == "RUN" for path in re.findall(r"requirements/[\w.-]+", rest)
+    }
     assert named and all((ROOT / path).is_file() for path in named)
 
 

@@ -191,11 +191,7 @@ class Harness:
     # ---- what a scheduler does ------------------------------------------------------------------------------
 
     def request(
-        self,
-        tokens: list[int],
-        extra_key: str | None = None,
-        options: dict | None = None,
-        lora_id: str | None = None,
+        self, tokens: list[int], extra_key: str | None = None, options: dict | None = None, lora_id: str | None = None
     ) -> Req:
         """Create a request; ``options`` are those for the plugin."""
         self._count += 1

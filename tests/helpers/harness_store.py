@@ -64,11 +64,7 @@ def adoption(harness: Harness) -> Adoption:
 
 
 def found_again(
-    records: list[SegmentRecord],
-    prompt: Prompt,
-    into: Adoption,
-    draft: StoreIdentity | None,
-    identity: StoreIdentity,
+    records: list[SegmentRecord], prompt: Prompt, into: Adoption, draft: StoreIdentity | None, identity: StoreIdentity
 ) -> Iterator[SegmentRecord]:
     """Write segments to a store, and yield those that a server with a draft model finds there for a prompt."""
     items = open_backend(f"memory://machine/{next(NUMBERS)}")

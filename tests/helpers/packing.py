@@ -44,11 +44,7 @@ def kept_rows(selection: Selection, num_tokens: int) -> KeptRows:
 
 
 def pack(
-    packer: SegmentPacker,
-    token_slots: Tensor,
-    start: int,
-    selection: Selection,
-    order: Tensor | None = None,
+    packer: SegmentPacker, token_slots: Tensor, start: int, selection: Selection, order: Tensor | None = None
 ) -> tuple[Segment, Tensor]:
     """Write the selected entries of uncompressed tokens into as few of their slots as they take."""
     source = Source(packer.geometry, TokenRange(token_slots, start), kept_rows(selection, token_slots.numel()))

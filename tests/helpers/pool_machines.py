@@ -1,4 +1,4 @@
-"""The machines on the pools of models with recurrent layers, or with sliding-window layers that have one of their own."""
+"""The machines on the pools of models with recurrent layers, or with a pool of their own for sliding windows."""
 
 from __future__ import annotations
 

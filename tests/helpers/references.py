@@ -12,12 +12,7 @@ from kvevict_kernels.row_sizes import head_slot_of
 
 
 def alloc_head_slots_reference(
-    keep_lens: Tensor,
-    token_slots: Tensor,
-    num_token_slots: int,
-    num_entries: int,
-    *,
-    per_slot: int = 1,
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int, *, per_slot: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Same contract as :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`, slow and obvious."""
     _, num_kv_heads = keep_lens.shape

@@ -69,11 +69,7 @@ def numbers(seed: int, count: int) -> list[int]:
 
 
 def generate(
-    server: RunningServer,
-    input_ids: list[int],
-    max_new_tokens: int,
-    custom_params: object = None,
-    **fields: object,
+    server: RunningServer, input_ids: list[int], max_new_tokens: int, custom_params: object = None, **fields: object
 ) -> dict[str, Any]:
     """Run one greedy request, with more ``fields``, to its end (or its abort)."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}

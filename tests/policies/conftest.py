@@ -33,10 +33,7 @@ class Prompt:
     def weights(self, layer: int) -> tuple[Tensor, Tensor]:
         queries = self.queries[layer]
         return dense_attention(
-            queries,
-            self.keys[layer],
-            sm_scale=self.head_dim**-0.5,
-            query_start=self.length - queries.shape[0],
+            queries, self.keys[layer], sm_scale=self.head_dim**-0.5, query_start=self.length - queries.shape[0]
         )
 
     def show(self, layer: int) -> LayerView:

@@ -20,10 +20,7 @@ from sgl_kvevict.policies.selectors import TopKSelector
 
 NAMES = [*(info.name for info in list_policies() if info.name != "none"), *OWN_POLICIES]
 WITH_WINDOW = ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv")
-WINDOWS = {
-    "k-vec": {"base_window": 4, "extended_window": 8},
-    **{name: {"window_size": 8} for name in WITH_WINDOW},
-}
+WINDOWS = {"k-vec": {"base_window": 4, "extended_window": 8}, **{name: {"window_size": 8} for name in WITH_WINDOW}}
 
 
 def combinations() -> list[tuple[str, str]]:
