@@ -12,7 +12,8 @@ import pytest
 
 from helpers.command_line import run
 from helpers.event_sockets import description_of, ipc_config
-from helpers.watched import DOCUMENT, WatchedHarness
+from helpers.harness import DOCUMENT
+from helpers.watched import WatchedHarness
 from kvevict_tools.models import model_path
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli.output import print_shaped

@@ -16,7 +16,8 @@ import pytest
 
 from helpers.command_line import run
 from helpers.event_sockets import ipc_config
-from helpers.watched import DOCUMENT, WatchedHarness
+from helpers.harness import DOCUMENT
+from helpers.watched import WatchedHarness
 from helpers.web_servers import serving
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import web as web_module

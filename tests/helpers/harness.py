@@ -75,6 +75,7 @@ TINY_LLAMA = {
 LEAST_SHARE = {"share": 0.001}
 """Options of a request whose own prompt stays uncompressed until slots are short; it reads any prefix as it is."""
 CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, answer_block=None)
+DOCUMENT = [i * 7 % 11 for i in range(60)]
 WINDOWS = (1000, 0)
 """Of a harness whose compressed segments cannot be split."""
 NO_ROTARY = Rotary(torch.empty(512, 0), is_neox=True)

@@ -6,12 +6,10 @@ import random
 import threading
 
 from helpers.event_sockets import description_of
-from helpers.harness import Harness
+from helpers.harness import DOCUMENT, Harness
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
-
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
 class WatchedHarness:

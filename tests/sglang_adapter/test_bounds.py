@@ -6,12 +6,11 @@ import gc
 import random
 import tracemalloc
 
-from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.harness import DOCUMENT, Harness, PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
 
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 VALUES = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6}
 SIZE = 2 * 4 * 4 * (4 * 2 + 4)  # of a prompt's last queries: layers, queries, heads; their floats and log-sum-exp
 

@@ -11,8 +11,8 @@ import torch
 
 from helpers.documents import admitted
 from helpers.event_sockets import ipc_config
-from helpers.harness import WINDOWS, Harness
-from helpers.watched import DOCUMENT, WatchedHarness
+from helpers.harness import DOCUMENT, WINDOWS, Harness
+from helpers.watched import WatchedHarness
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.client import InspectClient, RequestFailedError
 from sgl_kvevict.events.questions import Kept, KeptReport, Status, StatusReport, Tokens, TokensReport, Tree, TreeReport

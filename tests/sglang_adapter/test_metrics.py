@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from helpers.harness import Harness
-from helpers.watched import DOCUMENT
+from helpers.harness import DOCUMENT, Harness
 from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
 from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
 

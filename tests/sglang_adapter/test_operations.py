@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.io_struct import EndWeightUpdateReqOutput
 
-from helpers.harness import WINDOWS, Harness
+from helpers.harness import DOCUMENT, WINDOWS, Harness
 from sgl_kvevict.sglang_adapter import operations
 
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 found = Harness.serve
 
 

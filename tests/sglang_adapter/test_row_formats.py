@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from helpers.admission import LongPromptScheduler
-from helpers.harness import Harness
+from helpers.harness import DOCUMENT, Harness
 from helpers.harness_store import Server, identity_for
 from kvevict_kernels.row_codec import read_rows
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.config import Bits, KVEvictConfig
 from sgl_kvevict.segments.segment import Segment
 
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 WIDTHS: dict[Bits, set[int]] = {16: {16}, "auto": {16, 4}}
 """Of rows of a segment with sinks, by the configured bits."""
 FORMATS = pytest.mark.parametrize("bits", list(WIDTHS))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from helpers.harness import NO_ROTARY, TINY_LLAMA, Harness
+from helpers.harness import DOCUMENT, NO_ROTARY, TINY_LLAMA, Harness
 from helpers.harness_store import DRAFT, Server, identity_for
 from helpers.stored import drained, keys_in
 from helpers.verify_machines import VerifyingHarness
@@ -26,8 +26,6 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scheduler_store import fetch, identity_of, read_with, settings_of, without_waiting
-
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
 def test_a_prefix_outlives_its_server(tmp_path):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.harness import DOCUMENT
 from helpers.states import StatesHarness
 from sgl_kvevict.cache.nodes import path_to
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.kv_pools import MAMBA
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
 def states(harness):

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from helpers.documents import ranges, reading
-from helpers.harness import WINDOWS, Harness
+from helpers.harness import DOCUMENT, WINDOWS, Harness
 from helpers.harness_store import adoption, exported
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 TURN = [*DOCUMENT, *(i * 5 % 11 for i in range(40))]
 
 

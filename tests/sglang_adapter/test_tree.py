@@ -7,12 +7,10 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from helpers.documents import admitted, ranges, reading
-from helpers.harness import WINDOWS, Harness
+from helpers.harness import DOCUMENT, WINDOWS, Harness
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
-
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
 def test_prompt_is_compressed_and_takes_exactly_its_budget(harness):

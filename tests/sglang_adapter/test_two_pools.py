@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.harness import CONFIG
+from helpers.harness import CONFIG, DOCUMENT
 from helpers.two_pools import WINDOW, TwoPoolHarness
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.window_component import SWA
-
-DOCUMENT = [i * 7 % 11 for i in range(60)]
 
 
 @pytest.fixture
