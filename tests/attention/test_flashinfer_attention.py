@@ -6,7 +6,6 @@ import inspect
 import sys
 from dataclasses import replace
 from importlib.metadata import requires, version
-from typing import TYPE_CHECKING
 
 import flashinfer
 import pytest
@@ -21,16 +20,13 @@ from sgl_kvevict.attention.flashinfer.wrapper import ROW_BOUNDS
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import UnsupportedSetupError
 
-if TYPE_CHECKING:
-    from conftest import World
-
 pytestmark = pytest.mark.usefixtures("flashinfer_plans", "flashinfer_is_chosen")
 
 ROUNDINGS = 2.0**-8
 """Spans and suffix are rounded to bfloat16 before they are merged, half a unit in the last place each."""
 
 
-def make(world: World) -> FlashInferAttention:
+def make(world) -> FlashInferAttention:
     return FlashInferAttention(world.geometry, world.k, world.v)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,15 +14,12 @@ from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVScales
 
-if TYPE_CHECKING:
-    from conftest import MakeWorld, World
-
 pytestmark = pytest.mark.usefixtures("interpreted", "small_chunks")
 SCALES = KVScales(k=(0.37, 1.9), v=(3.1, 0.21))
 NOISE = 4 * FLOAT32_NOISE
 
 
-def filled(make_world: MakeWorld, dtype: torch.dtype) -> tuple[World, TritonAttention]:
+def filled(make_world, dtype: torch.dtype):
     """A world of numbers that float8 has, and attention over them as stored; spans lie across layers."""
     world = make_world(2, 3, 16, dtype=dtype, num_token_slots=900)
     shared, empty = world.uneven_span(70), world.span(torch.zeros(2, 2, dtype=torch.int32), num_tokens=1)

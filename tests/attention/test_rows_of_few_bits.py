@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,9 +20,6 @@ from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 
-if TYPE_CHECKING:
-    from conftest import World
-
 NOISE = 8 * FLOAT32_NOISE
 """Two float32 softmaxes over a few hundred keys."""
 LONG_NOISE = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -36,7 +32,7 @@ POOLS = [
 """head_dim and dtype."""
 
 
-def long_noises(attention: Attention, world: World) -> tuple[float, float]:
+def long_noises(attention: Attention, world) -> tuple[float, float]:
     """Of out and lse, where some prefills are long."""
     return (
         (LONG_NOISE[world.dtype], LONG_LSE_NOISE[world.dtype])
@@ -45,13 +41,13 @@ def long_noises(attention: Attention, world: World) -> tuple[float, float]:
     )
 
 
-def both_widths(world: World, longest: int, start: int = 0) -> tuple[SpanRuns, SpanRuns]:
+def both_widths(world, longest: int, start: int = 0) -> tuple[SpanRuns, SpanRuns]:
     """The spans of a segment some of whose entries have 16 bits, and others 4."""
     wide = world.uneven_span(longest, start)
     return wide, world.uneven_span(longest, start, bits=4)
 
 
-def mixed_requests(world: World) -> None:
+def mixed_requests(world) -> None:
     """Paths of several widths that share spans, one width alone, only empty runs, and none."""
     full = world.uneven_span(30)
     end = full.num_tokens

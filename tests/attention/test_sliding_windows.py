@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,14 +14,11 @@ from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 
-if TYPE_CHECKING:
-    from conftest import World
-
 WINDOWS = (0, 1, 7, 40, 1000)
 """No window; itself alone; less than a suffix; into the spans; more than there is."""
 
 
-def random_world(world: World) -> None:
+def random_world(world) -> None:
     """Paths that share their first spans, as the paths of a tree do; and requests without any."""
     first = world.uneven_span(25)
     second = world.uneven_span(20, start=first.num_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,9 +19,6 @@ from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.support import MAX_DRAFTS
-
-if TYPE_CHECKING:
-    from conftest import World
 
 NOISE = 8 * FLOAT32_NOISE
 """Two float32 softmaxes over a few hundred keys."""
@@ -42,12 +38,12 @@ def bits(trees: list[list[int]]) -> Tensor:
     return torch.tensor([number - (number >> 63 << 64) for number in numbers])
 
 
-def batch_of(world: World, trees: list[list[int]]) -> AttentionBatch:
+def batch_of(world, trees: list[list[int]]) -> AttentionBatch:
     """All requests; the last tokens of each are a tree."""
     return replace(world.batch([len(tree) for tree in trees]), visible=bits(trees))
 
 
-def unrolled(world: World, trees: list[list[int]], layer: int, q: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+def unrolled(world, trees: list[list[int]], layer: int, q: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Per node, what a decode step gives whose request ends with the node and its ancestors (``World.expected``)."""
     paths, compressed_lens, rows, seq_lens = world.paths, world.compressed_lens, world.rows, world.seq_lens
     scratch, results, first = world.free_rows[-1], [], 0
@@ -68,7 +64,7 @@ def unrolled(world: World, trees: list[list[int]], layer: int, q: Tensor) -> lis
     return results
 
 
-def check(world: World, attention: Attention, trees: list[list[int]]) -> None:
+def check(world, attention: Attention, trees: list[list[int]]) -> None:
     """Compare every node of all layers; fresh allocations are NaN."""
     attention.plan(batch_of(world, trees))
     news = [len(tree) for tree in trees]
@@ -85,7 +81,7 @@ def check(world: World, attention: Attention, trees: list[list[int]]) -> None:
         assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=NOISE)
 
 
-def sharers(world: World) -> list[list[int]]:
+def sharers(world) -> list[list[int]]:
     """Spans that several trees share; a tree on nothing; one whose root is its first own token."""
     shared = world.uneven_span(40)
     below = world.uneven_span(21, start=shared.num_tokens)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +9,6 @@ from torch import Tensor
 from kvevict_kernels.device_limits import INTERPRETER, DeviceLimits, dependent_launch
 from kvevict_kernels.ragged_decode.tables import Step, Tables
 from sgl_kvevict.attention.triton.attention import TritonAttention
-
-if TYPE_CHECKING:
-    from conftest import MakeWorld, World
 
 Item = tuple[int, ...]
 NEW_LENS = [1, 3, 1, 1, 9, 1]
@@ -83,7 +78,7 @@ def of_suffixes(tables: Tables, step: Step, which: int) -> list[Item]:
     return found
 
 
-def planned(world: World) -> tuple[Tables, Step]:
+def planned(world) -> tuple[Tables, Step]:
     """Tables and lengths of the world's batch."""
     attention = TritonAttention(world.geometry, world.k, world.v)
     attention.plan(world.batch(NEW_LENS))
@@ -93,7 +88,7 @@ def planned(world: World) -> tuple[Tables, Step]:
 
 
 @pytest.mark.usefixtures("interpreted", "small_chunks")
-def test_items_are_those_of_their_runs_and_suffixes(make_world: MakeWorld) -> None:
+def test_items_are_those_of_their_runs_and_suffixes(make_world) -> None:
     """Both classes of q rows, empty runs, runs that are longer than most, several tiles, requests without a path."""
     world = make_world(2, 4, 16, num_token_slots=1200, num_layers=3)
     shared, deep = world.uneven_span(60), world.uneven_span(20)
