@@ -72,9 +72,9 @@ CEILINGS = {
     "sgl_kvevict/store": 2_018,
     "kernels": 6_836,
     "sgl_kvevict": 20_443,
-    "tests": 32_830,
+    "tests": 32_404,
     "benchmarks": 10_753,
-    "tools": 6_829,
+    "tools": 6_828,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""
 FILES = 202
