@@ -103,19 +103,24 @@ class PrefixCache:
         """A request is about to match its prompt: load what the pool lacks of it.
 
         If it asked for a share of the entries, its segments grow. This is called again whenever SGLang tries to admit a
-        request that waits; nothing is done unless more token slots are available than the last time.
+        request that waits; nothing is done unless more token slots are available than the last time, or the pool has
+        dropped a prefix to the host meanwhile.
         """
         record = self.readers[reader]
-        # SGLang asks for each waiting request in each turn. Without more room the answer is the same, and would cost a
-        # look-up.
-        if record.is_exact or (room := self._tree.num_available) <= record.room:
+        if record.is_exact:
             return
-        record.room = room
+        room, num_left = self._tree.num_available, self.host.num_left
+        # SGLang asks for each waiting request in each turn. Without either the answer is the same, and would cost a
+        # look-up.
+        if room <= record.room and num_left == record.num_left:
+            return
+        record.room = max(record.room, room)
         # First what comes back as it was: growth then starts from more, and needs fewer parts.
         self.host.load(reader, prompt)
         if record.least_share:
             tokens = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]
             self.growth.to_share(self._tree.find(tokens, prompt.namespace), record.least_share)
+        record.num_left = self.host.num_left  # what was dropped for this very prompt is no part of it
 
     def note_read(self, record: ReaderRecord, path: Sequence[Node], num_tokens: int) -> None:
         """Note for its client what a request reads of its prompt, the first ``num_tokens`` of a path."""

@@ -27,10 +27,13 @@ class HostMemory:
 
     Tensor-parallel ranks drop and admit the same, and their segments take equally many blocks, so that each holds its
     part of the same prefixes.
+
+    Attributes:
+        num_left: prefixes that the pool has dropped and that lie here from then on, counted whenever that happens.
     """
 
     def __init__(self, core: Core, adoption: Adoption, segments: HostSegments) -> None:
-        self.segments = segments
+        self.segments, self.num_left = segments, 0
         self._tree, self._table, self._readers, self._guard = core.tree, core.table, core.readers, core.guard
         self._spans, self._complements, self._compressor = core.table.spans, core.complements, core.compressor
         self._packer, self._config, self._adoption = core.compressor.packer, core.compressor.config, adoption
@@ -82,6 +85,7 @@ class HostMemory:
         if there is not None and (not views or sum(not part.blocks for part in there.parts) <= num_lost):
             # The pool loses it now, so the host's copy is no longer spare.
             self.segments.use(there.key)
+            self.num_left += 1
             return
         sources = [Source(self._packer.geometry, view) for view in views] or [self._best_of(node, start, end)]
         # Copied before anything is written: they are in slots that are released next.
@@ -90,6 +94,7 @@ class HostMemory:
         record = export(sources, path, self._packer, self.segments.identity, parts=parts)
         num_bytes = self.segments.put(record, namespace)
         if num_bytes:
+            self.num_left += 1
             # After the segment itself: evicted entries must not take the room that it needs. The stored record has this
             # very list.
             parts += self._complements.put(evicted, start, end)

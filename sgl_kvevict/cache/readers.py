@@ -25,6 +25,7 @@ class ReaderRecord:
             computed; None: it is not.
         room: token slots that were available when its prompt was last looked up in the host's memory; -1: not since it
             was released last. For a request that waits for its admission this is tried again when there are more.
+        num_left: :attr:`HostMemory.num_left` then: its prompt may be among what has left the pool since.
         host_start: logical position from which on its prompt was loaded from the host's memory; None: it was not.
         store_start: the same of the store, which has what neither pool nor host had.
         observation: of its prefill; None before, after :meth:`Prefills.complete`, and if nothing of it will be cached.
@@ -39,6 +40,7 @@ class ReaderRecord:
     least_share: float = 0.0
     chunk_share: float | None = None
     room: int = -1
+    num_left: int = 0
     host_start: int | None = None
     store_start: int | None = None
     observation: PromptObservation | None = None

@@ -88,6 +88,20 @@ def test_who_waits_is_tried_again_when_more_slots_are_available(harness, monkeyp
         harness._cancel(req)  # it was not admitted
 
 
+@pytest.mark.parametrize("was_there", [False, True])
+def test_who_waits_finds_what_the_pool_drops_meanwhile(harness, was_there):
+    """When it is tried first, its prefix is still in the pool; later the pool has no more room than then."""
+    if was_there:  # a copy that the host has had since it was loaded
+        harness.drop_all()
+        serve(harness, [*DOCUMENTS[0], 2])
+    req = harness.request([*DOCUMENTS[0], 1, 1])
+    assert harness.admit(req) and req.prefix_len == 60
+    harness._cancel(req)
+    harness.drop_all()
+    assert harness.admit(req) and req.prefix_len == 60
+    assert totals(harness).moved_out_segments == 1
+
+
 def test_what_comes_back_keeps_nothing_alive_but_itself(harness):
     """It is copied to the device as one buffer with all keys and values, which lie in the pool now."""
     harness.drop_all()
