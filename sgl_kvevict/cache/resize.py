@@ -557,7 +557,8 @@ class Resizer:
         """Write the entries before ``end`` of a packed segment, whose last span was dropped, into fewer slots.
 
         Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
-        at the same time, and all take the largest number. Returns [num_freed], int64, token slots to release.
+        at the same time, and all take the largest number. Returns [num_freed], int64, token slots to release; none if
+        the device lacks the memory for it: entries that nobody reads then stay until the segment shrinks.
         """
         segment = self._spans[owner].segment
         # sync: only when a node below another view of its segment is dropped
@@ -566,6 +567,9 @@ class Resizer:
         num_slots = self._tree.largest(source.fewest_slots, segment.start, end, segment.num_slots)
         if num_slots == segment.num_slots:
             return segment.packed.token_slots[:0]
-        packed, freed = self._packer.rewrite(source, num_slots)
-        self.exchange(self._spans.views_of(owner), segment, (), packed, end)
+        freed = segment.packed.token_slots[:0]
+        with self._guard.at(Place.COMPRESSION) as attempt:
+            packed, freed = self._packer.rewrite(source, num_slots)
+        if not attempt.failed:
+            self.exchange(self._spans.views_of(owner), segment, (), packed, end)
         return freed

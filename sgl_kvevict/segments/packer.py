@@ -93,28 +93,33 @@ class SegmentPacker(ArenaRows):
                 f"num_slots: got {num_slots} for {source.kept.num_entries} entries of a range of {held.numel()} slots; "
                 f"allowed: {source.fewest_slots} to {held.numel()}"
             )
-        entries, kept, temporary = source.entries, source.kept, None
+        entries, kept, temporary, shadow = source.entries, source.kept, None, None
         packed = self._laid_out(
             held[:num_slots], source.num_sinks, kept.bits, kept.lens, entries.positions, entries.keys
         )
         places = packed.rows.rows
-        if kept.bits != 16:  # allocated before anything is written: without the memory everything stays as it is
+        # All that is allocated here comes before anything is written: without the memory everything stays as it is.
+        if kept.bits != 16:
             num_bytes = temporary_bytes(self.k_arena, kept.num_entries)
             temporary = torch.empty(num_bytes, dtype=torch.uint8, device=held.device)
+            runs = kept.runs.int()
+        elif merge is not None:
+            of_merged = merge.layers.long() * self.geometry.num_kv_heads + merge.heads
+            merged = source.at(of_merged, merge.indices).rows
+        if self.drafts is not None:
+            shadow = self._shadow(source.range)
+            chosen, moved = self.drafts.chosen(shadow, source.end, packed.token_slots)
+            packed = replace(packed, shadow=moved)
         # From here on rows are overwritten: an error would leave a segment that is neither the old one nor the new.
         with accounting():
             if kept.bits != 16:
-                runs = kept.runs.int()
                 recode_rows(*self._moved, entries.rows, source.bits, runs, places, self._known_coding, temporary)
             elif merge is None:
                 compact_kv(*self._moved, entries.rows, places)
             else:
-                runs = merge.layers.long() * self.geometry.num_kv_heads + merge.heads
-                merged = source.at(runs, merge.indices).rows
                 compact_kv(*self._moved, merged, places, indptr=merge.indptr, weights=merge.weights)
-            if self.drafts is not None:
-                shadow = self.drafts.move(self._shadow(source.range), source.end, packed.token_slots)
-                packed = replace(packed, shadow=shadow)
+            if self.drafts is not None and shadow is not None:
+                self.drafts.write(shadow, chosen, moved)
         return packed, held[num_slots:]
 
     @property

@@ -130,12 +130,20 @@ class DraftRows(ArenaRows):
 
         Tokens from ``end`` on go first.
         """
+        chosen, moved = self.chosen(shadow, end, slots)
+        self.write(shadow, chosen, moved)
+        return moved
+
+    def chosen(self, shadow: Shadow, end: int, slots: Tensor) -> tuple[Tensor, Shadow]:
+        """The rows that :meth:`move` moves, [num_kept], int64, and where they will lie; writes nothing."""
         # Below every sum of squares: rows of tokens that are gone are kept only where room is left.
         keys = torch.where(shadow.positions < end, shadow.paid, -1.0)
-        kept, moved = self._lay_out(keys, shadow.indptr, shadow.positions, shadow.paid, slots)
-        if kept.numel():
-            compact_kv(*self._moved, shadow.head_slots[kept], moved.head_slots)
-        return moved
+        return self._lay_out(keys, shadow.indptr, shadow.positions, shadow.paid, slots)
+
+    def write(self, shadow: Shadow, chosen: Tensor, moved: Shadow) -> None:
+        """Move rows to where :meth:`chosen` has placed them."""
+        if chosen.numel():
+            compact_kv(*self._moved, shadow.head_slots[chosen], moved.head_slots)
 
     def copy(
         self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]], num_slots: int | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
 from helpers.documents import document, make_harness, ranges, reading, reclaim
 from helpers.harness import Harness
 from sgl_kvevict.events.totals import Totals
+from sgl_kvevict.guard import Place
 
 DOCUMENT = document(0, 18)
 
@@ -66,6 +69,23 @@ def test_the_rest_of_what_cannot_be_split_is_worth_nothing():
     harness.evict(1)  # the tail
     harness.evict(1)
     assert (totals.dropped_spans, totals.dropped_slots) == (2, 4 + 9)  # with two branches and the tail
+
+
+def test_without_memory_of_the_device_a_leaf_goes_and_what_was_read_of_it_stays(monkeypatch):
+    """The rest is written anew when its last part is dropped: that may fail, and must not end the server."""
+    harness, totals = cache()
+    harness.finish(harness.run(DOCUMENT))
+    reader = harness.run([*DOCUMENT[:8], 50])
+    monkeypatch.setattr(harness.tree.packer, "_laid_out", lambda *args: [].pop())
+    monkeypatch.setattr(harness.tree.prefixes.pressure, "reclaim", lambda *_: 0)
+    num_dropped = totals.dropped_nodes
+    harness.tree.evict(EvictParams(num_tokens=1))
+    harness.check()
+    assert totals.dropped_nodes > num_dropped and (0, 8) in ranges(harness) and (8, 18) not in ranges(harness)
+    assert harness.tree.guard.errors[Place.COMPRESSION] == 1 and totals.repacks == 0
+    monkeypatch.undo()
+    assert reclaim(harness)
+    harness.decode(reader)
 
 
 def test_a_request_that_will_not_be_cached_is_not_observed():

@@ -237,3 +237,22 @@ def test_ranks_that_have_rows_of_different_widths_count_equally_many_bytes(world
     assert (wide.packed.rows.bits, narrow.packed.rows.bits) == (16, 4)
     num_bytes = world.packer.bytes_of
     assert num_bytes(wide) * narrow.num_slots == num_bytes(narrow) * wide.num_slots
+
+
+def test_without_memory_of_the_device_nothing_is_written(monkeypatch):
+    """All that a rewrite needs is allocated first, so that such an error is one of its prefix, not of the server."""
+    world = World()
+    segment = world.segment(20, "auto", num_sinks=4)
+    bits = [arena.view(torch.int16) for arena in world.arenas]  # of codes some would be NaN as numbers
+    before = [each.clone() for each in bits]
+
+    def fail(*args: object) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("sgl_kvevict.segments.sources.runs_of", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        world.resize(segment, 10)
+    assert all(map(torch.equal, bits, before))
+    monkeypatch.undo()
+    world.resize(segment, 10)
+    world.check(segment)
