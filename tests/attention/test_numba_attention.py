@@ -97,6 +97,21 @@ def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(start):
             assert_same_bits(name, got, want[rows])
 
 
+def test_partial_results_of_a_request_behind_many_spans_are_bounded(start, monkeypatch):
+    """A chat of many turns has a span for each, and the memory of partial results is never given back."""
+    runner, world = start(NUMBA, num_layers=1, dtype=FP32)
+    limit = 60 * 4 * world.geometry.num_qo_heads * world.geometry.v_head_dim  # 60 partial results of a token
+    monkeypatch.setattr("sgl_kvevict.attention.cpu.numba_attention.MAX_PARTIAL_BYTES", limit)
+    turns = tuple(world.uneven_span(40) for _ in range(8))
+    new_lens = [20, 20, 1, 20]
+    for path, num_new in zip((turns, turns[:1], turns, ()), new_lens, strict=True):
+        world.add(path, num_new)
+    runner.check(new_lens, TWO_ROUNDINGS[FP32], LONG_LSE_NOISE[FP32])
+    layout = runner.attention._layout
+    assert isinstance(layout, Layout) and layout.new_lens.tolist() == [20, 1, 20]
+    assert layout.max_span_partials <= world.geometry.num_kv_heads * (20 + 8)
+
+
 def test_long_prefills_beside_short_ones(start):
     """The long ones go through PyTorch, whose halves are rounded before they are merged."""
     runner, world = start(NUMBA, num_layers=1, dtype=FP32)

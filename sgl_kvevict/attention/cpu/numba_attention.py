@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvevict_kernels.row_codec import RowCoding
 from kvevict_kernels.span_attention import Layout, SpanAttention
-from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, RecentBatches, require_widths
+from kvevict_kernels.span_attention.layout import count_chunks
+from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, Path, RecentBatches, require_widths
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -20,6 +22,9 @@ MAX_SHORT_TOKENS = 256
 Measured with AVX-512: half of PyTorch's time, from 16 to 256 tokens on 600 and on 2,600 entries per head. Longer
 prefills are large matrix products, for which PyTorch uses AMX, and their partial results would take much memory.
 """
+MAX_PARTIAL_BYTES = 2**28
+"""Of the partial results that a request of several new tokens may have of its spans; with more it counts as long. The
+call has up to 16 for each span, query head and new token: of 256 tokens behind fifty turns 1.4 GB, with 32 heads."""
 
 
 class NumbaAttention:
@@ -47,9 +52,22 @@ class NumbaAttention:
         require_widths(batch.paths, has_coding=self._has_coding)
         new_lens = batch.new_lens
         self._num_new = sum(new_lens)
-        self._long = self._prefill.plan(batch, [i for i, new in enumerate(new_lens) if new > MAX_SHORT_TOKENS])
-        short = [i for i, new in enumerate(new_lens) if new <= MAX_SHORT_TOKENS]
+        is_short = [
+            batch.visible is not None or self._is_short(path, new)
+            for path, new in zip(batch.paths, new_lens, strict=True)
+        ]
+        self._long = self._prefill.plan(batch, [i for i, each in enumerate(is_short) if not each])
+        short = [i for i, each in enumerate(is_short) if each]
         self._layout = self._lay_out(batch, new_lens, short) if short else None
+
+    def _is_short(self, path: Path, num_new: int) -> bool:
+        """Whether the compiled call attends for a request: from its path and new tokens alone, as layouts are kept."""
+        if num_new == 1 or num_new > MAX_SHORT_TOKENS:
+            return num_new == 1
+        row_bytes = 4 * self.geometry.num_qo_heads * self.geometry.v_head_dim
+        # No run is longer than its span has tokens.
+        num_partials = int(count_chunks(np.array([span.num_tokens for span in path], np.int64)).sum())
+        return num_partials * num_new * row_bytes <= MAX_PARTIAL_BYTES
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned."""
