@@ -14,7 +14,7 @@ from torch import Tensor
 from sgl_kvevict.copies import CopiedRows, Copy, EvictedPart
 from sgl_kvevict.store.identity import Namespace, StoreIdentity
 from sgl_kvevict.store.segment_file import SegmentRecord
-from sgl_kvevict.store.tier import IndexEntry, Tier, num_shared
+from sgl_kvevict.store.tier import IndexEntry, Tier, num_shared, pays
 
 MAX_NEAR = 64
 """Segments looked at that are listed under one name; the newest are."""
@@ -205,10 +205,12 @@ class HostSegments(Tier):
     # ---- what goes first --------------------------------------------------------------------------------------
 
     def covering(self, tokens: Sequence[int], start: int, namespace: Namespace) -> SegmentRecord | None:
-        """The segment, without contents, that has the tokens from ``start`` on of a path, or more; None: none has."""
+        """The segment, without contents, that has the tokens from ``start`` on of a path, or more; None: none has.
+
+        Only one that would be loaded for them: of a much longer one too little is used.
+        """
         for same, entry in self.find(tokens, namespace):
-            has_all = same == len(tokens) and entry.start <= start
-            if has_all and (entry.end == same or entry.splittable):
+            if same == len(tokens) and pays(entry, same, start):
                 return self._segments[entry.key].record
         return None
 

@@ -115,14 +115,14 @@ class Tier(ABC):
             best, longest = None, cached + self.identity.min_prefix_tokens - 1
             # Of equal matches the one that begins latest: the fewest of its entries are cut off again.
             by_length = sorted(found, key=lambda each: (-each[0], -each[1].start))
-            worth = (match for match in by_length if _pays(match[1], match[0], compressed))
+            worth = (match for match in by_length if pays(match[1], match[0], compressed))
             for overlap, entry in islice(worth, MAX_TRIES):
                 # A read is expensive; one that cannot reach farther is not made.
                 record = get(entry.key) if overlap > longest else None
                 if record is not None:
                     # The name covers whole blocks only, and a forged index could list anything: tokens decide.
                     same = num_shared(lookup.tokens, record.tokens)
-                    if same > longest and _pays(IndexEntry.of(record), same, compressed):
+                    if same > longest and pays(IndexEntry.of(record), same, compressed):
                         best, longest = record, same
             if best is None:
                 return
@@ -168,7 +168,7 @@ def num_shared(tokens: Sequence[int], path: Tensor) -> int:
     return sum(takewhile(bool, map(eq, tokens, path.tolist())))
 
 
-def _pays(entry: IndexEntry, same: int, start: int) -> bool:
+def pays(entry: IndexEntry, same: int, start: int) -> bool:
     """Whether a segment is worth reading for a prompt that it continues at ``start``, and matches up to ``same``.
 
     A splittable segment may begin earlier: its entries before ``start`` are cut off.

@@ -132,6 +132,17 @@ def test_a_prompt_that_leaves_a_segment_in_the_middle_uses_its_beginning(harness
     assert serve(harness, [*DOCUMENTS[0][:40], *[1] * 9]) == 40
 
 
+def test_a_copy_that_would_not_be_loaded_replaces_none(harness):
+    """Of a copy of 60 tokens a prompt uses 30 at least: a part of 20 behind a prefix in the pool needs its own."""
+    harness.drop_all()
+    reader = harness.run([*DOCUMENTS[0][:20], 10])
+    serve(harness, DOCUMENTS[0][:40])
+    while harness.evict(1):
+        pass
+    assert serve(harness, [*DOCUMENTS[0][:40], 10]) == 40
+    harness.finish(reader)
+
+
 def test_what_branches_share_is_copied_once():
     """A system prompt of 30 tokens below which four users asked; the first one's is a segment together with it."""
     harness = Harness(host_blocks=200, num_slots=240)

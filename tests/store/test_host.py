@@ -115,7 +115,8 @@ def test_many_segments_behind_one_header_are_found_quickly_and_whole():
 def test_what_covers_a_path():
     segments, path = host(1000), tokens(100)
     segments.put(record(OURS, NAMES, path[:90]), NAMES)
-    assert segments.covering(path[:90], 0, NAMES) is segments.covering(path[:60], 30, NAMES) is not None
+    assert segments.covering(path[:90], 0, NAMES) is segments.covering(path[:80], 30, NAMES) is not None
+    assert segments.covering(path[:60], 30, NAMES) is None  # too little of it to be loaded for that
     assert segments.covering(path, 0, NAMES) is None
     assert segments.covering([*path[:59], 2000], 0, NAMES) is None
     whole = tokens(60, seed=1)
