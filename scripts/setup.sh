@@ -108,8 +108,8 @@ if [[ $profile == server ]]; then
     step "sgl-kvevict, editable" uv --no-deps --no-build-isolation -e .
     # Packages of a checkout that the wheel lacks (tools/kvevict_tools).
     echo "$PWD/tools" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvevict_checkout.pth"
-    compile='from kvevict_kernels import recode_rows, stored_rows, span_attention as s
-s.prepare_on_cpu(); recode_rows.prepare_on_cpu(64); stored_rows.prepare_on_cpu(64)'
+    compile='from kvevict_kernels.span_attention import prepare_on_cpu
+for module in ("span_attention.call", "recode_rows.numba_impl", "numba_products"): prepare_on_cpu(module)'
     step "attention for this CPU, compiled: the first server need not wait for it" "$python" -W ignore -c "$compile"
 fi
 fingerprint >"$stamp"

@@ -101,14 +101,6 @@ def row_products(
     return products, norms
 
 
-def prepare_on_cpu(head_dim: int) -> None:
-    """Compile or load what runs on a CPU, which takes seconds, so that no request waits for it."""
-    if reason_not_to_run(head_dim) is None:
-        from kvevict_kernels.numba_products import call
-
-        call()
-
-
 def _blocks(arena: Tensor, num_tokens: int) -> Iterator[tuple[slice, slice]]:
     """Blocks of layers and tokens that torch multiplies at once."""
     num_layers, _, num_heads, head_dim = arena.shape

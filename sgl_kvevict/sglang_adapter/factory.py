@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.kv_events import ZmqEventPublisher, is_kv_publish
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
-from kvevict_kernels import recode_rows, stored_rows
+from kvevict_kernels.span_attention import prepare_on_cpu
 from sgl_kvevict.config import EventsConfig, KVEvictConfig, load_config
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.questions import Description
@@ -127,9 +127,9 @@ def _assemble(
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         else:
             if backend.coding is not None:
-                recode_rows.prepare_on_cpu(geometry.head_dim)
+                prepare_on_cpu("recode_rows.numba_impl", geometry.head_dim)
             if learned is not None:
-                stored_rows.prepare_on_cpu(geometry.head_dim)
+                prepare_on_cpu("numba_products", geometry.head_dim)
         access = open_access(
             config, ctx, geometry, arena.k.dtype, drafts, "" if distilling is None else distilling.digest
         )

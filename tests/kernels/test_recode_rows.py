@@ -7,10 +7,11 @@ from torch import Tensor
 from helpers.encoded import assert_as_near
 from helpers.implementations import threads
 from helpers.tolerance import assert_same_bits
-from kvevict_kernels.recode_rows import encoded_rows, prepare_on_cpu, recode_rows, temporary_bytes, write_encoded
+from kvevict_kernels.recode_rows import encoded_rows, recode_rows, temporary_bytes, write_encoded
 from kvevict_kernels.recode_rows.numba_impl import call
 from kvevict_kernels.row_codec import RowCoding, RowStatistics, decode_rows, encode_rows, read_rows, write_rows
 from kvevict_kernels.row_sizes import ROWS_PER_SLOT
+from kvevict_kernels.span_attention import prepare_on_cpu
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -240,7 +241,7 @@ def test_without_numba_torch_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_cpu_runs_is_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     call.cache_clear()
-    prepare_on_cpu(64)
+    prepare_on_cpu("recode_rows.numba_impl", 64)
     monkeypatch.setattr("kvevict_kernels.recode_rows.numba_impl.compiled", lambda *_: 1 / 0)
     store = Store("cpu", torch.bfloat16, 64)
     runs = runs_of(3, "cpu")

@@ -11,6 +11,7 @@ from kvevict_kernels import stored_rows as op
 from kvevict_kernels.checks import FP8
 from kvevict_kernels.numba_products import call
 from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.span_attention import prepare_on_cpu
 from kvevict_kernels.stored_rows import WORD, as_words
 
 LAYERS, SLOTS, HEADS, DIM = 3, 40, 2, 32
@@ -84,7 +85,7 @@ def test_each_layer_of_float8_has_its_own_scale() -> None:
 
 def test_what_a_cpu_runs_is_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     call.cache_clear()
-    op.prepare_on_cpu(DIM)
+    prepare_on_cpu("numba_products", DIM)
     monkeypatch.setattr("kvevict_kernels.numba_products.compiled", lambda *_: 1 / 0)
     op.row_products(*given(torch.bfloat16, 3))
 

@@ -29,9 +29,9 @@ def build() -> SpanAttention:
 
 @pytest.fixture
 def fresh_process_state():
-    call._compiled.cache_clear()
+    call.call.cache_clear()
     yield
-    call._compiled.cache_clear()
+    call.call.cache_clear()
 
 
 def test_a_second_process_compiles_nothing(tmp_path):

@@ -15,7 +15,7 @@ from kvevict_kernels.row_sizes import ROWS_PER_SLOT, WIDTHS, row_bytes
 from kvevict_kernels.span_attention import reason_not_to_run
 from kvevict_kernels.span_attention.call import KINDS
 
-__all__ = ["encoded_rows", "prepare_on_cpu", "recode_rows", "temporary_bytes", "write_encoded"]
+__all__ = ["encoded_rows", "recode_rows", "temporary_bytes", "write_encoded"]
 
 WIDE, NARROW = WIDTHS
 CHUNK_ROWS = 4096
@@ -133,14 +133,6 @@ def write_encoded(k_arena: Tensor, v_arena: Tensor, places: Tensor, k: Tensor, v
     write = implementation(places.device, write_rows, "recode_rows")
     write(k_arena, places, k, coding.k_steps)
     write(v_arena, places, v, coding.v_steps)
-
-
-def prepare_on_cpu(head_dim: int) -> None:
-    """Compile or load what these functions run on a CPU, which takes seconds, so that no request waits for it."""
-    if reason_not_to_run(head_dim) is None:
-        from kvevict_kernels.recode_rows.numba_impl import call
-
-        call()
 
 
 def _check_arenas(k_arena: Tensor, v_arena: Tensor, coding: RowCoding) -> None:

@@ -44,10 +44,14 @@ def reason_not_to_run(head_dim: int | None = None) -> str | None:
     return None
 
 
-def prepare_on_cpu() -> None:
-    """Compile the call or load its cached compilation, which takes seconds; nothing where it cannot run."""
-    if reason_not_to_run() is None:
-        _compiled()
+def prepare_on_cpu(module: str, head_dim: int | None = None) -> None:
+    """Compile what a module of this package runs on a CPU, or load it: it takes seconds, for which no request may wait.
+
+    ``module``: the one that has the function ``call``, without the package's name. ``head_dim`` as in
+    :func:`reason_not_to_run`; nothing is done where there is such a reason.
+    """
+    if reason_not_to_run(head_dim) is None:
+        importlib.import_module(f"kvevict_kernels.{module}").call()
 
 
 class SpanAttention:
@@ -74,7 +78,7 @@ class SpanAttention:
         self._read = k_arena, v_arena, coding  # keeps the addresses valid
         self._shape, self._v_head_dim = k_arena.shape, v_head_dim
         self._group = num_qo_heads // num_kv_heads
-        self._call = _compiled()
+        self._call = call()
         self._zeros = np.zeros(head_dim, np.float32)
         self._sums = _Buffer()
         self._maxima, self._totals, self._scratch = _Buffer(), _Buffer(), _Buffer()
@@ -197,12 +201,12 @@ class _Buffer:
 
 
 @cache
-def _compiled() -> Call:
-    """The compiled call."""
+def call() -> Call:
+    """The compiled call; compiled the first time, or loaded."""
     from kvevict_kernels.span_attention.numba_impl import compile_call
 
     started, own = time.monotonic(), sorted(map(str, Path(__file__).parent.glob("*.py")))
-    call = compiled("attention", [*own, row_codec.__file__, row_sizes.__file__], compile_call)
-    how = "loaded" if call.function.cache_hits else "compiled"
+    made = compiled("attention", [*own, row_codec.__file__, row_sizes.__file__], compile_call)
+    how = "loaded" if made.function.cache_hits else "compiled"
     logger.info("attention %s in %.1f s", how, time.monotonic() - started)
-    return call
+    return made
