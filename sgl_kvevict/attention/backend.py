@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.row_codec import RowCoding
-from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention
-from sgl_kvevict.attention.kernel_facts import resolve_attention
+from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.support import IMPLEMENTATION, require
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +46,14 @@ def build_attention(
         sink_dtype: of the layers' sink logits, with which kernels are warmed up, too; None: there are none.
 
     Raises:
-        UnsupportedSetupError: see :func:`resolve_attention`; or 'flashinfer' is configured, and the model keeps latents
-            or its kernels cannot be compiled.
+        UnsupportedSetupError: it does not run on this device, or its package is missing; or 'flashinfer' is configured,
+            and the model keeps latents or its kernels cannot be compiled.
     """
-    chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
+    facts = kernels_for(name, k_arena.device, head_dim=geometry.head_dim)
+    require(IMPLEMENTATION, facts)
+    chosen = facts.chosen
     if chosen == "torch" and name == "auto":
-        logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
+        logger.warning("attention is 'torch', which takes longer: %s", facts.numba_error)
     if chosen == "numba":
         from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from kvevict_kernels.span_attention import reason_not_to_run
-from sgl_kvevict.support import FP8, IMPLEMENTATION, ON_CPU, Kernels, require
+from sgl_kvevict.support import FP8, ON_CPU, Kernels
 
 AUTO = {"cpu": "numba", "cuda": "triton"}
 """The implementation that ``auto`` chooses per device; ``torch`` on a CPU where ``numba`` cannot run."""
@@ -39,14 +39,3 @@ def kernels_for(
         # Float8 alone depends on it: Triton has no such conversion on older GPUs.
         torch.cuda.get_device_capability(device) if reads_fp8 else None,
     )
-
-
-def resolve_attention(name: str, device: str, head_dim: int | None = None) -> str:
-    """Resolve the configured name (``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``) for "cpu" or "cuda".
-
-    ``head_dim`` is the model's; None: not yet known. UnsupportedSetupError: the implementation does not run there, or
-    its package is missing.
-    """
-    facts = kernels_for(name, torch.device(device), head_dim=head_dim)
-    require(IMPLEMENTATION, facts)
-    return facts.chosen

@@ -26,7 +26,7 @@ from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.support import MAX_HEAD_DIM
+from sgl_kvevict.support import MAX_HEAD_DIM, Kernels
 
 CONTEXT = 1500
 
@@ -233,7 +233,8 @@ Start = Callable[..., tuple[Runner, World]]
 @pytest.fixture
 def flashinfer_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a CPU."""
-    monkeypatch.setattr("sgl_kvevict.attention.backend.resolve_attention", lambda *_: "flashinfer")
+    chosen = Kernels("flashinfer", "flashinfer", "cuda")
+    monkeypatch.setattr("sgl_kvevict.attention.backend.kernels_for", lambda *_, **__: chosen)
 
 
 @pytest.fixture

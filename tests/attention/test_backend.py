@@ -11,16 +11,22 @@ from sgl_kvevict.attention.backend import build_attention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
-from sgl_kvevict.attention.kernel_facts import kernels_for, resolve_attention
+from sgl_kvevict.attention.kernel_facts import kernels_for
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.support import KERNELS, reasons
+from sgl_kvevict.support import IMPLEMENTATION, KERNELS, reasons, require
 
 
 def kernel_reasons(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_latent: bool = False
 ) -> list[str]:
     return reasons(KERNELS, kernels_for(name, device, dtype, head_dim, is_latent=is_latent))
+
+
+def resolve_attention(name: str, device: str) -> str:
+    facts = kernels_for(name, torch.device(device))
+    require(IMPLEMENTATION, facts)
+    return facts.chosen
 
 
 def test_auto_follows_the_device():

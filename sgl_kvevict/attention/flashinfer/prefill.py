@@ -29,14 +29,6 @@ KERNELS = ("auto", "fa2", "fa3")
 logger = logging.getLogger(__name__)
 
 
-def chosen_kernels() -> str:
-    """FlashInfer's kernels for long prefills, by ``KVEVICT_FLASHINFER_PREFILL``; UnsupportedSetupError if unknown."""
-    value = os.environ.get(KERNELS_VAR, "auto")
-    if value not in KERNELS:
-        raise UnsupportedSetupError([f"{KERNELS_VAR} is {value!r} (allowed: {', '.join(map(repr, KERNELS))})"])
-    return value
-
-
 class PlainPrefill:
     """Attends for those requests of a batch whose paths are empty.
 
@@ -119,8 +111,11 @@ def find_plain_prefill(
     """Build and try one; None where FlashInfer is missing, cannot compile, or has no kernels for the model.
 
     ``on_all_ranks`` tells whether a condition holds on all tensor-parallel ranks; all ranks call it.
+    UnsupportedSetupError: :data:`KERNELS_VAR` has another value than those allowed.
     """
-    kernels = chosen_kernels()
+    kernels = os.environ.get(KERNELS_VAR, "auto")
+    if kernels not in KERNELS:
+        raise UnsupportedSetupError([f"{KERNELS_VAR} is {kernels!r} (allowed: {', '.join(map(repr, KERNELS))})"])
     pool = k_arena.device, k_arena.dtype, geometry.head_dim
     if support.reasons(support.KERNELS, kernels_for("flashinfer", *pool, is_latent=geometry.is_latent)):
         return None

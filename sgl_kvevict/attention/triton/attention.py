@@ -231,7 +231,9 @@ class TritonAttention:
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
         require_widths(key.paths, has_coding=self._coding is not None)
-        plain_requests = self._plain_requests(key)
+        is_plain, group = self.plain_prefill is not None and not key.is_tree, self.geometry.group_size
+        requests = enumerate(zip(key.paths, key.new_lens, strict=True))
+        plain_requests = [i for i, (path, new) in requests if is_plain and not (path or uses_split(new, group))]
         tables = plan_batch(
             key.paths,
             key.new_lens,
@@ -243,14 +245,6 @@ class TritonAttention:
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)
         return _PlannedBatch(TableAddresses.of(tables, self._partials), plain_requests)
-
-    def _plain_requests(self, key: BatchKey) -> list[int]:
-        """Requests for which ``plain_prefill`` attends; it knows no trees."""
-        if self.plain_prefill is None or key.is_tree:
-            return []
-        group = self.geometry.group_size
-        both = zip(key.paths, key.new_lens, strict=True)
-        return [i for i, (path, new) in enumerate(both) if not path and not uses_split(new, group)]
 
     def _scratch(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Scratch of all layers and forwards, one after the other on one stream; a larger batch replaces it."""
