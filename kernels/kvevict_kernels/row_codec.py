@@ -24,6 +24,7 @@ Source: rotation before rounding as QuaRot (arXiv 2404.00456) and TurboQuant (ar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
@@ -62,6 +63,11 @@ class RowStatistics:
     k_scale: Tensor
     v_mean: Tensor
     v_scale: Tensor
+
+    @classmethod
+    def neutral(cls, shape: Sequence[int], device: torch.device | None = None) -> RowStatistics:
+        """Those that change no number."""
+        return cls(*(torch.full(tuple(shape), value, device=device) for value in (0.0, 1.0, 0.0, 1.0)))
 
     def of_runs(self, runs: Tensor, *, is_v: bool) -> tuple[Tensor, Tensor]:
         """Means and scales of keys or of values, of runs ``layer * num_kv_heads + head`` ([n], int): [n, head_dim]."""
@@ -219,10 +225,8 @@ def _bytes(arena: Tensor, width: int) -> Tensor:
     return arena.view(-1).view(torch.uint8).view(-1, width)
 
 
-def check_coding(arena: Tensor, coding: RowCoding | None) -> None:
+def check_coding(arena: Tensor, coding: RowCoding) -> None:
     """ValueError if a coding does not fit the arena: float16 or bfloat16, and a head_dim that is a multiple of 32."""
-    if coding is None:
-        return
     num_layers, num_token_slots, num_kv_heads, head_dim = arena.shape
     if arena.dtype not in DTYPES or head_dim % GROUP:
         raise ValueError(

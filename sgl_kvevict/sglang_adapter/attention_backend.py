@@ -90,7 +90,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
         # Neutral at first: attention is built here, before a file is looked for, and reads the same tensors later.
-        self.coding = None if self.bits == 16 else RowCoding.of(arena.k, _neutral_statistics(arena))
+        neutral = RowStatistics.neutral((len(arena.k), *arena.k.shape[2:]), arena.k.device)
+        self.coding = None if self.bits == 16 else RowCoding.of(arena.k, neutral)
         sink_dtype = find_sink_dtype(model_runner.model)
         self.attention = _build_attention(
             config.attention, self.geometry, arena, model_runner.dtype, verifies, self.coding, sink_dtype
@@ -350,13 +351,6 @@ def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]
         latent_dim=arena.v.shape[-1] if is_latent(arena.k, arena.v) else 0,
         itemsize=arena.k.element_size(),
     )
-
-
-def _neutral_statistics(arena: Arena) -> RowStatistics:
-    """Statistics that change no number, until the model's are known."""
-    num_layers, _, num_kv_heads, head_dim = arena.k.shape
-    shape = num_layers, num_kv_heads, head_dim
-    return RowStatistics(*(torch.full(shape, value, device=arena.k.device) for value in (0.0, 1.0, 0.0, 1.0)))
 
 
 def _build_attention(

@@ -198,7 +198,6 @@ def test_a_coding_that_does_not_fit_is_refused() -> None:
     arena, known = torch.zeros(2, 5, 3, 32).bfloat16(), RowStatistics(ONE, ONE, ONE, ONE)
     good = RowCoding.of(arena, known)
     check_coding(arena, good)
-    check_coding(arena, None)
     with pytest.raises(ValueError, match=r"v_steps: expected shape \[120\], got \[119\]"):
         check_coding(arena, RowCoding(known, good.k_steps, good.v_steps[:-1]))
     with pytest.raises(ValueError, match="k_steps: expected dtype bfloat16"):

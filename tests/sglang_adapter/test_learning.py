@@ -183,11 +183,6 @@ def distilling(*, has_weights=True, windows=(), needs_scores=True, statistics=No
     return made
 
 
-def plain_statistics(num_heads=2):
-    """As they are before anything is known: mean 0, deviation 1."""
-    return RowStatistics(*(torch.full((2, num_heads, 8), value) for value in (0.0, 1.0, 0.0, 1.0)))
-
-
 def test_scores_that_find_too_little_are_used_and_a_warning_says_so(caplog):
     made = distilling()
     made._use(Learned(replace(ScoreWeights.zeros(made._geometry), recall=0.71)))
@@ -214,7 +209,7 @@ def test_where_nothing_can_be_learned_all_tokens_score_alike(made, why, caplog):
 
 
 def test_statistics_are_written_into_the_tensors_that_are_read():
-    read, found = plain_statistics(), RowStatistics(*(torch.rand(2, 2, 8) + 0.5 for _ in range(4)))
+    read, found = RowStatistics.neutral((2, 2, 8)), RowStatistics(*(torch.rand(2, 2, 8) + 0.5 for _ in range(4)))
     made = distilling(needs_scores=False, statistics=read)
     table = read.table
     assert made.lacks_statistics and not made.lacks_scores and made.digest == ""
@@ -226,7 +221,7 @@ def test_statistics_are_written_into_the_tensors_that_are_read():
 
 def test_statistics_are_learned_where_scores_cannot_be():
     """Layers with windows have keys and values as others have."""
-    made = distilling(statistics=plain_statistics(), windows=(16, 16))
+    made = distilling(statistics=RowStatistics.neutral((2, 2, 8)), windows=(16, 16))
     made.use_none()
     assert made.lacks_statistics and not made.lacks_scores
 

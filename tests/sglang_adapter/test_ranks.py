@@ -158,7 +158,7 @@ def test_statistics_are_kept_of_all_heads_and_each_rank_reads_its_own():
         distilling._num_heads, distilling._known, distilling._needs_scores = 4, Learned(), False
         distilling._device = torch.device("cpu")
         distilling._config, distilling._identity = KVEvictConfig(score_weights=None), None
-        read = distilling._statistics = RowStatistics(*(torch.full((2, 2, 8), n) for n in (0.0, 1.0, 0.0, 1.0)))
+        read = distilling._statistics = RowStatistics.neutral((2, 2, 8))
         k, v = (torch.randn(2, 50, 2, 8, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2))
         sums = RowSums(distilling._geometry, Rotary(torch.empty(60, 0), is_neox=True))
         sums.add(CachedRange(k, v, torch.arange(50), 4, 54))

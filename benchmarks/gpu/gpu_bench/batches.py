@@ -72,8 +72,7 @@ class Requests:
     def coding(self) -> RowCoding:
         """Statistics that change nothing, and steps of ordinary size."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads, self.setting.head_dim)
-        zeros, ones = (make(shape, device=self.setting.device) for make in (torch.zeros, torch.ones))
-        coding = RowCoding.of(self.k, RowStatistics(zeros, ones, zeros, ones))
+        coding = RowCoding.of(self.k, RowStatistics.neutral(shape, self.k.device))
         coding.k_steps.uniform_(0.1, 0.3)
         coding.v_steps.uniform_(0.1, 0.3)
         return coding

@@ -201,6 +201,6 @@ def _write_scores(folder: Path, config: dict[str, Any]) -> None:
     angles = torch.outer(torch.arange(2.0), config["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim))
     rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=1), is_neox=True)
     scores = ScoreWeights.zeros(KVGeometry(sizes[0], config["num_attention_heads"], *sizes[1:], 1))
-    learned = Learned(scores, RowStatistics(*(fill(sizes) for _ in "kv" for fill in (torch.zeros, torch.ones))))
+    learned = Learned(scores, RowStatistics.neutral(sizes))
     identity = ModelIdentity(folder.name, fingerprint_of(folder) or "", *sizes, rotary)
     save_learned(scores_of(folder), learned, identity)
