@@ -11,6 +11,8 @@ RESERVED_SHARED = 1024
 """Bytes of shared memory that CUDA reserves per resident program."""
 REGISTERS_PER_SM = 65536
 """32-bit registers of a multiprocessor, for compute capabilities 5.0 to 12.1."""
+DEPENDENT_ARCH = 90
+"""From it on a kernel may be launched while the one before it still runs (programmatic dependent launch)."""
 REGISTER_UNIT = 8
 """Registers of a thread are allocated in multiples of this."""
 
@@ -28,11 +30,6 @@ class DeviceLimits:
     def shared_per_block(self) -> int:
         """Maximum bytes of shared memory of one program."""
         return self.shared_per_sm - RESERVED_SHARED
-
-    @property
-    def launches_dependents(self) -> bool:
-        """Whether a kernel may be launched while the one before it still runs (programmatic dependent launch)."""
-        return self.arch >= 90
 
     def programs_per_sm(self, *, registers: int, shared: int, num_warps: int) -> int:
         """Programs of a compiled kernel that are resident at once on one multiprocessor; at least 1.
@@ -65,6 +62,6 @@ def limits_of(device: torch.device) -> DeviceLimits:
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Arguments of a kernel that may be launched while the one before it runs; ``PDL`` alone where that is missing."""
-    if device.type == "cuda" and limits_of(device).launches_dependents:
+    if device.type == "cuda" and limits_of(device).arch >= DEPENDENT_ARCH:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

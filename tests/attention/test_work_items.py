@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvevict_kernels.device_limits import INTERPRETER, DeviceLimits, dependent_launch
+from kvevict_kernels.device_limits import DEPENDENT_ARCH, INTERPRETER, DeviceLimits, dependent_launch
 from kvevict_kernels.ragged_decode.tables import Step, Tables
 from sgl_kvevict.attention.triton.attention import TritonAttention
 
@@ -121,5 +121,5 @@ def test_the_merge_is_launched_early_where_the_device_can(monkeypatch: pytest.Mo
         monkeypatch.setattr("kvevict_kernels.device_limits.limits_of", lambda device, found=limits: found)
         want = {"PDL": True, "launch_pdl": True} if can else {"PDL": False}
         assert dependent_launch(torch.device("cuda")) == want
-    assert INTERPRETER.launches_dependents
+    assert INTERPRETER.arch >= DEPENDENT_ARCH
     assert dependent_launch(torch.device("cpu")) == {"PDL": False}

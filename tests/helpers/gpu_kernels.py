@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvevict_kernels.device_limits import DeviceLimits
+from kvevict_kernels.device_limits import DEPENDENT_ARCH, DeviceLimits
 from kvevict_kernels.key_scores import largest_kernel_size
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, LATENT_DIM, block_widths, narrow_keys, tiles_for
@@ -110,7 +110,7 @@ def _attention_kernels(
     visible = "*i64" if has_trees else None
     coding: Spec = {} if has_few_bits else dict.fromkeys(("statistics_ptr", "k_steps_ptr", "v_steps_ptr"))
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}
-    sizes = {**_sizes(head_dim), "UPCAST": False, "PDL": limits.launches_dependents}
+    sizes = {**_sizes(head_dim), "UPCAST": False, "PDL": limits.arch >= DEPENDENT_ARCH}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
     for which, tile in enumerate(tiles):

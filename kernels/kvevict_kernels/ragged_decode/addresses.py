@@ -58,12 +58,8 @@ class TableAddresses:
         place.copy_(self.on_device)
         return replace(self, on_device=place, is_captured=True)
 
-    @property
-    def class_indices(self) -> list[int]:
-        """Classes of the split kernel that have work, or may have some when a recorded launch is replayed."""
-        return [which for which in range(NUM_CLASSES) if self._has_work(which)]
-
-    def _has_work(self, which: int) -> bool:
+    def has_work(self, which: int) -> bool:
+        """Whether a class of the split kernel has work, or may have some when a recorded launch is replayed."""
         class_tables = self.tables.classes[which]
         if class_tables.max_items + class_tables.max_suffix_items:
             return True

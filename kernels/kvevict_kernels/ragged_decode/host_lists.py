@@ -120,12 +120,14 @@ class HostLists:
 
     def _place_partials(self) -> int:
         """Partials of a layer: a bound for its spans, then the suffixes one after the other."""
+        sizes = self.sizes
         total = sum(self._max_chunks(span) * len(rows) * self.group_size for span, rows in enumerate(self.span_rows))
         self.suffix_partial = []
-        for request, (new, is_split) in enumerate(zip(self.new_lens, self.is_split, strict=True)):
+        for request, (bound, which) in enumerate(zip(self.suffix_bounds, self.request_class, strict=True)):
             self.suffix_partial.append(total)
-            if is_split:
-                total += self._suffix_splits(request) * self.sizes.num_kv_heads * new * self.group_size
+            if self.is_split[request]:
+                splits = suffix_splits(bound, sizes.num_kv_heads, sizes.num_items, which)
+                total += splits * sizes.num_kv_heads * self.new_lens[request] * self.group_size
         return total
 
     def _place_extend_partials(self) -> int:
@@ -142,11 +144,6 @@ class HostLists:
         """Maximum number of chunks of a span in one layer."""
         longest = -(-self.spans[span].num_tokens // self.span_chunk[span])
         return self.sizes.num_kv_heads * min(self.span_cap[span], longest)
-
-    def _suffix_splits(self, request: int) -> int:
-        sizes = self.sizes
-        bound, which = self.suffix_bounds[request], self.request_class[request]
-        return suffix_splits(bound, sizes.num_kv_heads, sizes.num_items, which)
 
     def max_items(self, which: int) -> int:
         """Maximum number of work items of a class's spans in one layer."""

@@ -18,6 +18,7 @@ from kvevict_kernels.device_limits import dependent_launch, limits_of
 from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
+from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import Tile, block_widths, narrow_keys, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
@@ -284,8 +285,9 @@ def advance(addresses: TableAddresses, step: Step) -> None:
 
 def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """Attend with the requests of up to 128 q rows per KV head: one launch per class, and the merge."""
-    for which in addresses.class_indices:
-        _launch_split(addresses, step, which, inputs)
+    for which in range(NUM_CLASSES):
+        if addresses.has_work(which):
+            _launch_split(addresses, step, which, inputs)
     run_merge(addresses, step, inputs, out, lse)
 
 
