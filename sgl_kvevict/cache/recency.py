@@ -67,15 +67,10 @@ class CostAwareRecency:
 
     def get_priority(self, node: Node) -> Priority:
         """Priority of dropping a leaf; grows when the leaf is used."""
-        return self.priority(node, self._loss_of_dropping(node))
-
-    def _loss_of_dropping(self, node: Node) -> float:
-        """Tokens of prefill, per slot released, that dropping a leaf loses."""
         if self._state_slots is not None:
-            return self._loss_of_state(node, self._state_slots)
-        saved = self.saved(node)
+            return self.priority(node, self._loss_of_state(node, self._state_slots))
         comes_back = node in self._spans and self.has_host_room(self._spans[node].segment)
-        return saved * LOSS_OF_LOADING if comes_back else saved
+        return self.priority(node, self.saved(node) * (LOSS_OF_LOADING if comes_back else 1.0))
 
     def _loss_of_state(self, node: Node, state_slots: Callable[[Node], float | None]) -> float:
         """Tokens of prefill that a leaf's state saves, per slot released with it; a prompt is found only at a state.
@@ -130,7 +125,7 @@ class CostAwareRecency:
         self._last_end = max(self._last_end, until)
         for node in path:
             if start < num_tokens:
-                self._table.retain(node, until)
+                self._table.retained[node] = max(self._table.retained.get(node, 0), until)
             start += len(node.key)
 
     def saved(self, node: Node) -> float:
@@ -139,7 +134,7 @@ class CostAwareRecency:
 
     def priority(self, node: Node, loss: float) -> Priority:
         """Priority of a step that loses ``loss`` tokens of prefill, or as many in answers, per slot released."""
-        accessed, until = node.last_access_time, self._table.retained_until(node)
+        accessed, until = node.last_access_time, self._table.retained.get(node, 0)
         used = bisect_right(self._times, accessed)
         if until and (kept := bisect_right(self._moments, until)) >= used:
             return self._levels[kept] + loss, math.inf

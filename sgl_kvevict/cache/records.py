@@ -130,18 +130,19 @@ class PrefixTable:
         open: the open ranges by their last nodes, oldest first. A split needs no action: the node that was there
             becomes the lower half.
         shrinking: what may shrink when slots are short: owners of segments, last nodes of open ranges that wait for it.
+        retained: until when nodes count as used (:meth:`CostAwareRecency.retain`), of those that were retained.
         growing: path of which segments grow now; none of them shrinks for the others.
     """
 
     def __init__(self, *, shrinks: bool) -> None:
         self._shrinks = shrinks
-        self._retained: dict[Node, int] = {}
         self._awaited: dict[Node, int] = {}  # samples (``n``) of the prompt that ends there which have not begun
         self.totals = Totals()
         self.spans = Spans()
         self.packed: dict[Segment, Node] = {}
         self.open: dict[Node, OpenRange] = {}
         self.shrinking = NodeSet()
+        self.retained: dict[Node, int] = {}
         self.growing: Sequence[Node] = ()
 
     def await_samples(self, node: Node, count: int) -> bool:
@@ -156,14 +157,6 @@ class PrefixTable:
     def stop_awaiting(self, path: Sequence[Node]) -> list[Node]:
         """No more samples of prompts on a path come; return the last nodes of those prompts that had some to come."""
         return [node for node in path if self._awaited.pop(node, 0)]
-
-    def retain(self, node: Node, until: int) -> None:
-        """Let a node count as used until then, or as long as it already does (:meth:`CostAwareRecency.retain`)."""
-        self._retained[node] = max(self._retained.get(node, 0), until)
-
-    def retained_until(self, node: Node) -> int:
-        """Until when a node counts as used; 0: it is not retained."""
-        return self._retained.get(node, 0)
 
     # ---- open ranges ------------------------------------------------------------------------------------------
 
@@ -240,8 +233,8 @@ class PrefixTable:
     @accounting()
     def split(self, upper: Node, lower: Node) -> None:
         """Divide what is known of a node that was cut, ``lower``; ``upper`` is the new node."""
-        if lower in self._retained:
-            self._retained[upper] = self._retained[lower]
+        if lower in self.retained:
+            self.retained[upper] = self.retained[lower]
         span = self.spans.get(lower)
         if span is not None:
             self.totals.splits += 1
@@ -261,7 +254,7 @@ class PrefixTable:
         """
         self._shorten(node)
         self.shrinking.discard(node)
-        for known in (self._retained, self._awaited):
+        for known in (self.retained, self._awaited):
             known.pop(node, None)
         span = self.spans.pop(node, None)
         if span is None:
@@ -276,7 +269,7 @@ class PrefixTable:
     def clear(self) -> None:
         """Remove everything: the tree was flushed, and :meth:`forget` was called before."""
         self.spans.clear()
-        self._retained.clear()
+        self.retained.clear()
         self.packed.clear()
         # One by one, because `clear` would leave them among the set's new nodes.
         for node in list(self.shrinking):

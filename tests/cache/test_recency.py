@@ -95,7 +95,7 @@ def leaves(count: int) -> list[SimpleNamespace]:
 
 def recency_of(spans):
     """The order over leaves with these spans, of which none is retained."""
-    table = SimpleNamespace(spans=spans, retained_until=lambda _node: 0)
+    table = SimpleNamespace(spans=spans, retained={})
     return CostAwareRecency(table, time.monotonic, lambda: 0)
 
 

@@ -554,5 +554,5 @@ class Harness:
         assert table.open.keys() <= nodes and not table.open.keys() & table.spans.keys()
         waiting = {last for last, opened in table.open.items() if opened.waits}
         assert table.shrinking <= waiting | {*owners.values()} and waiting <= table.shrinking
-        known = {*table.spans, *table._retained, *table._awaited}
+        known = {*table.spans, *table.retained, *table._awaited}
         assert known <= nodes, "what is known of a node goes with it"

@@ -346,7 +346,7 @@ class Retaining(CacheMachine):
         for node in self.harness.tree.nodes():
             credit = credits[node] = prefixes.recency.priority(node, 0.0)
             assert credit >= self.credits.get(node, credit)
-            if prefixes.table.retained_until(node) > self.milliseconds:
+            if prefixes.table.retained.get(node, 0) > self.milliseconds:
                 assert credit == (prefixes.recency._levels[-1], math.inf)
         self.credits = credits
 

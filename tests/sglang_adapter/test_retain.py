@@ -81,7 +81,7 @@ def test_its_question_goes_like_any_other():
     ask(harness, document(1), 600)
     ask(harness, [*document(1), 198, 199])
     (*_, question) = nodes_of(harness, 1)
-    assert len(question.key) == 2 and not harness.tree.prefixes.table.retained_until(question)
+    assert len(question.key) == 2 and question not in harness.tree.prefixes.table.retained
     burst(harness)
     assert sum(len(node.key) for node in nodes_of(harness, 1)) == 20
 
@@ -114,4 +114,4 @@ def test_a_request_that_is_retracted_retains_again():
     for _ in range(2):
         assert harness.admit(req) and harness.prefill(req)
         harness.retract(req)
-    assert nodes_of(harness, 1) and harness.tree.prefixes.table.retained_until(nodes_of(harness, 1)[0]) == 160_000
+    assert nodes_of(harness, 1) and harness.tree.prefixes.table.retained[nodes_of(harness, 1)[0]] == 160_000
