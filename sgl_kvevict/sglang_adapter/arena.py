@@ -65,21 +65,6 @@ def arena_of(pool: KVCache) -> Arena | None:
     return arena
 
 
-def create_latent_buffers(pool: MLATokenToKVPool) -> None:
-    """Create ``kv_buffer`` as views of one arena."""
-    rows = _zeros(pool, pool.size + pool.page_size, 1, pool.kv_cache_dim)
-    stored = rows.view(pool.dtype)
-    # Values are a view of the keys, so moving a key moves its value.
-    pool.kvevict_arena = Arena(stored, stored[..., : pool.kv_lora_rank])
-    pool.kv_buffer = list(rows.unbind(0))
-
-
-class ArenaLatentPool(MLATokenToKVPool):
-    """Stock pool of latents (MLA) with arena buffers: one row per token and layer, whose beginning is the value."""
-
-    _create_buffers = create_latent_buffers
-
-
 class ArenaKVPool(MHATokenToKVPool):
     """Stock pool with arena buffers, for platforms that can choose the pool class."""
 
@@ -103,8 +88,15 @@ def around_create_buffers(original: Callable[[MHATokenToKVPool], None], pool: MH
 
 
 def around_create_latent_buffers(original: Callable[[MLATokenToKVPool], None], pool: MLATokenToKVPool) -> None:
-    """Hook around the stock pool of latents, as :func:`around_create_buffers`; DSA's and FP4's pools keep their own."""
-    if type(pool) is MLATokenToKVPool and not pool.use_dsa and kvevict_is_selected():
-        create_latent_buffers(pool)
-    else:
+    """Hook around the stock pool of latents, as :func:`around_create_buffers`; DSA's and FP4's pools keep their own.
+
+    There is one row per token and layer, whose beginning is the value.
+    """
+    if type(pool) is not MLATokenToKVPool or pool.use_dsa or not kvevict_is_selected():
         original(pool)
+        return
+    rows = _zeros(pool, pool.size + pool.page_size, 1, pool.kv_cache_dim)
+    stored = rows.view(pool.dtype)
+    # Values are a view of the keys, so moving a key moves its value.
+    pool.kvevict_arena = Arena(stored, stored[..., : pool.kv_lora_rank])
+    pool.kv_buffer = list(rows.unbind(0))

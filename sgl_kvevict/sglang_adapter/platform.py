@@ -41,10 +41,10 @@ class KVEvictCpuPlatform(CpuSRTPlatform):
         return "eager"
 
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
-        """Return the arena pool if our backend is selected, else None (SGLang's pool)."""
-        from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, ArenaLatentPool, kvevict_is_selected
+        """Return the arena pool if our backend is selected; None: SGLang's pool, whose buffers hooks may replace."""
+        from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, kvevict_is_selected
 
-        return {"mha": ArenaKVPool, "mla": ArenaLatentPool}.get(kind) if kvevict_is_selected() else None
+        return ArenaKVPool if kind == "mha" and kvevict_is_selected() else None
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., Tensor]:
         """Return the function that looks up the slots of draft tokens."""

@@ -6,14 +6,13 @@ import inspect
 import json
 from functools import partial
 
-import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_kvevict.config import ENV_VAR
-from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, ArenaLatentPool, arena_of, around_create_latent_buffers
+from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, arena_of, around_create_latent_buffers
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 
 HEADS = {"page_size": 1, "dtype": torch.float32, "head_num": 2, "head_dim": 4, "device": "cpu"}
@@ -47,15 +46,12 @@ def test_layers_of_one_pool_are_in_their_order():
     assert full_layers_of(pool) == {2: 0, 3: 1, 4: 2}
 
 
-@pytest.mark.parametrize("is_stock", [False, True])
-def test_latents_are_rows_of_one_arena_that_begin_with_their_values(monkeypatch, is_stock):
-    """The pool of our CPU platform, and SGLang's own with the hook, as on a GPU."""
+def test_latents_are_rows_of_one_arena_that_begin_with_their_values(monkeypatch):
     monkeypatch.setenv(ENV_VAR, json.dumps({}))
-    if is_stock:
-        original = inspect.unwrap(MLATokenToKVPool._create_buffers)
-        hooked = partial(around_create_latent_buffers, original)
-        monkeypatch.setattr(MLATokenToKVPool, "_create_buffers", lambda pool: hooked(pool))
-    pool = (MLATokenToKVPool if is_stock else ArenaLatentPool)(
+    original = inspect.unwrap(MLATokenToKVPool._create_buffers)
+    hooked = partial(around_create_latent_buffers, original)
+    monkeypatch.setattr(MLATokenToKVPool, "_create_buffers", lambda pool: hooked(pool))
+    pool = MLATokenToKVPool(
         size=30, page_size=1, dtype=torch.float16, kv_lora_rank=16, qk_rope_head_dim=8, layer_num=3, device="cpu",
         enable_memory_saver=False,
     )  # fmt: skip
