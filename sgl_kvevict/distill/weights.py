@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,11 +91,6 @@ class LearnedScores:
     rotary: Rotary
     weights: ScoreWeights | None = None
     is_stale: bool = False
-
-    def state(self) -> dict[str, Any]:
-        """What is in use, as plain values."""
-        texts, recall = (0, None) if self.weights is None else (self.weights.num_prefixes, self.weights.recall)
-        return {"texts": texts, "recall": recall, "is_stale": self.is_stale}
 
 
 def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, rotary: Rotary) -> Show:

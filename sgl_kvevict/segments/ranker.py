@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill.features import CachedRange
-from sgl_kvevict.distill.learner import ScoredText
 from sgl_kvevict.distill.weights import LearnedScores, with_learned_scores
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies.layer_view import Show
@@ -18,7 +17,7 @@ from sgl_kvevict.policies.order import RangeOrder
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.ragged import MergePlan
 from sgl_kvevict.segments.packer import SegmentPacker
-from sgl_kvevict.segments.prompt_observation import Observation, ObservationSpec, PromptObservation
+from sgl_kvevict.segments.prompt_observation import Observation, ObservationSpec
 from sgl_kvevict.segments.segment import Order
 from sgl_kvevict.segments.sliding_windows import order_beside_windows
 from sgl_kvevict.segments.sources import Source
@@ -84,16 +83,6 @@ class Compressor:
         num_slots = self.config.num_slots(num_tokens, start, share)
         return sum(self.config.tokens_kept(num_slots, num_tokens, start).values())
 
-    def scored_text(self, token_slots: Tensor, attention: Tensor, prompt: PromptObservation) -> ScoredText:
-        """What scores are learned from: the first tokens of a text that was repeated.
-
-        ``token_slots``: [num_tokens], int64. ``attention``: :attr:`TextAttention.sums` of the whole text, [num_layers,
-        num_kv_heads, n >= num_tokens], float32. ``prompt`` has its last queries.
-        """
-        show = self._show(prompt, 0, token_slots)
-        tokens = self.cached(token_slots, 0)
-        return ScoredText(tokens, attention[..., : token_slots.numel()].sqrt(), show)
-
     def cached(self, token_slots: Tensor, start: int) -> CachedRange:
         """Uncompressed tokens of the arena: ``token_slots``, [num_tokens], int64, from the position ``start`` on."""
         packer, end = self.packer, start + token_slots.numel()
@@ -107,7 +96,8 @@ class Compressor:
             slot_positions=self.slot_positions,
         )
 
-    def _show(self, observation: Observation, start: int, token_slots: Tensor) -> Show:
+    def show(self, observation: Observation, start: int, token_slots: Tensor) -> Show:
+        """Views of what was observed of uncompressed tokens, arguments as in :meth:`rank`, layer by layer."""
         k_arena, v_arena = self.packer.k_arena, self.packer.v_arena
         return lambda layer: observation.show(layer, start, k_arena[layer], v_arena[layer], token_slots)
 
@@ -142,7 +132,7 @@ class Compressor:
         """How a range's other entries are merged into the kept ones, by a :class:`Merger`; None: they are not."""
         if self.policy.merger is None or (kept := source.mask) is None:
             return None
-        show = self._show(observation, source.start, source.token_slots)
+        show = self.show(observation, source.start, source.token_slots)
         return self.policy.merger.merge([show(layer) for layer in range(self.packer.geometry.num_layers)], kept)
 
     def protected(self, num_tokens: int, start: int) -> tuple[int, int]:
@@ -160,7 +150,7 @@ class Compressor:
     ) -> RangeOrder:
         """The order of a range; the entries that the policy keeps at the share are the best of it."""
         geometry = self.packer.geometry
-        show = self._show(observation, start, token_slots)
+        show = self.show(observation, start, token_slots)
         if self.learned is not None:
             weights, tokens = self.learned.weights, self.cached(token_slots, start)
             if weights is None:
@@ -181,4 +171,8 @@ class Compressor:
     def state(self) -> dict[str, Any]:
         """Policy, budget, bits, when prompts are compressed, and learned scores, as plain values."""
         state = {"policy": self.policy.name} | self.config.model_dump(include={"budget", "bits", "compress"})
-        return state if self.learned is None else state | {"learned_scores": self.learned.state()}
+        if self.learned is None:
+            return state
+        weights, is_stale = self.learned.weights, self.learned.is_stale
+        texts, recall = (0, None) if weights is None else (weights.num_prefixes, weights.recall)
+        return state | {"learned_scores": {"texts": texts, "recall": recall, "is_stale": is_stale}}

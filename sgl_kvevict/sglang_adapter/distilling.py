@@ -115,16 +115,6 @@ class Distilling:
             self.log(logging.WARNING, "%s, so scores are not learned: values alone choose", why)
             self.learned.weights = ScoreWeights.zeros(self._geometry, self._device)
 
-    def new_learner(self) -> ScoreLearner:
-        """A learner of this rank's heads."""
-        return ScoreLearner(self._geometry, self.learned.rotary, self._device)
-
-    def new_sums(self) -> RowSums | None:
-        """Sums of the keys and values of this rank's heads; None for latents, whose rows always have 16 bits."""
-        if self._geometry.is_latent:
-            return None
-        return RowSums(self._geometry, self.learned.rotary, self._device)
-
     def finish(self, learner: ScoreLearner | None, sums: RowSums | None, trial: Callable[[], ScoredText]) -> None:
         """Use what was learned, and keep it with what was known; all ranks call it together.
 

@@ -21,7 +21,7 @@ from sgl_kvevict.cache.nodes import Node, key_of, length_of, path_to, tokens_of
 from sgl_kvevict.cache.prefills import Prefills
 from sgl_kvevict.cache.readers import ReaderRecord
 from sgl_kvevict.distill.features import CachedRange
-from sgl_kvevict.distill.learner import ScoredText
+from sgl_kvevict.distill.learner import ScoredText, ScoreLearner
 from sgl_kvevict.distill.row_sums import RowSums
 from sgl_kvevict.distill.texts import passages_of, repetitions, request_to_repeat
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -190,7 +190,8 @@ class TextReader:
             raise self._unreadable(num_tokens, "a repetition failed")
         # The last tokens are protected in a prompt, so no score decides about them.
         slots = tree.port.token_slots(path)[: -tree.compressor.config.tail_tokens]
-        return tree.compressor.scored_text(slots, attention.sums, text.prompt)
+        show = tree.compressor.show(text.prompt, 0, slots)
+        return ScoredText(tree.compressor.cached(slots, 0), attention.sums[..., : slots.numel()].sqrt(), show)
 
     def forget(self) -> None:
         """Empty the cache; the server is as before the text."""
@@ -309,7 +310,9 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
     distilling.log(
         logging.INFO, "learning %s of this model from %d texts, before the first request", what, len(samples)
     )
-    learner, sums = None if has_scores else distilling.new_learner(), distilling.new_sums()
+    of_rank = tree.packer.geometry, distilling.learned.rotary, tree.packer.k_arena.device
+    learner = None if has_scores else ScoreLearner(*of_rank)
+    sums = None if tree.packer.geometry.is_latent else RowSums(*of_rank)  # latents always have rows of 16 bits
     for number, tokens in enumerate(samples, 1):
         since = time.perf_counter()
         text = reader.read(tokens, sums)
@@ -336,7 +339,8 @@ def learn(scheduler: Scheduler, tree: KVEvictTree) -> None:
     if has_scores:
         distilling.log(logging.INFO, "learned statistics of keys and values; it took %.0f s", seconds)
         return
-    found = 100 * (distilling.learned.state()["recall"] or 0.0)
+    weights = distilling.learned.weights
+    found = 100 * (0.0 if weights is None else weights.recall or 0.0)
     distilling.log(
         logging.INFO, "learned scores find %.0f %% of what repetitions attend to; it took %.0f s", found, seconds
     )
