@@ -42,11 +42,6 @@ class ModelIdentity:
     is_latent: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape of ``ScoreWeights.cache``."""
-        return self.num_layers, self.num_kv_heads, num_cache_features(self.head_dim, self.is_latent)
-
-    @property
     def first_rotation(self) -> Tensor:
         """[rotary_dim], float32: cosines and sines of position 1, which determine all frequencies."""
         return self.rotary.cos_sin[1].float().cpu().contiguous()
@@ -144,14 +139,14 @@ def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: Mo
     problems = []
     if metadata.get("fingerprint") != model.fingerprint:
         problems.append(f"fingerprint {str(metadata.get('fingerprint'))[:16]!r} instead of {model.fingerprint[:16]!r}")
-    num_layers, num_heads, columns = model.shape
+    columns = num_cache_features(model.head_dim, model.is_latent)
     widths = {"cache": columns, "window": columns + NUM_WINDOW} | dict.fromkeys(STATISTICS, model.head_dim)
     present = [part for part in (_SCORES, STATISTICS) if not tensors.keys().isdisjoint(part)]
     for name in itertools.chain(*present):
         if name not in tensors:
             problems.append(f"{name} is missing")
             continue
-        got, want = tuple(tensors[name].shape), (num_layers, num_heads, widths[name])
+        got, want = tuple(tensors[name].shape), (model.num_layers, model.num_kv_heads, widths[name])
         if got != want or tensors[name].dtype != torch.float32:
             problems.append(f"{name} is {got} {tensors[name].dtype} instead of {want} float32")
         elif not tensors[name].isfinite().all():

@@ -95,25 +95,17 @@ def _blocks(kind: Kind) -> list[str]:
     """Pieces of 6,000 characters (or small tables), in a fixed order that mixes distant ones."""
     if kind == "tables":
         return [_characters(first) if i % 2 else _types(i) for i, first in enumerate(_CHARACTERS * 2)]
-    text = _manual() if kind == "prose" else _library()
+    if kind == "prose":
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[name] for name in sorted(topics))
+    else:
+        specs = map(importlib.util.find_spec, MODULES)
+        paths = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+        text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     pages = [text[start : start + 6000] for start in range(0, len(text), 6000)]
     # Neighbouring pages treat one subject, and a text is to have several.
     return [page for first in range(7) for page in pages[first::7]]
-
-
-def _manual() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
-def _library() -> str:
-    sources = []
-    for name in MODULES:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            sources.append(Path(spec.origin).read_text(encoding="utf-8"))
-    return "\n".join(sources)
 
 
 def _characters(first: int) -> str:
