@@ -150,23 +150,10 @@ def as_json(snapshot: Snapshot) -> str:
     return msgspec.json.encode(content).decode()
 
 
-def tree_content(snapshot: Snapshot) -> dict[str, object]:
-    """Return what the page shows of the whole tree."""
-    about = msgspec.to_builtins(snapshot.about) | {"endpoint": snapshot.endpoint}
-    tree, status = snapshot.tree, snapshot.status
-    sizes = {"pool": tree.pool, "gauges": status.gauges, "totals": status.totals}
-    return {"about": about, "ts": tree.ts, **sizes, "nodes": tree.nodes, "omitted": tree.omitted}
-
-
 def page(interval_s: float) -> str:
     """Return the page, which asks its server for ``tree`` that often, and for ``node/ID``."""
     template = files("sgl_kvevict.cli").joinpath("inspect_page.html").read_text(encoding="utf-8")
     return template.replace("@INTERVAL@", repr(float(interval_s)))
-
-
-def as_numbers(ids: Sequence[int]) -> list[str]:
-    """Return token ids as texts."""
-    return [f"[{token}]" for token in ids]
 
 
 def load_decoder(path: str) -> Decode | None:

@@ -79,13 +79,19 @@ class WebServer(ThreadingHTTPServer):
     def tree(self) -> Mapping[str, object]:
         """Return the whole tree, without what heads kept."""
         ask = partial(inspection.ask_snapshot, limit=_NUM_NODES)
-        return inspection.tree_content(inspection.asked(self.endpoint, self._timeout_s, ask))
+        found = inspection.asked(self.endpoint, self._timeout_s, ask)
+        about, tree = msgspec.to_builtins(found.about) | {"endpoint": found.endpoint}, found.tree
+        sizes = {"pool": tree.pool, "gauges": found.status.gauges, "totals": found.status.totals}
+        return {"about": about, "ts": tree.ts, **sizes, "nodes": tree.nodes, "omitted": tree.omitted}
 
     def node(self, number: int, *, bins: int = _NUM_BINS) -> Mapping[str, object]:
         """Return what heads kept of a node (None: everything, or it is gone), and its tokens if they are exposed."""
         ask = partial(inspection.ask_node, node=number, bins=bins)
         about, kept, ids = inspection.asked(self.endpoint, self._timeout_s, ask)
-        tokens = None if ids is None else (self._decoder(about.tokenizer) or inspection.as_numbers)(ids)
+        tokens: list[str] | None = None
+        if ids is not None:
+            decode = self._decoder(about.tokenizer)
+            tokens = decode(ids) if decode else [f"[{token}]" for token in ids]
         return {"map": kept, "tokens": tokens}
 
 
