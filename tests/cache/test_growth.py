@@ -9,8 +9,7 @@ from helpers.harness import Harness
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments.kept import entries_by_head
-from sgl_kvevict.segments.segment import View
+from sgl_kvevict.segments.segment import View, entries_by_head
 from sgl_kvevict.segments.sources import Source
 from sgl_kvevict.sglang_adapter.monitoring.inspection import tree_report
 

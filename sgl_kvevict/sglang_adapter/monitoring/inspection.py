@@ -31,8 +31,7 @@ from sgl_kvevict.events.questions import (
 )
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.guard import Place
-from sgl_kvevict.segments.kept import entries_by_head, kept_share
-from sgl_kvevict.segments.segment import Span
+from sgl_kvevict.segments.segment import Span, entries_by_head, kept_share
 from sgl_kvevict.sglang_adapter.monitoring.server_info import read_gauges
 
 if TYPE_CHECKING:
