@@ -61,23 +61,23 @@ POLICIES = {
     ),
 }
 CEILINGS = {
-    "sgl_kvevict/attention": 1_576,
-    "sgl_kvevict/cache": 2_635,
-    "sgl_kvevict/cli": 1_672,
-    "sgl_kvevict/distill": 987,
+    "sgl_kvevict/attention": 1_573,
+    "sgl_kvevict/cache": 2_639,
+    "sgl_kvevict/cli": 1_665,
+    "sgl_kvevict/distill": 968,
     "sgl_kvevict/events": 540,
     "sgl_kvevict/policies": 2_080,
-    "sgl_kvevict/segments": 1_893,
-    "sgl_kvevict/sglang_adapter": 4_755,
-    "sgl_kvevict/store": 2_018,
-    "kernels": 6_836,
-    "sgl_kvevict": 20_443,
-    "tests": 32_404,
-    "benchmarks": 10_753,
+    "sgl_kvevict/segments": 1_888,
+    "sgl_kvevict/sglang_adapter": 4_734,
+    "sgl_kvevict/store": 2_020,
+    "kernels": 6_820,
+    "sgl_kvevict": 20_394,
+    "tests": 32_471,
+    "benchmarks": 10_752,
     "tools": 6_828,
 }
 """Lines of Python below a folder, but for lines that are a comment: a reason beside a step is never too much."""
-FILES = 202
+FILES = 201
 """Files of the product."""
 HOOKS = 20
 FIELDS_AND_OPTIONS = 25
