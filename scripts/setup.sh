@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 profile=${1:-server}
 case $profile in
-    server) venv=.venv locks=(requirements/cpu.txt requirements/dev.txt) ;;
+    server) venv=.venv locks=(requirements/torch.txt requirements/cpu.txt requirements/dev.txt) ;;
     *) venv=.venv-$profile locks=("requirements/$profile.txt") ;;
 esac
 python="$venv/bin/python"
@@ -31,7 +31,7 @@ find_python() {
             return
         fi
     done
-    echo "setup: need Python 3.11 (requirements/cpu.txt says why), not found as: ${PYTHON:-python3.11 python3 python}" >&2
+    echo "setup: need Python 3.11 (requirements/torch.txt says why), not found as: ${PYTHON:-python3.11 python3 python}" >&2
     return 1
 }
 

@@ -20,7 +20,7 @@ import release_notes as notes
 from sgl_kvevict.machine import SGLANG_RANGE, SUPPORTED_SGLANG
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUIREMENTS = ("cpu", "dev")
+REQUIREMENTS = ("torch", "cpu", "dev")
 PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)$")
 
 

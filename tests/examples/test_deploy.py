@@ -49,8 +49,16 @@ def test_an_image_copies_what_is_there_and_what_the_context_holds(stage: str) ->
 def test_the_cpu_image_takes_the_steps_of_make_setup() -> None:
     """The one package with dependencies of its own, then the lock file without any."""
     torch, lock, *_ = [rest for word, rest in STAGES["cpu"] if word == "RUN"]
-    assert torch.endswith('"$(grep ^torch== requirements/cpu.txt)"') and "--no-deps" not in torch
-    assert lock.endswith("--no-deps -r requirements/cpu.txt")
+    assert torch.endswith('"$(grep ^torch== requirements/torch.txt)"') and "--no-deps" not in torch
+    assert lock.endswith("--no-deps -r requirements/torch.txt -r requirements/cpu.txt")
+
+
+def test_the_gpu_image_takes_the_torch_of_sglang():
+    """Its constraints pin none: SGLang wants another one there than the CPU profile has."""
+    constraints = re.findall(r"-c (\S+)", " ".join(rest for _, rest in STAGES["gpu"]))
+    assert constraints == ["requirements/cpu.txt"]
+    pinned = (ROOT / constraints[0]).read_text()
+    assert re.findall(r"^(torch\w*|triton)==", pinned, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])

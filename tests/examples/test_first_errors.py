@@ -35,7 +35,7 @@ def test_a_wrong_command_line_is_told_in_a_few_lines(line: str) -> None:
 def test_setup_without_the_right_python_names_it(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "requirements").mkdir()
-    for name in ("cpu.txt", "dev.txt"):
+    for name in ("torch.txt", "cpu.txt", "dev.txt"):
         (tmp_path / "requirements" / name).touch()
     (tmp_path / "pyproject.toml").touch()
     script = shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
