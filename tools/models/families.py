@@ -102,9 +102,9 @@ ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
 
 IMAGES = """## Images
 
-SGLang puts hashes where the tokens of an image are, so keys tell images apart, and image tokens are compressed like
-others. With positions of three axes (M-RoPE) learned scores take keys back to where they were before RoPE; the
-positions are kept per slot (12 bytes).
+SGLang puts hashes where the tokens of an image are. So keys tell images apart, and image tokens are compressed like
+others. Learned scores need keys as they were before RoPE. For positions of three axes (M-RoPE) the plugin keeps the
+positions of each slot (12 bytes).
 
 Videos and sound go the same way through SGLang, but no test has sent any.
 """
@@ -252,10 +252,10 @@ def page() -> str:
     others = [f"| {name} | {in_general(sentence)} |" for name, sentence in rows.items() if sentence not in listed]
     return f"""# Models
 
-Which models are served, which are refused and why. What decides is a model's attention, not its name. It must be
-causal, over all earlier tokens or a sliding window, with keys and values of one width (grouped-query heads and sinks
-are fine), or latent (MLA). Families that are not listed are served if SGLang's plain `RadixAttention` layers are like
-that, and refused otherwise.
+Which models are served, which are refused and why. A model's attention decides, not its name. Two kinds are served:
+latent attention (MLA), and causal attention over all earlier tokens or a sliding window. The second kind needs keys
+and values of one width (grouped-query heads and sinks are fine). Families that are not listed are served if SGLang's
+plain `RadixAttention` layers are like that. Otherwise they are refused.
 
 * *Served*: a tiny random model of the family was compared in real servers (`make test-models`), in float32. At budget
   1.0, read from spans, it gives the greedy tokens of stock SGLang, and its log-probabilities to 0.002. Where stock has
@@ -263,7 +263,7 @@ that, and refused otherwise.
 * *Images*: the same with an image in a shared prefix. A prompt with another image finds nothing of it.
 * *Refused*: the server stops at start and says why.
 
-Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too, gpt-oss also with two tensor-parallel ranks.
+Llama, Mistral, Gemma 3 and gpt-oss are also compared in bfloat16, gpt-oss also with two tensor-parallel ranks.
 How layers with a window are compressed: [design](design/layers.md#models-with-other-layers). This page is written by
 `python tools/models/families.py`.
 
@@ -275,12 +275,12 @@ How layers with a window are compressed: [design](design/layers.md#models-with-o
 
 ## Recurrent layers: served, not seen on a GPU
 
-The KV of the full attention of models with recurrent layers is compressed. SGLang has kernels of recurrent layers for
-GPUs only. The tests have slow definitions of them (`tools/models/recurrent`), to which SGLang's own are equal in
-Triton's interpreter. With these the families pass the same checks in a real server (`make test-models ARGS="-k
-recurrent"`): with states at the ends of requests (`no_buffer`), and with snapshots on a grid (`extra_buffer`, which
-allows the overlap schedule). With SGLang's own kernels, on a GPU, none has run with the plugin. Tree, KV pool and pool
-of states are also tested with random operations. `extra_buffer_lazy` is refused.
+In models with recurrent layers, the KV of full attention is compressed. SGLang has kernels of recurrent layers for
+GPUs only. The tests use slow definitions of them (`tools/models/recurrent`). SGLang's own kernels are equal to these
+in Triton's interpreter. With the definitions the families pass the checks above in a real server (`make test-models
+ARGS="-k recurrent"`): with states at the ends of requests (`no_buffer`), and with snapshots on a grid (`extra_buffer`,
+which allows the overlap schedule). None has run with the plugin and SGLang's own kernels on a GPU. Tree, KV pool and
+pool of states are also tested with random operations. `extra_buffer_lazy` is refused.
 
 | family | architecture | |
 |---|---|---|
@@ -295,8 +295,8 @@ Nemotron-H and other hybrids of full attention and recurrent layers are taken in
 |---|---|---|
 {chr(10).join(refused)}
 
-Also refused, in any family (… stands for what the server knows). The table is written from `sgl_kvevict/support.py`,
-which also has the settings that are refused whatever the model is:
+Also refused, in any family (… stands for a value that the server fills in). The table is written from
+`sgl_kvevict/support.py`. That file also has the settings that are refused for every model:
 
 | what | sentence |
 |---|---|
@@ -304,7 +304,7 @@ which also has the settings that are refused whatever the model is:
 
 ## Rows of 16 bits only
 
-`bits: auto` means rows of 4 bits ([design](design/prefix.md#packing)), but of 16 for these reasons:
+`bits: auto` means rows of 4 bits ([design](design/prefix.md#packing)). For any of these reasons rows have 16 bits:
 
 | what | reason |
 |---|---|
