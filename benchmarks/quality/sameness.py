@@ -228,7 +228,7 @@ def page(rows: Rows) -> str:
         "# Sameness of answers",
         "",
         "Written by `python benchmarks/quality/sameness.py`. A question is asked many times (*asks*), greedily, while",
-        "its prefix goes through all shares, out of the pool and back, again and again; other requests take and give",
+        "its prefix shrinks to the budget, leaves the pool and comes back, again and again; other requests take and give",
         "back the slots. *Same*: answers that equal the first one, token by token. *Distinct*: different answers to a",
         "question, mean and most. *Changes*: answers that differ from the one before.",
         "",
