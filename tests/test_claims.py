@@ -17,6 +17,7 @@ from sgl_kvevict.policies.budgets import AllLayersBudget
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+SERVING, FOUND = RESULTS / "serving", "Prompt tokens found in the cache, %"
 SMALL, QWEN, LARGE = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -32,6 +33,12 @@ def readme_row(label: str) -> list[str]:
     """Figures of a row of the README: stock, nothing compressed, ours."""
     (found,) = [cells for cells in rows(ROOT / "README.md") if cells[0].startswith(label)]
     return [cell.strip("*") for cell in found[1:]]
+
+
+def bars(benchmark: str, metric: str) -> dict[tuple[str, str], str]:
+    """Measured figures with one decimal, by point and system."""
+    found = [cells for cells in rows(SERVING / "bars.md") if (cells[0], cells[4:5]) == (benchmark, [f"`{metric}`"])]
+    return {(cells[1], cells[2]): f"{float(cells[6].split(' ')[0]):.1f}" for cells in found}
 
 
 def table_under(page: Path, heading: str) -> list[dict[str, str]]:
@@ -55,40 +62,25 @@ def test_slots_and_documents_are_those_of_the_demo(demo: dict) -> None:
     assert f" {demo['compressed_tokens']:,} " in picture and f" {demo['compressed_slots']:,} " in picture
 
 
-@pytest.mark.parametrize("times", [4, 32])
-def test_requests_and_hits_are_those_of_shared_prefix(times: int) -> None:
-    page = RESULTS / "serving" / "shared-prefix.md"
-    (requests,) = [row for row in table_under(page, "Requests/s") if row[""] == f"{times}x the pool"]
-    ratios = [re.findall(r"\*\*([\d.]+)x\*\*", requests[system]) for system in ("none", "default")]
-    shown = ["1x", *(f"{float(ratio[0]):.1f}x" if ratio else "not measured" for ratio in ratios)]
-    assert readme_row(f"requests/s, shared prefixes {times} times") == shown
-    (hits,) = [
-        row for row in table_under(page, "Prompt tokens found in the cache, %") if row[""] == f"{times}x the pool"
-    ]
-    found = [f"{hits[system]} %" if hits[system] else "not measured" for system in ("stock", "none", "default")]
-    assert readme_row("cache hit rate (prompt" if times == 4 else "cache hit rate, shared") == found
+@pytest.mark.parametrize(("times", "hit_rate"), [(4, "cache hit rate (prompt"), (32, "cache hit rate, shared")])
+def test_requests_and_hits_are_those_of_shared_prefix(times: int, hit_rate: str) -> None:
+    tables = [table_under(SERVING / "shared-prefix.md", name) for name in ("Requests/s", FOUND)]
+    requests, hits = (row for table in tables for row in table if row[""] == f"{times}x the pool")
+    ratios = [float(requests[system].split("**")[1].strip("x")) for system in ("none", "default")]
+    assert readme_row(f"requests/s, shared prefixes {times} times") == ["1x", *(f"{ratio:.1f}x" for ratio in ratios)]
+    assert readme_row(hit_rate) == [f"{hits[system]} %" for system in ("stock", "none", "default")]
 
 
 def test_decode_is_that_of_the_bars() -> None:
-    measured = {
-        cells[2]: float(cells[6].split(" ")[0])
-        for cells in rows(RESULTS / "serving" / "bars.md")
-        if cells[:2] == ["decode", "prefix 3000, batch 1"] and cells[3:5] == ["stock", "`decode_tokens_per_s`"]
-    }
-    shown = readme_row("decode tokens/s, one request on a prefix of 3,000")
-    assert shown == ["1x", f"{measured['budget 1']:.1f}x", f"{measured['default']:.1f}x"]
+    ratios = bars("decode", "decode_tokens_per_s")
+    shown = [f"{ratios['prefix 3000, batch 1', system]}x" for system in ("budget 1", "default")]
+    assert readme_row("decode tokens/s, one request on a prefix of 3,000") == ["1x", *shown]
 
 
 def test_times_of_the_tree_are_those_of_the_bars() -> None:
-    ratios = {
-        cells[1]: f"{float(cells[6].split(' ')[0]):.1f}"
-        for cells in rows(RESULTS / "serving" / "bars.md")
-        if cells[0] == "insertion" and cells[4] == "`cpu_us`"
-    }
-    hit, lock, split, insert, evict = (
-        ratios[name]
-        for name in ("match, hit", "lock and unlock", "match that splits a node", "insert a branch", "evict one leaf")
-    )
+    names = ("match, hit", "lock and unlock", "match that splits a node", "insert a branch", "evict one leaf")
+    ratios = bars("insertion", "cpu_us")
+    hit, lock, split, insert, evict = (ratios[name, "compressed"] for name in names)
     assert f"stock's in Rust: a match takes {hit} times as long, a split {split} times" in " ".join(README.split())
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert f"hit {hit}x, lock {lock}x, split {split}x, insert {insert}x (evict {evict}x)" in page
